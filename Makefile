@@ -1,0 +1,37 @@
+# Every target sets up .venv from nothing: with uv if it is there, else with python3 and pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: serve test lint types bench train-demo clean
+
+serve: $(STAMP)
+	$(BIN)/mlxpaged serve $(ARGS)
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/engine.py
+
+train-demo: $(STAMP)
+	$(BIN)/python demo_model/train.py --out mlxpaged/models/demo
+
+clean:
+	rm -rf $(VENV)
+
+$(STAMP): pyproject.toml
+	@if command -v uv >/dev/null 2>&1; then \
+		uv venv --quiet --clear --python $(PYTHON) $(VENV) && uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \
+	else \
+		$(PYTHON) -m venv --clear $(VENV) && $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'; \
+	fi
+	@touch $(STAMP)

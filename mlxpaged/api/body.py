@@ -1,0 +1,46 @@
+"""Reading a request's body: bounded, JSON, and of the right shape."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from mlxpaged.api.errors import ApiError, from_validation
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""More than four million tokens of English: no model's context is longer."""
+
+MAX_DISCARDED_BYTES = 512 * 1024 * 1024
+"""Of a body that is too large, so much is read and thrown away: a client that is still sending when the connection
+closes sees a broken pipe instead of the answer."""
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_json(request: Request, model: type[Model]) -> Model:
+    """Raises ApiError 413 for a body over MAX_BODY_BYTES, which is not kept, and 400 for one that does not fit
+    `model`."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > MAX_BODY_BYTES and request.headers.get("expect") == "100-continue":
+        raise too_large()  # the client waits to hear whether it should send the body at all
+    body, received = bytearray(), 0
+    async for piece in request.stream():
+        received += len(piece)
+        if received <= MAX_BODY_BYTES:
+            body += piece
+        elif received > MAX_DISCARDED_BYTES:
+            raise too_large()
+    if received > MAX_BODY_BYTES:
+        raise too_large()
+    try:
+        return model.model_validate_json(bytes(body))
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def too_large() -> ApiError:
+    limit = MAX_BODY_BYTES // (1024 * 1024)
+    message = f"the request body is larger than {limit} MiB"
+    return ApiError(413, message, param="body", code="body_too_large", headers={"Connection": "close"})

@@ -1,0 +1,116 @@
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlxpaged.engine import EngineState, EngineUnavailableError, QueueFullError, RequestFailedError
+from mlxpaged.models.tokenizer import ChatTemplateError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = "1"
+UNION_BRANCHES = {"str", "int", "float", "bool", "dict", "constrained-str", "constrained-int", "function-after"}
+
+
+class ApiError(Exception):
+    """An answer other than 200, to be shown to the client as it is."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def bad_parameter(param: str, message: str, code: str | None = None) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def model_not_found(model: str, served: Sequence[str]) -> ApiError:
+    known = f"this server has {', '.join(repr(name) for name in served)}" if served else "this server has no model"
+    return ApiError(404, f"model: {model!r} does not exist; {known}", param="model", code="model_not_found")
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The most specific of pydantic's complaints, with the field's path as `param`."""
+    worst = max(error.errors(include_url=False), key=lambda e: len(e["loc"]))
+    path = [str(part) for part in worst["loc"] if isinstance(part, int) or _is_field(part)]
+    if worst["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {worst['ctx']['error']}", code="invalid_json")
+    param = ".".join(path) or None
+    if worst["type"] == "extra_forbidden":
+        return ApiError(400, f"{param}: this parameter is not supported", param=param, code="unsupported_parameter")
+    message = worst["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}" if param else message, param=param)
+
+
+def _is_field(part: str) -> bool:
+    return part not in UNION_BRANCHES and part.replace("_", "").isalnum() and part == part.lower()
+
+
+def from_engine(error: Exception) -> ApiError:
+    """What the engine, the tokenizer and the scheduler raise, as an answer."""
+    retry = {"Retry-After": RETRY_AFTER_SECONDS}
+    match error:
+        case ApiError():
+            return error
+        case ChatTemplateError():
+            return ApiError(400, f"messages: {error}", param="messages")
+        case QueueFullError():
+            return ApiError(503, str(error), "server_error", code="queue_full", headers=retry)
+        case EngineUnavailableError(state=EngineState.DEAD):
+            return ApiError(503, str(error), "server_error", code="engine_dead")
+        case EngineUnavailableError():
+            return ApiError(503, str(error), "server_error", code=error.state.value, headers=retry)
+        case RequestFailedError():
+            return ApiError(500, str(error), "server_error", code="generation_failed")
+    logger.exception("unexpected error while answering a request", exc_info=error)
+    return ApiError(500, "internal server error", "server_error", code="internal_error")
+
+
+async def handle_api_error(_request: Request, error: Exception) -> Response:
+    return from_engine(error).response()
+
+
+async def handle_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"there is nothing at {request.url.path}",
+        405: f"{request.method} is not allowed at {request.url.path}",
+    }
+    headers = dict(error.headers) if error.headers else None
+    return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers).response()
+
+
+HANDLED: tuple[type[Exception], ...] = (
+    ApiError,
+    ChatTemplateError,
+    QueueFullError,
+    EngineUnavailableError,
+    RequestFailedError,
+)

@@ -1,0 +1,83 @@
+"""Prometheus metrics: the engine's counts, and how long requests took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mlxpaged.engine import EngineStats, Request, RequestOutput
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+INTER_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
+
+
+class EngineCollector(Collector):
+    """Reads the engine's latest snapshot when it is scraped; the step loop keeps no metrics."""
+
+    def __init__(self, snapshot: Callable[[], EngineStats | None]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._snapshot()
+        if stats is None:
+            return
+        scheduler = stats.scheduler
+        yield GaugeMetricFamily("mlxpaged_requests_running", "Sequences in the running batch", scheduler.running)
+        yield GaugeMetricFamily("mlxpaged_requests_waiting", "Sequences that wait to run", scheduler.waiting)
+        blocks = GaugeMetricFamily("mlxpaged_kv_blocks", "KV blocks by state", labels=["state"])
+        blocks.add_metric(["used"], scheduler.blocks.used)
+        blocks.add_metric(["cached"], scheduler.blocks.cached)
+        blocks.add_metric(["free"], scheduler.blocks.free)
+        yield blocks
+        for name, text, value in (
+            ("prefix_hit_tokens", "Prompt tokens taken from the prefix cache", scheduler.prefix_hit_tokens_total),
+            ("prompt_tokens", "Prompt tokens of admitted requests", scheduler.prompt_tokens_total),
+            ("generated_tokens", "Tokens generated", stats.generated_tokens_total),
+            ("preemptions", "Sequences preempted for want of blocks", scheduler.preemptions_total),
+            ("engine_steps", "Steps of the engine", stats.steps_total),
+            ("model_calls", "Forward passes of the model", stats.model_calls_total),
+            ("attention_calls", "Attention calls, one per layer and forward pass", stats.attention_calls_total),
+        ):
+            yield CounterMetricFamily(f"mlxpaged_{name}", text, value)
+
+
+class Metrics:
+    """One registry per server. `observe` is called for every output of every request, on the event loop."""
+
+    def __init__(self, snapshot: Callable[[], EngineStats | None]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(snapshot))
+        self._first_token = Histogram(
+            "mlxpaged_time_to_first_token_seconds", "TTFT", registry=self.registry, buckets=LATENCY_BUCKETS
+        )
+        self._inter_token = Histogram(
+            "mlxpaged_inter_token_latency_seconds", "ITL", registry=self.registry, buckets=INTER_TOKEN_BUCKETS
+        )
+        self._end_to_end = Histogram(
+            "mlxpaged_e2e_request_latency_seconds", "End to end", registry=self.registry, buckets=LATENCY_BUCKETS
+        )
+        self._finished = Counter(
+            "mlxpaged_requests_finished", "Requests by finish reason", ["reason"], registry=self.registry
+        )
+        self._last_token_at: dict[str, float] = {}
+
+    def observe(self, request: Request, output: RequestOutput) -> None:
+        if output.token_ids:
+            previous = self._last_token_at.get(request.request_id)
+            if previous is None:
+                self._first_token.observe(output.time - request.arrival_time)
+            else:
+                self._inter_token.observe(output.time - previous)
+            self._last_token_at[request.request_id] = output.time
+        if output.finish_reason is not None:
+            self._last_token_at.pop(request.request_id, None)
+            self._end_to_end.observe(output.time - request.arrival_time)
+            self._finished.labels(output.finish_reason.value).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,36 @@
+"""GET /v1/models and /v1/models/{model}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlxpaged.api.errors import model_not_found
+from mlxpaged.api.server import Server, server_of
+
+
+async def list_models(request: Request) -> Response:
+    server = server_of(request)
+    return JSONResponse({"object": "list", "data": [describe(server, name) for name in server.model_names]})
+
+
+async def get_model(request: Request) -> Response:
+    server, name = server_of(request), request.path_params["model"]
+    if name not in server.model_names:
+        raise model_not_found(name, server.model_names)
+    return JSONResponse(describe(server, name))
+
+
+def describe(server: Server, name: str) -> dict[str, Any]:
+    assert server.engine is not None
+    assert server.engine.info is not None
+    info = server.engine.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "mlxpaged",
+        "context_length": info.context_length,
+    }

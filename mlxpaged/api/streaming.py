@@ -1,0 +1,72 @@
+"""Answers that take a while, and clients that do not wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+Result = TypeVar("Result")
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client is gone. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of `work`, or None where the client leaves first; `work` is then cancelled and has ended."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for pending in (task, watcher):
+            pending.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The response that `work` makes, given up as soon as the client is gone."""
+    response = await unless_disconnected(request.receive, work)
+    return response if response is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def event(data: Any) -> str:
+    """One server-sent event with `data` as JSON."""
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events, sent as they come. The iterator is closed at once when the client leaves, even while nothing
+    is being sent: a request that still waits for its turn must not stay in the queue for nobody."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        """close: called at the end, however it comes about."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send(send))
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for text in self._events:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,101 @@
+"""Where the tokens of one step stand: built once on the host, uploaded once, used by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+UNUSED = -1
+"""Fills the block table of a sequence behind its last block."""
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """A ragged batch of S sequences and T query tokens. All arrays are int32 on the device.
+
+    positions[T]: position of each query token in its sequence. slot_mapping[T]: `block * block_size + offset` of the
+    place its key and value go to. cu_seqlens_q[S + 1]: where each sequence's query tokens start in T.
+    context_lens[S]: tokens a sequence has with this step's included. block_tables[S, max_blocks]: block ids, UNUSED
+    behind the end. The fields named `host_` hold the same numbers as lists or NumPy arrays.
+    """
+
+    block_size: int
+    positions: mx.array
+    slot_mapping: mx.array
+    cu_seqlens_q: mx.array
+    context_lens: mx.array
+    block_tables: mx.array
+    host_query_lens: list[int]
+    host_context_lens: list[int]
+    host_block_tables: IntArray
+    max_block: int
+    derived: dict[Any, Any] = field(default_factory=dict)
+    """What a backend computes from this step once and reuses in every layer."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.positions.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.host_query_lens)
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        block_size: int = 32,
+    ) -> AttentionMetadata:
+        """Query token j of the n of sequence i sits at position `context_lens[i] - n + j`.
+
+        Raises ValueError where the lists do not fit each other, a length is out of range, a table is too short for its
+        context, or a block id is negative.
+        """
+        sequences = len(query_lens)
+        if sequences == 0:
+            raise ValueError("a batch needs at least one sequence")
+        if len(context_lens) != sequences or len(block_tables) != sequences:
+            raise ValueError(
+                f"query_lens, context_lens and block_tables must have one entry per sequence, "
+                f"got {sequences}, {len(context_lens)} and {len(block_tables)}"
+            )
+        if block_size < 1:
+            raise ValueError(f"block_size must be positive, got {block_size}")
+        tables: IntArray = np.full((sequences, max(map(len, block_tables), default=0)), UNUSED, dtype=np.int32)
+        for i, (query_len, context_len, table) in enumerate(zip(query_lens, context_lens, block_tables, strict=True)):
+            if not 1 <= query_len <= context_len:
+                raise ValueError(f"sequence {i}: query_len must be in 1..context_len={context_len}, got {query_len}")
+            if len(table) * block_size < context_len:
+                raise ValueError(f"sequence {i}: {len(table)} blocks of {block_size} cannot hold {context_len} tokens")
+            tables[i, : len(table)] = table
+            if min(table) < 0:
+                raise ValueError(f"sequence {i}: negative block id {min(table)}")
+        query: IntArray = np.asarray(query_lens, dtype=np.int32)
+        context: IntArray = np.asarray(context_lens, dtype=np.int32)
+        starts = np.concatenate(([0], np.cumsum(query))).astype(np.int32)
+        owner = np.repeat(np.arange(sequences), query)
+        positions = (np.arange(starts[-1]) - starts[owner] + (context - query)[owner]).astype(np.int32)
+        slots = (tables[owner, positions // block_size] * block_size + positions % block_size).astype(np.int32)
+        parts = (positions, slots, starts, context, tables.reshape(-1))
+        uploaded = mx.split(mx.array(np.concatenate(parts)), np.cumsum([p.size for p in parts[:-1]]).tolist())
+        return cls(
+            block_size=block_size,
+            positions=uploaded[0],
+            slot_mapping=uploaded[1],
+            cu_seqlens_q=uploaded[2],
+            context_lens=uploaded[3],
+            block_tables=uploaded[4].reshape(tables.shape),
+            host_query_lens=list(query_lens),
+            host_context_lens=list(context_lens),
+            host_block_tables=tables,
+            max_block=int(tables.max()),
+        )

@@ -1,0 +1,17 @@
+"""KV blocks as plain integers: the pool, the tables, the prefix cache. Never imports mlx."""
+
+from mlxpaged.cache.block_pool import BlockPool, BlockPoolError, BlockUsage, DoubleFreeError, OutOfBlocksError
+from mlxpaged.cache.block_table import BlockTable, blocks_for
+from mlxpaged.cache.prefix_cache import PrefixCache, PrefixHit
+
+__all__ = [
+    "BlockPool",
+    "BlockPoolError",
+    "BlockTable",
+    "BlockUsage",
+    "DoubleFreeError",
+    "OutOfBlocksError",
+    "PrefixCache",
+    "PrefixHit",
+    "blocks_for",
+]

@@ -1,0 +1,139 @@
+"""Which KV blocks are in use, and which is handed out next.
+
+A block is an integer that names the same place in every layer's KV pool. This module counts references and keeps
+the free list; what a block contains is the prefix cache's business, whose tables it reaches through `content`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+SUPPORTED_BLOCK_SIZES = (8, 16, 32)
+"""Tokens per block that the attention kernels are written for. The pool itself takes any power of two."""
+
+DEFAULT_BLOCK_SIZE = 32
+
+Content = TypeVar("Content")
+
+
+class BlockPoolError(Exception):
+    """Base of the pool's errors."""
+
+
+class OutOfBlocksError(BlockPoolError):
+    """More blocks were asked for than are free. Nothing was taken."""
+
+
+class DoubleFreeError(BlockPoolError):
+    """A block was released more often than it was handed out or shared."""
+
+
+@dataclass(frozen=True)
+class BlockUsage:
+    """A count of the pool's blocks: `used + cached + free` is its size.
+
+    used: referenced by at least one sequence. cached: unreferenced, content still findable. free: the rest.
+    """
+
+    used: int
+    cached: int
+    free: int
+
+
+class BlockPool(Generic[Content]):
+    """Reference-counted blocks with a free list in least-recently-used order; every operation is O(1) per block.
+
+    The free list is an OrderedDict because a cached block that is hit leaves it from the middle, and a plain dict
+    does not pop its first key in O(1). A freed block keeps its content until it is handed out again, so the
+    free list is at the same time the prefix cache's eviction order: blocks without content wait at the front,
+    the others behind them, the longest unused first.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.on_evict: Callable[[int, Content], None] | None = None
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._content: dict[int, Content] = {}
+        self._num_cached = 0  # unreferenced blocks with content
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out, those with cached content included."""
+        return len(self._free)
+
+    def usage(self) -> BlockUsage:
+        free = len(self._free)
+        return BlockUsage(used=self.num_blocks - free, cached=self._num_cached, free=free - self._num_cached)
+
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def content(self, block: int) -> Content | None:
+        return self._content.get(block)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, evicting the content of the least recently used where there was any.
+
+        Raises OutOfBlocksError, with nothing taken, where fewer are free.
+        """
+        if count > len(self._free):
+            raise OutOfBlocksError(f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} free")
+        blocks = []
+        for _ in range(count):
+            block, _none = self._free.popitem(last=False)
+            if block in self._content:
+                self._num_cached -= 1
+                self.forget(block)
+            self._ref_counts[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, block: int) -> None:
+        """Add a reference to a block in use, or take a free block back together with its content."""
+        if self._ref_counts[block] == 0:
+            del self._free[block]
+            if block in self._content:
+                self._num_cached -= 1
+        self._ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each block, in the given order; the first to become free is evicted first.
+
+        Raises DoubleFreeError at a block that nobody holds.
+        """
+        for block in blocks:
+            if self._ref_counts[block] <= 0:
+                raise DoubleFreeError(f"block {block} is already free")
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if block in self._content:
+                    self._num_cached += 1
+                else:
+                    self._free.move_to_end(block, last=False)
+
+    def remember(self, block: int, content: Content) -> None:
+        """Attach content to a block in use; it stays findable after the block is freed."""
+        if self._ref_counts[block] == 0:
+            raise BlockPoolError(f"block {block} is free: only a block in use can be given content")
+        self._content[block] = content
+
+    def forget(self, block: int) -> None:
+        """Detach the content of a block, if it has any, and tell whoever indexes it."""
+        content = self._content.pop(block, None)
+        if content is None:
+            return
+        if block in self._free:
+            self._num_cached -= 1
+            self._free.move_to_end(block, last=False)
+        if self.on_evict is not None:
+            self.on_evict(block, content)

@@ -1,0 +1,136 @@
+"""Finding blocks by what they contain, so that a prompt's known prefix is not computed again.
+
+A full block's key is a 128-bit hash chained over its predecessor's key and its own tokens, seeded with whatever else
+the KV values depend on (model, adapter, KV type). The hash only finds a candidate: a hit also needs equal tokens and
+the same predecessor block content, so a collision costs a miss and never shares foreign KV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mlxpaged.cache.block_pool import BlockPool
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: two equal contents at two times are two records
+class CachedBlock:
+    """What a published block holds: its own tokens, after everything that `parent` stands for."""
+
+    key: bytes
+    parent: CachedBlock | None
+    tokens: tuple[int, ...]
+    block: int
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """The longest cached chain of full blocks at the start of a prompt."""
+
+    blocks: tuple[CachedBlock, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
+    """The 128-bit key of a full block that follows the block (or the seed) named by `parent_key`."""
+    return hashlib.blake2b(parent_key + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class PrefixCache:
+    """Index of published blocks, and of the keys that a running sequence has promised to publish.
+
+    A promise (`claim`) lets requests with the same prefix wait for the one that computes it. It is bound to its owner
+    and dies with it, so nobody waits for a block that will never come.
+    """
+
+    def __init__(self, pool: BlockPool[CachedBlock], seed: bytes = b"") -> None:
+        self._pool = pool
+        self._pool.on_evict = self._drop
+        self._root = hashlib.blake2b(seed, digest_size=16).digest()
+        self._by_key: dict[bytes, CachedBlock] = {}
+        self._owner_of: dict[bytes, int] = {}
+        self._claims_of: dict[int, set[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int]) -> None:
+        """Append to `keys` the hashes of the full blocks of `token_ids` that it lacks."""
+        size = self._pool.block_size
+        for index in range(len(keys), len(token_ids) // size):
+            parent_key = keys[-1] if keys else self._root
+            keys.append(hash_block(parent_key, token_ids[index * size : (index + 1) * size]))
+
+    def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> PrefixHit:
+        """The longest chain of cached blocks that holds the tokens of `keys`, from the first block on."""
+        size = self._pool.block_size
+        chain: list[CachedBlock] = []
+        for index, key in enumerate(keys):
+            found = self._by_key.get(key)
+            parent = chain[-1] if chain else None
+            if found is None or found.parent is not parent:
+                break
+            if found.tokens != tuple(token_ids[index * size : (index + 1) * size]):
+                break
+            chain.append(found)
+        return PrefixHit(tuple(chain))
+
+    def insert(self, key: bytes, parent: CachedBlock | None, tokens: tuple[int, ...], block: int) -> CachedBlock:
+        """Publish a block. Returns the record that stands for this content from now on.
+
+        Where the same content is already cached in another block, that block's record is returned and `block` stays
+        private to its sequence; where the key belongs to other content (a collision), the new block is not indexed.
+        """
+        existing = self._by_key.get(key)
+        if existing is not None and existing.parent is parent and existing.tokens == tokens:
+            return existing
+        record = CachedBlock(key, parent, tokens, block)
+        if existing is not None and not self._reachable(existing.parent):
+            self._pool.forget(existing.block)  # its predecessor was evicted: no prompt can reach it any more
+            existing = None
+        if existing is None and self._reachable(parent):
+            self._by_key[key] = record
+            self._pool.remember(block, record)
+        return record
+
+    def _reachable(self, parent: CachedBlock | None) -> bool:
+        return parent is None or self._by_key.get(parent.key) is parent
+
+    def _drop(self, block: int, content: CachedBlock) -> None:
+        del self._by_key[content.key]
+
+    def clear(self) -> None:
+        """Forget every cached block. Sequences that run keep the blocks they hold."""
+        for record in list(self._by_key.values()):
+            self._pool.forget(record.block)
+
+    def claim(self, owner: int, keys: Iterable[bytes]) -> None:
+        """Promise that sequence `owner` publishes those of `keys` that are neither cached nor promised already."""
+        mine = self._claims_of.setdefault(owner, set())
+        for key in keys:
+            if key not in self._by_key and key not in self._owner_of:
+                self._owner_of[key] = owner
+                mine.add(key)
+
+    def claimed_run(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The leading part of `keys` that one running sequence has promised to publish; empty where none has."""
+        if not keys or (owner := self._owner_of.get(keys[0])) is None:
+            return ()
+        end = next((i for i, key in enumerate(keys) if self._owner_of.get(key) != owner), len(keys))
+        return keys[:end]
+
+    def settle(self, owner: int, keys: Iterable[bytes] | None = None) -> list[bytes]:
+        """End the claims of `owner` on `keys` (on all, where None): published, or never to be. Returns the ended
+        ones."""
+        mine = self._claims_of.get(owner, set())
+        ended = [key for key in list(mine if keys is None else keys) if key in mine]
+        for key in ended:
+            mine.remove(key)
+            del self._owner_of[key]
+        if keys is None:
+            self._claims_of.pop(owner, None)
+        return ended

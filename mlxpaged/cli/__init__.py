@@ -1,0 +1,22 @@
+"""The `mlxpaged` command. Parses, calls, prints; does nothing itself."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from mlxpaged import __version__
+from mlxpaged.cli import serve
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status. argv: without the program's name, None for the process's own."""
+    parser = argparse.ArgumentParser(prog="mlxpaged", description="One model, many clients, one Mac.")
+    parser.add_argument("--version", action="version", version=f"mlxpaged {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    serve.add_parser(commands)
+    args = parser.parse_args(argv)
+    status: int = args.run(args)
+    return status

@@ -1,0 +1,86 @@
+"""Command-line flags that can also be set as MLXPAGED_* environment variables; the command line wins."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any
+
+TRUE, FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+
+
+def variable(flag: str) -> str:
+    """--max-num-seqs is MLXPAGED_MAX_NUM_SEQS."""
+    return "MLXPAGED_" + flag.lstrip("-").replace("-", "_").upper()
+
+
+class Flags:
+    """Adds flags to one parser. A value from the environment is checked like one from the command line."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._parser = parser
+
+    def value(self, flag: str, kind: Callable[[str], Any], default: Any, help: str, **options: Any) -> None:
+        # argparse passes a default through `type` if it is a string, as the environment's is.
+        default = os.environ.get(variable(flag), default)
+        self._parser.add_argument(flag, type=kind, default=default, help=self._help(flag, help), **options)
+
+    def switch(self, flag: str, help: str) -> None:
+        text = os.environ.get(variable(flag), "").strip().lower()
+        if text not in TRUE | FALSE:
+            self._parser.error(f"{variable(flag)} must be 1 or 0, got {text!r}")
+        self._parser.add_argument(flag, action="store_true", default=text in TRUE, help=self._help(flag, help))
+
+    @staticmethod
+    def _help(flag: str, help: str) -> str:
+        return f"{help} [{variable(flag)}]"
+
+
+def positive_int(text: str) -> int:
+    return _int_from(text, 1)
+
+
+def natural_int(text: str) -> int:
+    return _int_from(text, 0)
+
+
+def _int_from(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not a number of seconds: {text!r}") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
+    return value
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text.lower() not in choices:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(choices)}, got {text!r}")
+        return text.lower()
+
+    return check
+
+
+def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Let argparse show the message of a ValueError, which it otherwise replaces by its own."""
+
+    def check(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return check

@@ -1,0 +1,125 @@
+"""uvicorn with our own start and end: a banner once the model is loaded, and a drain at SIGINT and SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from mlxpaged import __version__, blas
+from mlxpaged.engine import AsyncEngine, EngineInfo, EngineUnavailableError
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_SECONDS = 5.0
+"""After the drain limit, for the last events to reach their clients."""
+
+
+class HttpServer(uvicorn.Server):
+    """Order at the end: HTTP takes no new connections, running requests finish within `drain_timeout` seconds or are
+    ended with an error, the engine thread stops. A second signal skips the waiting."""
+
+    def __init__(self, app: Starlette, listener: socket.socket, drain_timeout: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=logging.getLogger().isEnabledFor(logging.DEBUG),
+                lifespan="on",
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=int(drain_timeout + GRACE_SECONDS),
+            )
+        )
+        self._engine: AsyncEngine | None = app.state.server.engine
+        self._listener = listener
+        self._drain_timeout = drain_timeout
+        self._exit_status = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def run_until_signal(self) -> int:
+        """Returns the process's exit status: 0 after a signal, 1 where the model cannot be served."""
+        self.run(sockets=[self._listener])
+        logger.info("bye")
+        return self._exit_status
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn raises a caught signal again after its shutdown, which would end the process with that signal's
+        status instead of 0."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, name: str) -> None:
+        if self.should_exit:
+            logger.warning("%s again: not waiting any longer", name)
+            self.force_exit = True
+            return
+        running = self._engine.num_unfinished if self._engine else 0
+        logger.info("%s: HTTP takes no new requests; %d get up to %.0f s", name, running, self._drain_timeout)
+        self.should_exit = True
+        if self._engine is not None:
+            self._tasks.append(asyncio.ensure_future(self._drain(self._engine)))
+
+    async def _drain(self, engine: AsyncEngine) -> None:
+        if await engine.drain(self._drain_timeout):
+            logger.info("drained: no request is running")
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        logger.info("listening on %s, BLAS: %s", self.url, blas.describe())
+        if self._engine is None:
+            print(f"mlxpaged {__version__} without a model at {self.url}", flush=True)
+        else:
+            self._tasks.append(asyncio.ensure_future(self._announce(self._engine)))
+
+    async def _announce(self, engine: AsyncEngine) -> None:
+        try:
+            await engine.wait_loaded()
+        except EngineUnavailableError as error:
+            if not self.should_exit:
+                print(f"mlxpaged: {error}", file=sys.stderr, flush=True)
+                self._exit_status = 1
+                self.should_exit = True
+            return
+        assert engine.info is not None
+        print(banner(engine.info, engine.config.max_num_seqs, self.url), flush=True)
+
+
+def banner(info: EngineInfo, max_num_seqs: int, url: str) -> str:
+    body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+    weights, pool = megabytes(info.weight_bytes), megabytes(info.kv_cache_bytes)
+    return f"""
+mlxpaged {__version__}
+  model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.context_length}
+  KV cache  {pool}: {info.num_blocks} blocks of {info.block_size} tokens, {info.backend} attention
+  batch     up to {max_num_seqs} sequences
+  address   {url}
+
+Try it:
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{json.dumps(body)}'
+"""
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,115 @@
+"""`mlxpaged serve [MODEL]`"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+from typing import Any
+
+from mlxpaged.api import create_app
+from mlxpaged.attention import BACKENDS
+from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
+from mlxpaged.cli.flags import Flags, checked, natural_int, one_of, positive_int, seconds
+from mlxpaged.cli.http_server import HttpServer
+from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.memory import parse_size
+from mlxpaged.models import DEMO_MODEL
+
+NO_MODEL = "none"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_NUM_SEQS = 32
+MAX_NUM_BATCHED_TOKENS = 2048
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over the OpenAI API",
+        description="Serve a model over the OpenAI API. Every flag has an environment variable, shown with it.",
+    )
+    flags = Flags(parser)
+    flags.value(
+        "model",
+        str,
+        DEMO_MODEL,
+        "model directory or hub repository; 'demo' for the bundled one (default), 'none' for no model",
+        nargs="?",
+        metavar="MODEL",
+    )
+    flags.value("--host", str, "127.0.0.1", "address to listen on (default 127.0.0.1)")
+    flags.value("--port", natural_int, 8080, "port to listen on, 0 for any free one (default 8080)")
+    flags.value("--served-model-name", str, None, "name of the model in the API (default: MODEL as given)")
+    flags.value(
+        "--kv-cache-memory",
+        checked(parse_size),
+        None,
+        "memory for keys and values, for example 256MB or 8GB (default: what is left after the weights)",
+    )
+    flags.value(
+        "--block-size",
+        positive_int,
+        DEFAULT_BLOCK_SIZE,
+        f"tokens per KV block, one of {SUPPORTED_BLOCK_SIZES} (default 32)",
+    )
+    flags.value(
+        "--max-num-seqs", positive_int, MAX_NUM_SEQS, f"sequences in the running batch (default {MAX_NUM_SEQS})"
+    )
+    flags.value(
+        "--max-num-batched-tokens",
+        positive_int,
+        MAX_NUM_BATCHED_TOKENS,
+        f"tokens in one step, prompts and answers together (default {MAX_NUM_BATCHED_TOKENS})",
+    )
+    flags.value("--max-queue", natural_int, 256, "requests that may wait; beyond it they get a 503 (default 256)")
+    flags.value("--attention-backend", one_of(*BACKENDS), "auto", f"{', '.join(BACKENDS)} (default auto)")
+    flags.switch("--no-prefix-cache", "compute every prompt from its first token")
+    flags.switch("--no-batching", "run one request at a time, the same as --max-num-seqs 1")
+    flags.value("--drain-timeout", seconds, 30.0, "seconds that running requests get at shutdown (default 30)")
+    flags.value("--log-level", one_of(*LOG_LEVELS), "info", f"{', '.join(LOG_LEVELS)} (default info)")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig | None:
+    """None for a server without a model. Raises ValueError where flags contradict each other."""
+    if args.model == NO_MODEL:
+        return None
+    return EngineConfig(
+        model=args.model,
+        served_model_name=args.served_model_name,
+        kv_cache_bytes=args.kv_cache_memory,
+        block_size=args.block_size,
+        max_num_seqs=1 if args.no_batching else args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_queue=args.max_queue,
+        attention_backend=args.attention_backend,
+        prefix_caching=not args.no_prefix_cache,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    for noisy in ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn.error"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        config = engine_config(args)
+    except ValueError as error:
+        args.parser.error(str(error))
+    try:
+        listener = listen(args.host, args.port)
+    except OSError as error:
+        print(f"mlxpaged: cannot listen on {args.host}:{args.port}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return HttpServer(create_app(config), listener, args.drain_timeout).run_until_signal()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bound before the model is loaded: a port that is taken should not cost a minute of loading."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)

@@ -1,0 +1,279 @@
+"""The engine as the event loop sees it: submit a request, iterate over its outputs, give up at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+
+from mlxpaged.cache import blocks_for
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.engine_thread import Abort, Callbacks, EngineThread, Stop, Submit
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models import Tokenizer
+from mlxpaged.scheduler import FinishReason, PromptTooLongError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineState(str, Enum):
+    LOADING = "loading"
+    READY = "ok"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class EngineUnavailableError(Exception):
+    """No request can be taken now. `state` says whether that will change."""
+
+    def __init__(self, state: EngineState, message: str) -> None:
+        super().__init__(message)
+        self.state = state
+
+
+class QueueFullError(Exception):
+    """As many requests run and wait as the server takes."""
+
+
+class RequestFailedError(Exception):
+    """The engine could not complete the answer."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What was loaded. kv_cache_bytes: size of all KV pools."""
+
+    model: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    context_length: int
+    num_layers: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    num_blocks: int
+    block_size: int
+    backend: str
+    created: int
+
+    @property
+    def max_tokens_in_pool(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+class RequestStream:
+    """The outputs of one request. Leaving the context before the last one aborts the request."""
+
+    def __init__(self, request: Request, abort: Callable[[str], None]) -> None:
+        self.request = request
+        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._abort = abort
+        self._finished = False
+
+    def put(self, output: RequestOutput) -> None:
+        self._outputs.put_nowait(output)
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort the request unless its last output was read."""
+        if not self._finished:
+            self._finished = True
+            self._abort(self.request.request_id)
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """Raises RequestFailedError where the engine ends the request without completing it."""
+        while not self._finished:
+            output = await self._outputs.get()
+            if output.finish_reason is not None:
+                self._finished = True
+            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                raise RequestFailedError(output.error or "the request was cancelled")
+            yield output
+
+
+class AsyncEngine:
+    """Belongs to the event loop that `start` ran on; all its methods are called there.
+
+    on_output: called for every output as it arrives on the loop, with its request; for measurements.
+    """
+
+    def __init__(self, config: EngineConfig, on_output: Callable[[Request, RequestOutput], None] | None = None) -> None:
+        self.config = config
+        self.state = EngineState.LOADING
+        self.reason: str | None = None
+        self.info: EngineInfo | None = None
+        self.stats: EngineStats | None = None
+        self._on_output = on_output
+        self._streams: dict[str, RequestStream] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._settled = asyncio.Event()  # loaded, or failed to
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._thread = EngineThread(config, Callbacks(self._ready_on_thread, self._step_on_thread, self._end_on_thread))
+
+    def start(self) -> None:
+        """Start the engine thread; the model loads in the background."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def wait_loaded(self) -> None:
+        """Raises EngineUnavailableError where loading failed."""
+        await self._settled.wait()
+        if self.state is EngineState.DEAD:
+            raise EngineUnavailableError(self.state, self.reason or "the engine is dead")
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._streams)
+
+    def require_ready(self) -> EngineInfo:
+        """Raises EngineUnavailableError while no request can be taken."""
+        if self.state is EngineState.READY and self.info is not None:
+            return self.info
+        messages = {
+            EngineState.LOADING: "the model is still loading",
+            EngineState.DRAINING: "the server is shutting down",
+        }
+        raise EngineUnavailableError(self.state, messages.get(self.state, f"the engine is dead: {self.reason}"))
+
+    def check(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """The number of tokens that may be generated: `max_tokens`, or all that context and pool leave room for.
+
+        Raises PromptTooLongError, naming size and limit, where the request could never run.
+        """
+        info = self.require_ready()
+        room_in_context = info.context_length - num_prompt_tokens
+        room_in_pool = info.max_tokens_in_pool - num_prompt_tokens + 1
+        if room_in_context < 1 or (max_tokens is not None and max_tokens > room_in_context):
+            wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens{wanted}; this model's context length is "
+                f"{info.context_length} tokens"
+            )
+        if room_in_pool < 1 or (max_tokens is not None and max_tokens > room_in_pool):
+            needed = num_prompt_tokens + (max_tokens or 1) - 1
+            raise PromptTooLongError(
+                f"the request needs KV memory for {needed} tokens ({blocks_for(needed, info.block_size)} blocks); the "
+                f"pool holds {info.max_tokens_in_pool} tokens ({info.num_blocks} blocks): raise --kv-cache-memory"
+            )
+        return min(room_in_context, room_in_pool) if max_tokens is None else max_tokens
+
+    def submit(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> RequestStream:
+        """Queue a request. Raises EngineUnavailableError, PromptTooLongError or QueueFullError."""
+        max_tokens = self.check(len(prompt_token_ids), params.max_tokens)
+        if self.num_unfinished >= self.config.max_num_seqs + self.config.max_queue:
+            raise QueueFullError(
+                f"{self.num_unfinished} requests run or wait; the limit is {self.config.max_num_seqs} running "
+                f"(--max-num-seqs) and {self.config.max_queue} waiting (--max-queue)"
+            )
+        params = dataclasses.replace(params, max_tokens=max_tokens)
+        request = Request(request_id, prompt_token_ids, params, time.monotonic())
+        stream = RequestStream(request, self._abort)
+        self._streams[request_id] = stream
+        self._idle.clear()
+        self._thread.send(Submit(request))
+        return stream
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._streams:
+            self._thread.send(Abort(request_id))
+
+    async def drain(self, timeout: float) -> bool:
+        """Take no more requests and wait for those that run. False where some had to be ended after `timeout`
+        seconds."""
+        if self.state in (EngineState.LOADING, EngineState.READY):
+            self.state = EngineState.DRAINING
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+            return True
+        except asyncio.TimeoutError:
+            logger.warning("%d requests still run after %.0f s: they are ended", self.num_unfinished, timeout)
+            self._thread.send(Abort(None, "the server is shutting down"))
+            return False
+
+    async def stop(self, timeout: float = 10.0) -> bool:
+        """End the engine thread. False where it does not end within `timeout` seconds."""
+        self._thread.send(Stop())
+        ended = await asyncio.to_thread(self._thread.join, timeout)
+        if not ended:
+            logger.error("the engine thread did not end within %.0f s", timeout)
+        return ended
+
+    # -- from the engine thread --------------------------------------------------------------------------------------
+
+    def _hand_over(self, callback: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            logger.debug("the event loop is closed; dropped %s", getattr(callback, "__name__", callback))
+
+    def _ready_on_thread(self, core: EngineCore) -> None:
+        served = core.served
+        info = EngineInfo(
+            model=served.name,
+            tokenizer=served.tokenizer,
+            vocab_size=served.vocab_size,
+            context_length=served.context_length,
+            num_layers=len(served.layers),
+            weight_bytes=served.weight_bytes,
+            kv_cache_bytes=core.kv_cache_bytes,
+            num_blocks=core.scheduler.pool.num_blocks,
+            block_size=core.scheduler.pool.block_size,
+            backend=core.runner.backend,
+            created=int(time.time()),
+        )
+        self._hand_over(self._become_ready, info, core.stats())
+
+    def _step_on_thread(self, outputs: list[RequestOutput], stats: EngineStats) -> None:
+        self._hand_over(self._dispatch, outputs, stats)
+
+    def _end_on_thread(self, reason: str | None) -> None:
+        self._hand_over(self._become_dead, reason)
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def _become_ready(self, info: EngineInfo, stats: EngineStats) -> None:
+        self.info, self.stats = info, stats
+        if self.state is EngineState.LOADING:
+            self.state = EngineState.READY
+        self._settled.set()
+
+    def _dispatch(self, outputs: list[RequestOutput], stats: EngineStats) -> None:
+        self.stats = stats
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            if output.finish_reason is not None:
+                del self._streams[output.request_id]
+            if self._on_output is not None:
+                self._on_output(stream.request, output)
+            stream.put(output)
+        if not self._streams:
+            self._idle.set()
+
+    def _become_dead(self, reason: str | None) -> None:
+        self.state = EngineState.DEAD
+        self.reason = reason or "the engine was stopped"
+        now = time.monotonic()
+        ends = [
+            RequestOutput(request_id, now, finish_reason=FinishReason.ERROR, error=f"the engine is dead: {self.reason}")
+            for request_id in self._streams
+        ]
+        if self.stats is not None:
+            self._dispatch(ends, self.stats)
+        self._settled.set()

@@ -1,0 +1,42 @@
+"""What an engine is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
+from mlxpaged.models import DEMO_MODEL
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """model: directory, hub repository or "demo". kv_cache_bytes: size of the KV pools, None to size them from what the
+    device has left after the weights. max_queue: requests that may wait beyond max_num_seqs running ones.
+
+    Raises ValueError where a value is out of range.
+    """
+
+    model: str = DEMO_MODEL
+    served_model_name: str | None = None
+    kv_cache_bytes: int | None = None
+    block_size: int = DEFAULT_BLOCK_SIZE
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    max_queue: int = 256
+    attention_backend: str = "auto"
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size not in SUPPORTED_BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs})"
+            )
+        if self.max_queue < 0:
+            raise ValueError(f"max_queue must not be negative, got {self.max_queue}")
+        if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
+            raise ValueError(f"kv_cache_bytes must be positive, got {self.kv_cache_bytes}")

@@ -1,0 +1,227 @@
+"""The engine without its thread: requests in, one step at a time, outputs out."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+
+from mlxpaged.cache import blocks_for
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.memory import kv_blocks
+from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
+from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
+from mlxpaged.engine.stop_strings import StopStrings
+from mlxpaged.models import ServedModel, Tokenizer
+from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.scheduler import (
+    Batch,
+    FinishReason,
+    ScheduledSequence,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerStats,
+    Sequence,
+    SequenceStatus,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot after a step. Counters (`total`) only grow."""
+
+    scheduler: SchedulerStats
+    steps_total: int = 0
+    model_calls_total: int = 0
+    attention_calls_total: int = 0
+    generated_tokens_total: int = 0
+
+
+class RunningRequest:
+    """A request inside the engine: its sequence and the state of its text."""
+
+    def __init__(self, request: Request, sequence: Sequence, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.sequence = sequence
+        self.detokenizer = tokenizer.detokenizer()
+        self.stop_strings = StopStrings(request.params.stop)
+        self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
+
+    def sampling_row(self) -> SamplingRow:
+        sequence = self.sequence
+        return SamplingRow(
+            sequence.sequence_id, self.request.params, self.seed, sequence.token_ids, sequence.num_prompt_tokens
+        )
+
+
+class EngineCore:
+    """Everything that runs on the engine thread. One call of `step` is one forward pass of the model."""
+
+    def __init__(self, config: EngineConfig, served: ServedModel) -> None:
+        per_block = bytes_per_token(served.layers) * config.block_size
+        useful = config.max_num_seqs * blocks_for(served.context_length, config.block_size)
+        num_blocks = kv_blocks(per_block, config.kv_cache_bytes, useful)
+        kv_type = ",".join(sorted({str(spec.dtype) for spec in served.layers}))
+        self.served = served
+        self.kv_cache_bytes = num_blocks * per_block
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                prefix_caching=config.prefix_caching,
+                cache_seed=f"{served.name}|{kv_type}".encode(),
+            )
+        )
+        self.runner = ModelRunner(served, num_blocks, config.block_size, config.attention_backend)
+        self.sampler = Sampler(served.vocab_size)
+        self._ids = itertools.count()
+        self._requests: dict[int, RunningRequest] = {}
+        self._sequence_of: dict[str, int] = {}
+        self._steps = 0
+        self._generated = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request that fits the context and the pool. Raises PromptTooLongError where it does not."""
+        params = request.params
+        assert params.max_tokens is not None
+        stop_ids = params.stop_token_ids | (frozenset() if params.ignore_eos else self.served.tokenizer.eos_token_ids)
+        sequence = Sequence(next(self._ids), request.prompt_token_ids, params.max_tokens, stop_ids)
+        self.scheduler.add(sequence)
+        self._requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer)
+        self._sequence_of[request.request_id] = sequence.sequence_id
+
+    def abort(self, request_id: str, error: str | None = None) -> list[RequestOutput]:
+        """End a request and free all it holds; an unknown id (it may just have finished) is no error."""
+        sequence_id = self._sequence_of.get(request_id)
+        if sequence_id is None:
+            return []
+        self.scheduler.finish(sequence_id, FinishReason.ABORT if error is None else FinishReason.ERROR)
+        return [self._forget(self._requests[sequence_id], error)]
+
+    def abort_all(self, error: str) -> list[RequestOutput]:
+        return [output for request_id in list(self._sequence_of) for output in self.abort(request_id, error)]
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one batch. A failing forward pass ends the requests that cause it; everything else raised here means that
+        the engine's own books are wrong, and is for the caller to treat as the end of the engine."""
+        batch = self.scheduler.schedule()
+        if not batch.rows:
+            raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
+        self._steps += 1
+        failures: list[RequestOutput] = []
+        tokens = self._run(batch, batch.rows, failures)
+        for row in batch.rows:
+            if row.sequence.status is SequenceStatus.PREEMPTED and row.sequence.sequence_id in tokens:
+                del tokens[row.sequence.sequence_id]  # its values were lost after it had run: it runs again
+                self.sampler.forget(row.sequence.sequence_id)
+        self.scheduler.update(batch, {sequence_id: token.token_id for sequence_id, token in tokens.items()})
+        return failures + [self._advance(self._requests[sequence_id], token) for sequence_id, token in tokens.items()]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            self.scheduler.stats(), self._steps, self.runner.model_calls, self.runner.attention_calls, self._generated
+        )
+
+    def _run(
+        self, batch: Batch, rows: ListOf[ScheduledSequence], failures: list[RequestOutput]
+    ) -> dict[int, SampledToken]:
+        """Sampled tokens by sequence id, of the given rows of the step's batch.
+
+        Rows that fail together are run again in halves, down to the request that causes it: writing the same keys and
+        values twice changes nothing, and nobody is lost for a neighbour's failure.
+        """
+        rows = [row for row in rows if row.sequence.status is SequenceStatus.RUNNING]
+        if not rows:
+            return {}
+        try:
+            return self._execute(Batch(tuple(rows)))
+        except Exception as error:
+            logger.exception("a step with %d sequences failed", len(rows))
+            intact = self.runner.recover()
+            if len(rows) == 1 or not intact:
+                message = f"the step failed: {type(error).__name__}: {error}"
+                failures += [self._fail(batch, row, message) for row in rows if not row.sequence.finish_reason]
+                if not intact:
+                    logger.error("the KV pools were lost: every other running sequence starts over")
+                    self.scheduler.reset_cache()
+                return {}
+        half = len(rows) // 2
+        return {**self._run(batch, rows[:half], failures), **self._run(batch, rows[half:], failures)}
+
+    def _execute(self, batch: Batch) -> dict[int, SampledToken]:
+        logits = self.runner.forward(batch, self.scheduler.get_block_tables(batch.sequence_ids))
+        sampling = [self._requests[row.sequence.sequence_id].sampling_row() for row in batch.rows if row.samples]
+        sampled = self.sampler.sample(logits, sampling) if sampling else []
+        self.runner.finish_step()
+        return {row.sequence_id: token for row, token in zip(sampling, sampled, strict=True)}
+
+    def _fail(self, batch: Batch, row: ScheduledSequence, message: str) -> RequestOutput:
+        if row.sequence.status is SequenceStatus.RUNNING:
+            self.scheduler.fail(batch, row)
+        else:  # preempted, because it shared blocks with a row that failed just before
+            self.scheduler.finish(row.sequence.sequence_id, FinishReason.ERROR)
+        return self._forget(self._requests[row.sequence.sequence_id], message)
+
+    def _advance(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
+        """Turn a sampled token into text, and end the answer where a stop string is complete."""
+        sequence = running.sequence
+        reason = sequence.finish_reason
+        self._generated += 1
+        piece = "" if reason is FinishReason.STOP else running.detokenizer.add(sampled.token_id)
+        if reason is not None:
+            piece += running.detokenizer.finish()
+        text, stopped = running.stop_strings.feed(piece)
+        if stopped:
+            if reason is None:
+                self.scheduler.finish(sequence.sequence_id, FinishReason.STOP)
+            reason = FinishReason.STOP
+        elif reason is not None:
+            text += running.stop_strings.finish()
+        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+        output = self._output(running, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
+        if reason is not None:
+            self._release(running)
+        return output
+
+    def _forget(self, running: RunningRequest, error: str | None) -> RequestOutput:
+        """The last output of a request that ended without completing its answer."""
+        self._release(running)
+        return self._output(running, running.sequence.finish_reason, error=error)
+
+    def _release(self, running: RunningRequest) -> None:
+        sequence_id = running.sequence.sequence_id
+        del self._requests[sequence_id]
+        del self._sequence_of[running.request.request_id]
+        self.sampler.forget(sequence_id)
+
+    @staticmethod
+    def _output(
+        running: RunningRequest,
+        reason: FinishReason | None,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        error: str | None = None,
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=running.request.request_id,
+            time=time.monotonic(),
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            num_cached_tokens=running.sequence.num_cached_tokens,
+            num_output_tokens=running.sequence.num_output_tokens,
+            finish_reason=reason,
+            error=error,
+        )

@@ -1,0 +1,107 @@
+"""The one thread that touches MLX, from loading the weights to the last sample, and the queue of commands to it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.models import load_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Submit:
+    request: Request
+
+
+@dataclass(frozen=True)
+class Abort:
+    """request_id: None ends every request. error: None where the client itself gave up."""
+
+    request_id: str | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the thread; what still runs is ended with an error."""
+
+
+Command = Submit | Abort | Stop
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Called on the engine thread. on_step once per step, with all its outputs; on_end last, with the reason of an
+    unexpected end, or None."""
+
+    on_ready: Callable[[EngineCore], None]
+    on_step: Callable[[list[RequestOutput], EngineStats], None]
+    on_end: Callable[[str | None], None]
+
+
+class EngineThread:
+    """Runs commands between steps, and steps while there is work; sleeps on the queue while there is none."""
+
+    def __init__(self, config: EngineConfig, callbacks: Callbacks) -> None:
+        self._config = config
+        self._callbacks = callbacks
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        # A daemon, so that an interpreter that is told to quit at once is not held up by a step or a download.
+        self._thread = threading.Thread(target=self._main, name="mlxpaged-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread's end. False where it still runs after `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            served = load_model(self._config.model, self._config.served_model_name)
+            core = EngineCore(self._config, served)
+            self._callbacks.on_ready(core)
+            self._serve(core)
+        except BaseException as error:
+            logger.critical("the engine thread cannot go on", exc_info=error)
+            self._callbacks.on_end(f"{type(error).__name__}: {error}")
+        else:
+            logger.info("scheduler closed: %s", core.stats().scheduler.blocks)
+            self._callbacks.on_end(None)
+
+    def _serve(self, core: EngineCore) -> None:
+        while True:
+            outputs: list[RequestOutput] = []
+            while not core.has_work() or not self._commands.empty():
+                command = self._commands.get()
+                if isinstance(command, Stop):
+                    self._deliver(core, outputs + core.abort_all("the server was shut down"))
+                    return
+                outputs += self._handle(core, command)
+                if outputs and self._commands.empty():
+                    self._deliver(core, outputs)
+                    outputs = []
+            self._deliver(core, outputs + core.step())
+
+    def _handle(self, core: EngineCore, command: Submit | Abort) -> list[RequestOutput]:
+        if isinstance(command, Submit):
+            core.add(command.request)
+            return []
+        if command.request_id is None:
+            return core.abort_all(command.error or "the request was cancelled")
+        return core.abort(command.request_id, command.error)
+
+    def _deliver(self, core: EngineCore, outputs: list[RequestOutput]) -> None:
+        self._callbacks.on_step(outputs, core.stats())

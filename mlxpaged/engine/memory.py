@@ -1,0 +1,74 @@
+"""How large the KV pools become."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+import mlx.core as mx
+
+UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+WORKING_MEMORY = 0.15
+"""Share of the free memory left for activations and the rest of the process."""
+
+SYSTEM_SHARE = 0.5
+"""Without a GPU's working-set limit: the share of the system's free memory that may be used at all."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512MB", "8GB", "1.5GiB" or a plain number of bytes; decimal and binary units as written.
+
+    Raises ValueError for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", text.upper())
+    if match is None or (size := int(float(match[1]) * UNITS[match[2]])) < 1:
+        raise ValueError(f"not a memory size: {text!r}; write for example 512MB or 8GB")
+    return size
+
+
+def free_device_memory() -> int:
+    """Bytes that the process may still take on the device that runs the model."""
+    if mx.metal.is_available():
+        limit = int(mx.device_info()["max_recommended_working_set_size"])
+        return max(0, limit - int(mx.get_active_memory()))
+    return int(system_free_memory() * SYSTEM_SHARE)
+
+
+def system_free_memory() -> int:
+    if sys.platform == "linux":
+        with open("/proc/meminfo") as meminfo:
+            for line in meminfo:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def kv_blocks(bytes_per_block: int, wanted_bytes: int | None, most_useful_blocks: int) -> int:
+    """Number of blocks of the pool.
+
+    wanted_bytes: what the operator asked for, None to take what the device has left, less WORKING_MEMORY, but no more
+    than `most_useful_blocks`, which every running sequence at its longest would fill.
+    Raises MemoryError where not even one block fits.
+    """
+    if wanted_bytes is not None:
+        blocks = wanted_bytes // bytes_per_block
+        limit = f"--kv-cache-memory is {wanted_bytes / 1e6:.1f} MB"
+    else:
+        free = int(free_device_memory() * (1 - WORKING_MEMORY))
+        blocks = min(free // bytes_per_block, most_useful_blocks)
+        limit = f"{free / 1e6:.1f} MB are left for KV after the weights"
+    if blocks < 1:
+        raise MemoryError(f"no KV block fits: {limit}, and one block takes {bytes_per_block / 1e6:.1f} MB")
+    return blocks

@@ -1,0 +1,49 @@
+"""Records that cross between the API and the engine thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.scheduler import FinishReason
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it. arrival_time: seconds on the monotonic clock."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, from the model's logits before bias, penalties and temperature.
+
+    top: the most likely tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step adds to one answer. text may be empty while a character or a stop string may still be growing.
+
+    finish_reason is set on the last output of a request, and with it `error` where the reason is ERROR.
+    num_output_tokens counts all tokens so far, the one that ended the answer included.
+    """
+
+    request_id: str
+    time: float
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None

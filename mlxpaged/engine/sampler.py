@@ -1,0 +1,208 @@
+"""From logits to tokens, for all rows of a step at once.
+
+Order, as in vLLM: logit bias and penalties, temperature, min-p, top-k, top-p, draw. A row draws by adding Gumbel noise
+to its scaled logits and taking the largest, which samples the softmax exactly (Gumbel 1954). The noise is a function of
+the request's seed and the token's position alone, so a seeded request repeats whoever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpaged.engine.request import TokenLogprobs
+from mlxpaged.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """One row of logits. token_ids: prompt and answer so far; the token drawn now gets position len(token_ids)."""
+
+    sequence_id: int
+    params: SamplingParams
+    seed: int
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Sampler:
+    """Stateless but for the token counts of requests with penalties, kept on the device until `forget`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._counts = TokenCounts(vocab_size)
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop what is kept for a sequence that ended."""
+        self._counts.forget(sequence_id)
+
+    def sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """logits[R, V] of any float type, one row of logits per entry of `rows`."""
+        if all(row.params.plain for row in rows):
+            return [SampledToken(token) for token in mx.argmax(logits, axis=-1).tolist()]  # type: ignore[union-attr, arg-type]
+        raw = logits.astype(mx.float32)
+        scores = self._counts.penalize(biased(raw, rows), rows)
+        tokens = mx.argmax(scores, axis=-1)
+        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
+        if drawn:
+            index = mx.array(drawn)
+            tokens[index] = draw(scores[index], [rows[i] for i in drawn])
+        logprobs = token_logprobs(raw, tokens, rows)
+        sampled: list[int] = tokens.tolist()  # type: ignore[assignment]
+        self._counts.add(rows, sampled)
+        return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(sampled)]
+
+
+def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Add every row's logit_bias."""
+    entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]
+    if not entries:
+        return logits
+    at, tokens, bias = zip(*entries, strict=True)
+    return logits.at[mx.array(at), mx.array(tokens)].add(mx.array(bias))
+
+
+class TokenCounts:
+    """How often each token occurs in the prompts and answers of the requests with penalties; one row per request."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._row_of: dict[int, int] = {}
+        self._unused: list[int] = []
+        self._prompt = mx.zeros((0, vocab_size), mx.int32)
+        self._answer = mx.zeros((0, vocab_size), mx.int32)
+
+    def forget(self, sequence_id: int) -> None:
+        row = self._row_of.pop(sequence_id, None)
+        if row is not None:
+            self._unused.append(row)
+
+    def penalize(self, logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+        where = [i for i, row in enumerate(rows) if row.params.penalizes]
+        if not where:
+            return logits
+        chosen = [rows[i] for i in where]
+        for row in chosen:
+            if row.sequence_id not in self._row_of:
+                self._count_afresh(row)
+        at = mx.array([self._row_of[row.sequence_id] for row in chosen])
+        answer = self._answer[at]
+        seen = (self._prompt[at] + answer) > 0
+        repetition = column([row.params.repetition_penalty for row in chosen])
+        presence = column([row.params.presence_penalty for row in chosen])
+        frequency = column([row.params.frequency_penalty for row in chosen])
+        index = mx.array(where)
+        scores = logits[index]
+        scores = mx.where(seen, mx.where(scores > 0, scores / repetition, scores * repetition), scores)
+        scores = scores - frequency * answer - presence * (answer > 0)
+        penalized = mx.array(logits)
+        penalized[index] = scores
+        return penalized
+
+    def add(self, rows: Sequence[SamplingRow], tokens: Sequence[int]) -> None:
+        pairs = [
+            (self._row_of[row.sequence_id], token)
+            for row, token in zip(rows, tokens, strict=True)
+            if row.sequence_id in self._row_of
+        ]
+        if pairs:
+            at, ids = zip(*pairs, strict=True)
+            self._answer = self._answer.at[mx.array(at), mx.array(ids)].add(1)
+            mx.eval(self._answer)
+
+    def _count_afresh(self, row: SamplingRow) -> None:
+        if not self._unused:
+            size = self._prompt.shape[0]
+            more = mx.zeros((max(1, size), self._vocab_size), mx.int32)
+            self._prompt = mx.concatenate([self._prompt, more])
+            self._answer = mx.concatenate([self._answer, more])
+            self._unused = list(range(size, size + more.shape[0]))
+        at = self._unused.pop()
+        self._row_of[row.sequence_id] = at
+        for counts, token_ids in (
+            (self._prompt, row.token_ids[: row.num_prompt_tokens]),
+            (self._answer, row.token_ids[row.num_prompt_tokens :]),
+        ):
+            occurrences = np.bincount(np.asarray(token_ids, dtype=np.int64), minlength=self._vocab_size)
+            counts[at] = mx.array(occurrences.astype(np.int32))
+
+
+def column(values: Sequence[float]) -> mx.array:
+    return mx.array(list(values), dtype=mx.float32)[:, None]
+
+
+def draw(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """One token per row of logits[n, V], every row with a temperature above zero."""
+    scaled = logits / column([row.params.temperature for row in rows])
+    noise = gumbel_noise([row.seed for row in rows], [len(row.token_ids) for row in rows], logits.shape[-1])
+    where = [i for i, row in enumerate(rows) if row.params.filters]
+    if where:
+        index = mx.array(where)
+        scaled[index] = filtered(scaled[index], [rows[i].params for i in where])
+    return mx.argmax(scaled + noise, axis=-1)
+
+
+def filtered(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+    """Set to -inf what min-p, top-k and top-p exclude. The most likely token always stays.
+
+    top-p keeps the smallest set of most likely tokens whose probability, after the other two, reaches top_p.
+    """
+    vocab_size = logits.shape[-1]
+    order = mx.argsort(-logits, axis=-1)
+    ranked = mx.take_along_axis(logits, order, axis=-1)
+    probability = mx.softmax(ranked, axis=-1)
+    keep = probability >= column([p.min_p for p in params]) * probability[:, :1]
+    keep = keep & (mx.arange(vocab_size) < column([p.top_k or vocab_size for p in params]))
+    probability = mx.softmax(mx.where(keep, ranked, -mx.inf), axis=-1)
+    before = mx.cumsum(probability, axis=-1) - probability
+    nucleus = column([p.top_p for p in params])
+    keep = keep & ((before < nucleus) | (nucleus >= 1.0))
+    keep[:, 0] = True
+    ranked = mx.where(keep, ranked, -mx.inf)
+    return mx.put_along_axis(mx.zeros_like(ranked), order, ranked, axis=-1)
+
+
+def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], size: int) -> mx.array:
+    """[n, size]. Row i depends on seeds[i] and positions[i] only.
+
+    The pair is hashed to the 64 bits of a key by the finaliser of SplitMix64 (Steele, Lea, Flood 2014), and MLX's
+    counter-based generator expands the key.
+    """
+    mixed = np.asarray([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    for word in (np.asarray(positions, dtype=np.uint64), np.uint64(0)):
+        mixed = mixed + (word + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed = mixed ^ (mixed >> np.uint64(31))
+    keys = mx.array(mixed.view(np.uint32).reshape(-1, 2))
+    noise: mx.array = mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys)
+    return noise
+
+
+def token_logprobs(logits: mx.array, tokens: mx.array, rows: Sequence[SamplingRow]) -> dict[int, TokenLogprobs]:
+    """Row number -> log-probabilities, for the rows that asked."""
+    where = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    if not where:
+        return {}
+    index = mx.array(where)
+    chosen = logits[index]
+    logprobs = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
+    sampled = mx.take_along_axis(logprobs, tokens[index][:, None].astype(mx.int32), axis=-1)[:, 0]
+    most = max(rows[i].params.logprobs or 0 for i in where)
+    best = mx.argsort(-logprobs, axis=-1)[:, :most]
+    best_logprobs = mx.take_along_axis(logprobs, best, axis=-1)
+    tables: list[list[Any]] = [array.tolist() for array in (tokens[index], sampled, best, best_logprobs)]  # type: ignore[misc]
+    found = {}
+    for i, token, logprob, top, top_logprobs in zip(where, *tables, strict=True):
+        count = rows[i].params.logprobs
+        found[i] = TokenLogprobs(token, logprob, tuple(zip(top[:count], top_logprobs[:count], strict=True)))
+    return found

@@ -1,0 +1,34 @@
+"""Finding stop strings in a text that arrives in pieces, without letting any part of one out."""
+
+from __future__ import annotations
+
+
+class StopStrings:
+    """Feeds on the pieces of one answer. Holds back the longest tail that could still become a stop string."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Returns the text that may go out, and whether a stop string was found; the text then ends before it."""
+        if not self._stop:
+            return text, False
+        text = self._held + text
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = max(self._overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def finish(self) -> str:
+        """The text still held back, once no more can follow."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that is a proper beginning of `stop`."""
+        return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,9 @@
+"""Why a model cannot be served."""
+
+
+class ModelNotFoundError(Exception):
+    """There is no model of this name, here or on the hub."""
+
+
+class UnsupportedModelError(Exception):
+    """The model exists, but its layers do something that paged attention does not cover yet."""

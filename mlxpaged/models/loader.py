@@ -1,0 +1,116 @@
+"""Loading: a local directory, a hub repository or the bundled demo model becomes a ServedModel."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model as load_weights
+from mlx_lm.utils import load_tokenizer
+
+from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.head import RowSelection, select_rows_before_head
+from mlxpaged.models.layers import LayerSpec, layer_specs
+from mlxpaged.models.probe import probe
+from mlxpaged.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DEMO_MODEL = "demo"
+DEMO_PATH = Path(__file__).parent / "demo"
+DEFAULT_CONTEXT_LENGTH = 4096
+"""Assumed where a model's config does not say."""
+
+DOWNLOADED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Everything the engine needs to know of a model. `rows` is None where its head cannot pick rows."""
+
+    name: str
+    model: Module
+    tokenizer: Tokenizer
+    layers: list[LayerSpec]
+    rows: RowSelection | None
+    vocab_size: int
+    context_length: int
+    weight_bytes: int
+
+
+def resolve_model(name: str) -> Path:
+    """The directory of a model: the demo model, an existing directory, or a hub repository, downloaded if need be.
+
+    Raises ModelNotFoundError with a sentence that says what was tried.
+    """
+    if name == DEMO_MODEL:
+        return DEMO_PATH
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(f"{path} has no config.json: it is not a model directory")
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelNotFoundError(f"no such directory: {path}")
+    try:
+        return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+    except RepositoryNotFoundError:
+        raise ModelNotFoundError(f"{name} is neither a local directory nor a repository on the hub") from None
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelNotFoundError(f"{name} could not be fetched from the hub: {error}") from error
+
+
+def load_model(name: str, served_name: str | None = None) -> ServedModel:
+    """Load weights and tokenizer and check that paged attention reproduces the model.
+
+    Runs on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    """
+    path = resolve_model(name)
+    try:
+        model, config = load_weights(path)
+        wrapped = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
+    model.eval()
+    try:
+        layers = layer_specs(model)
+        vocab_size = probe(model, layers)
+        rows = select_rows_before_head(model, vocab_size)
+        if rows is not None:
+            probe(model, layers, rows)
+    except UnsupportedModelError as error:
+        kind = config.get("model_type", "this")
+        raise UnsupportedModelError(
+            f"{name} cannot be served: {kind} models are not supported yet, because {error}"
+        ) from None
+    return ServedModel(
+        name=served_name or name,
+        model=model,
+        tokenizer=Tokenizer(wrapped),
+        layers=layers,
+        rows=rows,
+        vocab_size=vocab_size,
+        context_length=context_length(config),
+        weight_bytes=weight_bytes(model),
+    )
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """The longest context the model was made for, in tokens; of a multimodal config, its text part's."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"):
+            if isinstance(part.get(key), int) and part[key] > 0:
+                return int(part[key])
+    logger.warning("the model's config names no context length; assuming %d tokens", DEFAULT_CONTEXT_LENGTH)
+    return DEFAULT_CONTEXT_LENGTH
+
+
+def weight_bytes(model: Module) -> int:
+    parameters: Any = tree_flatten(model.parameters())
+    return sum(int(array.nbytes) for _, array in parameters)

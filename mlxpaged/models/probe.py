@@ -1,0 +1,74 @@
+"""A few tokens through a freshly loaded model, to see that paged attention computes what the model computes.
+
+Architectures differ in what they ask of a cache, and a new one may bypass it in ways no list foresees. So each model is
+run once with mlx-lm's caches and once with ours, in a ragged batch; one that disagrees is refused instead of served
+wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxpaged.attention import AttentionMetadata, LayerKVCache, PagedLayer, StepContext
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.head import RowSelection
+from mlxpaged.models.layers import LayerSpec
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2]
+MIN_COSINE = {mx.float32: 0.9999}
+MIN_COSINE_HALF = 0.98  # batch shapes change the rounding of half types, and with it an expert router's close calls
+
+
+def probe(model: Module, layers: Sequence[LayerSpec], rows: RowSelection | None = None) -> int:
+    """Compare both ways, the second sequence of the paged batch decoding while the first is prefilled.
+
+    With `rows`, only the last token's row is projected. Returns the number of logits (the vocabulary's size).
+    Raises UnsupportedModelError where the two disagree.
+    """
+    if rows is not None:
+        rows.rows = None
+    expected = model(mx.array([TOKENS]), cache=make_prompt_cache(model))[0, -1].astype(mx.float32)
+    step = StepContext()
+    caches = [
+        PagedLayer(LayerKVCache(3, spec.num_kv_heads, spec.head_dim, spec.dtype), step, spec.window) for spec in layers
+    ]
+    head = len(TOKENS) - 1
+    run(model, caches, step, TOKENS[:head], AttentionMetadata.build([head], [head], [[2]]))
+    mixed = AttentionMetadata.build([len(TOKENS), 1], [len(TOKENS), len(TOKENS)], [[0], [2]])
+    if rows is not None:
+        rows.rows = mx.array([len(TOKENS) - 1, len(TOKENS)])
+    got = run(model, caches, step, [*TOKENS, TOKENS[-1]], mixed)[:, 0].astype(mx.float32)
+    if rows is not None:
+        rows.rows = None
+    calls, wanted = step.attention_calls, 2 * len(layers)
+    if calls != wanted:
+        raise UnsupportedModelError(f"only {calls} of {wanted} attention calls went through the paged KV cache")
+    if got.shape[0] not in (2, len(TOKENS) + 1):
+        raise UnsupportedModelError(f"its output head changes the number of rows to {got.shape[0]}")
+    last = got if got.shape[0] == 2 else got[len(TOKENS) - 1 :]
+    cosine = (last @ expected) / (mx.linalg.norm(last, axis=-1) * mx.linalg.norm(expected))
+    worst = float(cosine.min())
+    if not worst >= MIN_COSINE.get(layers[0].dtype, MIN_COSINE_HALF):
+        raise UnsupportedModelError(f"paged attention does not reproduce its logits (cosine similarity {worst:.4f})")
+    return int(expected.shape[0])
+
+
+def run(
+    model: Any, caches: list[PagedLayer], step: StepContext, tokens: list[int], meta: AttentionMetadata
+) -> mx.array:
+    step.begin(meta)
+    try:
+        logits: mx.array = model(mx.array(tokens)[:, None], cache=caches)
+        mx.eval(logits, [cache.kv.arrays for cache in caches])
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"it does not run on a paged KV cache: {type(error).__name__}: {error}") from error
+    finally:
+        step.end()
+    return logits

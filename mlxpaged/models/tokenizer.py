@@ -1,0 +1,101 @@
+"""Text to tokens and back: the chat template, special tokens, and text that appears as its tokens do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+
+
+class ChatTemplateError(ValueError):
+    """The model has no chat template, or its template refuses these messages."""
+
+
+class Tokenizer:
+    """A model's tokenizer. `encode` and `apply_chat_template` may run on one thread while detokenizers run on another:
+    each side has its own copy, because a fast tokenizer must not be used by two threads at once."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._encoder = wrapped
+        self._decoder = copy.deepcopy(wrapped._tokenizer)
+        self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
+        self.has_chat_template = bool(wrapped.has_chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of plain text, with the special tokens that the model expects around a prompt."""
+        return list(self._encoder.encode(text))
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of a conversation, ending where the assistant is to answer. Raises ChatTemplateError."""
+        if not self.has_chat_template:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        try:
+            return list(self._encoder.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True))
+        except Exception as error:  # templates raise whatever jinja2 raises, and say what they refuse
+            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._decoder.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """How a token by itself is shown, special tokens included."""
+        return str(self._decoder.decode([token_id], skip_special_tokens=False))
+
+    def token_bytes(self, token_id: int) -> list[int]:
+        """The UTF-8 bytes that a token stands for; a token may hold only part of a character."""
+        piece = self._decoder.convert_ids_to_tokens(token_id)
+        if piece is None:
+            return []
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return [int(piece[3:5], 16)]
+        text = self.token_text(token_id)
+        if REPLACEMENT in text and all(char in self._byte_of_char for char in piece):
+            return [self._byte_of_char[char] for char in piece]
+        return list(text.encode())
+
+    @cached_property
+    def _byte_of_char(self) -> dict[str, int]:
+        """Byte-level BPE writes each byte as a printable character: the printable Latin-1 ones stand for themselves,
+        the others follow from U+0100 on (the alphabet of GPT-2's tokenizer)."""
+        itself = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+        others = [byte for byte in range(256) if byte not in set(itself)]
+        return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._decoder)
+
+
+class Detokenizer:
+    """Text of one answer as its tokens come. The pieces join to what decoding all tokens at once gives.
+
+    A token's text can depend on its predecessor (spaces) and its character may need a successor (bytes of UTF-8). So
+    the tokens since the last but one emission are decoded together, and held back while they end inside a character.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+        self._context: list[int] = []  # the tokens emitted last
+        self._pending: list[int] = []
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes: empty inside a character."""
+        self._pending.append(token_id)
+        return self._emit(hold_incomplete=True)
+
+    def finish(self) -> str:
+        """What is left of a character that never became complete."""
+        return self._emit(hold_incomplete=False) if self._pending else ""
+
+    def _emit(self, hold_incomplete: bool) -> str:
+        text = self._decode(self._context + self._pending)
+        before = self._decode(self._context)
+        if hold_incomplete and (text.endswith(REPLACEMENT) or len(text) <= len(before)):
+            return ""
+        self._context, self._pending = self._pending, []
+        return text[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._decoder.decode(token_ids, skip_special_tokens=True)) if token_ids else ""

@@ -1,0 +1,44 @@
+"""What one step runs: a frozen record handed from the scheduler to the model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+
+from mlxpaged.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """Tokens `start` to `start + num_tokens` of a sequence; `samples` where the last of them is its last token."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of context once this step's tokens are written, these included."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one forward pass: decoding sequences first, then prompt chunks.
+
+    The order matters within the step too: a sequence may attend to blocks that an earlier one writes in the same step.
+    """
+
+    rows: ListOf[ScheduledSequence]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        return [row.sequence.sequence_id for row in self.rows]

@@ -1,0 +1,111 @@
+"""One sequence of tokens on its way through the engine, and the states it may be in."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from mlxpaged.cache import BlockTable
+
+
+class SequenceStatus(Enum):
+    """WAITING has never run; PREEMPTED ran and gave its blocks back; both wait for admission to RUNNING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended. STOP: end of sequence, stop token or stop string. LENGTH: max_tokens reached."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+LEGAL_TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}),
+    SequenceStatus.PREEMPTED: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset(),
+}
+
+
+class IllegalTransitionError(RuntimeError):
+    """A sequence was moved along an edge that its state machine does not have."""
+
+
+class Sequence:
+    """Tokens, progress and blocks of one request.
+
+    `num_computed_tokens` counts the leading tokens whose KV lies in the blocks of `block_table`; the last token of a
+    decoding sequence was sampled but not yet run through the model, so exactly one is uncomputed.
+    """
+
+    def __init__(
+        self,
+        sequence_id: int,
+        prompt_token_ids: list[int],
+        max_tokens: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        if not prompt_token_ids:
+            raise ValueError("a prompt needs at least one token")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        self.sequence_id = sequence_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_tokens = max_tokens
+        self.stop_token_ids = stop_token_ids
+        self.arrival = -1  # place in the order of arrival, given by the scheduler and kept through preemption
+        self.block_table: BlockTable | None = None  # set while it holds blocks
+        self.block_keys: list[bytes] = []  # hashes of its full blocks, for the prefix cache
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self._status = SequenceStatus.WAITING
+
+    def __repr__(self) -> str:
+        progress = f"{self.num_computed_tokens}/{len(self.token_ids)}"
+        return f"Sequence({self.sequence_id}, {self._status.value}, {progress} computed)"
+
+    @property
+    def status(self) -> SequenceStatus:
+        return self._status
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Most tokens whose KV it will ever hold: the last token of an answer is never run through the model."""
+        return self.num_prompt_tokens + self.max_tokens - 1
+
+    def transition(self, to: SequenceStatus) -> None:
+        """Raises IllegalTransitionError where the state machine has no such edge."""
+        if to not in LEGAL_TRANSITIONS[self._status]:
+            raise IllegalTransitionError(
+                f"sequence {self.sequence_id} cannot go from {self._status.value} to {to.value}"
+            )
+        self._status = to
+
+    def finish_reason_after(self, token_id: int) -> FinishReason | None:
+        """Whether the answer ends with `token_id`, already appended."""
+        if token_id in self.stop_token_ids:
+            return FinishReason.STOP
+        if self.num_output_tokens >= self.max_tokens:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,18 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is imported)
+from mlxpaged.engine import EngineConfig
+from tests.support import RunningServer, running_server
+
+
+@pytest.fixture(scope="session")
+def demo_server() -> Iterator[RunningServer]:
+    """The demo model with the default settings, but a small pool."""
+    with running_server(EngineConfig(kv_cache_bytes=64_000_000)) as server:
+        yield server

@@ -1,0 +1,166 @@
+"""Real parts for tests: a server on a free port, tiny models with random weights, and poisoned KV blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import uvicorn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
+from openai import OpenAI
+from starlette.applications import Starlette
+
+from mlxpaged.api import create_app
+from mlxpaged.engine import AsyncEngine, EngineConfig, EngineCore, EngineState, Request, SamplingParams
+from mlxpaged.models.loader import DEMO_PATH
+
+Result = TypeVar("Result")
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def demo_vocab_size() -> int:
+    config: dict[str, Any] = json.loads((DEMO_PATH / "config.json").read_text())
+    return int(config["vocab_size"])
+
+
+def make_tiny_model(directory: Path, model_type: str, seed: int = 0, **overrides: Any) -> Path:
+    """A model of the given mlx-lm architecture with random float32 weights and the demo model's tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": model_type, "vocab_size": demo_vocab_size(), "eos_token_id": 0} | SMALL | overrides
+    model_class, args_class = _get_classes(config)
+    mx.random.seed(seed)
+    model = model_class(args_class.from_dict(config))
+    # The default initialisation makes logits almost equal; larger weights make greedy choices clear-cut.
+    weights = {name: array * 3 if array.ndim > 1 else array for name, array in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(directory / "model.safetensors"), weights)
+    (directory / "config.json").write_text(json.dumps(config))
+    for name in TOKENIZER_FILES:
+        shutil.copy(DEMO_PATH / name, directory / name)
+    return directory
+
+
+@dataclass
+class RunningServer:
+    """A server in a thread of this process, so that tests can look inside."""
+
+    url: str
+    app: Starlette
+
+    @property
+    def engine(self) -> AsyncEngine:
+        engine: AsyncEngine = self.app.state.server.engine
+        return engine
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine's inside. Only the engine thread may change it."""
+        core: EngineCore = self.app.state.core
+        return core
+
+    def client(self, **options: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+
+    def wait_idle(self, seconds: float = 10.0) -> None:
+        """Until no request is left and every block is back."""
+        wait_until(lambda: self.engine.num_unfinished == 0 and self.engine.stats.scheduler.blocks.used == 0, seconds)
+
+
+@contextlib.contextmanager
+def running_server(config: EngineConfig | None, wait_loaded: bool = True) -> Iterator[RunningServer]:
+    app = create_app(config)
+    if config is not None:
+        engine = app.state.server.engine
+        keep_core(engine, app)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started or not thread.is_alive())
+            if config is not None and wait_loaded:
+                wait_until(lambda: engine.state is not EngineState.LOADING, 60)
+                assert engine.state is EngineState.READY, engine.reason
+            yield RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", app)
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def keep_core(engine: AsyncEngine, app: Starlette) -> None:
+    """Let tests reach the EngineCore, which otherwise only the engine thread knows."""
+    original = engine._thread._callbacks.on_ready
+
+    def on_ready(core: EngineCore) -> None:
+        app.state.core = core
+        original(core)
+
+    object.__setattr__(engine._thread._callbacks, "on_ready", on_ready)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.005)
+
+
+def run_requests(core: EngineCore, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    """The generated tokens of every prompt, all submitted together and stepped to the end; greedy by default."""
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | params
+    for i, prompt in enumerate(prompts):
+        core.add(Request(f"request-{i}", prompt, SamplingParams(**options), time.monotonic()))
+    outputs: dict[str, list[int]] = {f"request-{i}": [] for i in range(len(prompts))}
+    while core.has_work():
+        for output in core.step():
+            assert output.error is None, output.error
+            outputs[output.request_id] += output.token_ids
+    return [outputs[f"request-{i}"] for i in range(len(prompts))]
+
+
+def poison_new_blocks(core: EngineCore) -> None:
+    """Fill every block with NaN when it is handed out: whatever is read before it is rewritten spoils the answer."""
+    pool, runner = core.scheduler.pool, core.runner
+    allocate, forward = pool.allocate, runner.forward
+    fresh: list[int] = []
+
+    def poisoning_allocate(count: int) -> list[int]:
+        blocks = allocate(count)
+        fresh.extend(blocks)
+        return blocks
+
+    def poisoning_forward(*args: Any) -> mx.array:
+        for layer in runner.layers if fresh else ():
+            ids = sorted(set(fresh))
+            shape = (len(ids), layer.kv.num_kv_heads, layer.kv.block_size, layer.kv.head_dim)
+            nan = mx.full(shape, mx.nan, layer.kv.dtype)
+            layer.kv.write_blocks(ids, nan, nan)
+        fresh.clear()
+        return forward(*args)
+
+    pool.allocate = poisoning_allocate  # type: ignore[method-assign]
+    runner.forward = poisoning_forward  # type: ignore[method-assign]
