@@ -51,20 +51,15 @@ class BlockTable:
         self._chain = list(hit.blocks)
         self.block_ids = [cached.block for cached in hit.blocks]
 
-    def publish(self, token_ids: Sequence[int], num_tokens: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Make the full blocks of the first `num_tokens` tokens findable. `keys` are their hashes, from the first on.
-
-        Returns the keys published by this call.
-        """
+    def publish(self, token_ids: Sequence[int], num_tokens: int, keys: Sequence[bytes]) -> None:
+        """Make the full blocks of the first `num_tokens` tokens findable. `keys` are the hashes of all full blocks."""
         if self._prefix_cache is None:
-            return []
+            return
         size = self._pool.block_size
-        first = len(self._chain)
-        for index in range(first, num_tokens // size):
+        for index in range(len(self._chain), num_tokens // size):
             parent = self._chain[-1] if self._chain else None
             tokens = tuple(token_ids[index * size : (index + 1) * size])
             self._chain.append(self._prefix_cache.insert(keys[index], parent, tokens, self.block_ids[index]))
-        return list(keys[first : len(self._chain)])
 
     def retract(self, num_full_blocks: int) -> list[int]:
         """Undo the publication of every block from `num_full_blocks` on: what they hold was never computed.

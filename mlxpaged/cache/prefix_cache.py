@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxpaged.cache.block_pool import BlockPool
@@ -41,19 +41,13 @@ def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PrefixCache:
-    """Index of published blocks, and of the keys that a running sequence has promised to publish.
-
-    A promise (`claim`) lets requests with the same prefix wait for the one that computes it. It is bound to its owner
-    and dies with it, so nobody waits for a block that will never come.
-    """
+    """Index of the published blocks of one pool. seed: whatever the KV values depend on beside the tokens."""
 
     def __init__(self, pool: BlockPool[CachedBlock], seed: bytes = b"") -> None:
         self._pool = pool
         self._pool.on_evict = self._drop
         self._root = hashlib.blake2b(seed, digest_size=16).digest()
         self._by_key: dict[bytes, CachedBlock] = {}
-        self._owner_of: dict[bytes, int] = {}
-        self._claims_of: dict[int, set[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -107,30 +101,3 @@ class PrefixCache:
         """Forget every cached block. Sequences that run keep the blocks they hold."""
         for record in list(self._by_key.values()):
             self._pool.forget(record.block)
-
-    def claim(self, owner: int, keys: Iterable[bytes]) -> None:
-        """Promise that sequence `owner` publishes those of `keys` that are neither cached nor promised already."""
-        mine = self._claims_of.setdefault(owner, set())
-        for key in keys:
-            if key not in self._by_key and key not in self._owner_of:
-                self._owner_of[key] = owner
-                mine.add(key)
-
-    def claimed_run(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The leading part of `keys` that one running sequence has promised to publish; empty where none has."""
-        if not keys or (owner := self._owner_of.get(keys[0])) is None:
-            return ()
-        end = next((i for i, key in enumerate(keys) if self._owner_of.get(key) != owner), len(keys))
-        return keys[:end]
-
-    def settle(self, owner: int, keys: Iterable[bytes] | None = None) -> list[bytes]:
-        """End the claims of `owner` on `keys` (on all, where None): published, or never to be. Returns the ended
-        ones."""
-        mine = self._claims_of.get(owner, set())
-        ended = [key for key in list(mine if keys is None else keys) if key in mine]
-        for key in ended:
-            mine.remove(key)
-            del self._owner_of[key]
-        if keys is None:
-            self._claims_of.pop(owner, None)
-        return ended

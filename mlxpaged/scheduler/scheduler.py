@@ -1,8 +1,12 @@
 """The scheduler: every step it picks the tokens to run, within a token budget and the blocks at hand.
 
 Decoding sequences come first, one token each; what is left of the budget goes to prompt chunks of the running
-sequences, then to newcomers. All orders are by arrival. Two rules keep any load from wedging it: a sequence is only
-accepted if it could run alone in the pool, and a running sequence that needs a block takes it from the newest one.
+sequences, then to newcomers. All orders are by arrival. So a newcomer is only looked at once every running prompt is
+computed to its end in this step, with all its blocks published: requests that share a prefix and arrive together, or
+while it is being computed, wait for it and never compute it twice.
+
+Two rules keep any load from wedging it: a sequence is only accepted if it could run alone in the pool, and a running
+sequence that needs a block takes it from the newest one.
 """
 
 from __future__ import annotations
@@ -77,7 +81,6 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._running: list[Sequence] = []  # in order of arrival
         self._waiting: list[tuple[int, Sequence]] = []  # heap by arrival; sequences that ended meanwhile are skipped
-        self._parked: dict[bytes, list[Sequence]] = {}  # block key -> sequences that wait for that block
         self._preemptions = 0
         self._prefix_hit_tokens = 0
         self._prompt_tokens = 0
@@ -267,8 +270,6 @@ class Scheduler:
         if sequence.block_table is not None:
             sequence.block_table.release()
             sequence.block_table = None
-        if self.prefix_cache is not None:
-            self._unpark(self.prefix_cache.settle(sequence.sequence_id))
 
     # -- admission -----------------------------------------------------------------------------------------------
 
@@ -283,9 +284,6 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             hit = self._find_prefix(sequence)
-            if self._park(sequence, hit):
-                heapq.heappop(self._waiting)
-                continue
             if not self._has_room(sequence, hit):
                 return None
             heapq.heappop(self._waiting)
@@ -302,21 +300,6 @@ class Scheduler:
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
         """Keys of the blocks it may take from the cache: at least one token must be left to compute for its logits."""
         return sequence.block_keys[: (len(sequence.token_ids) - 1) // self.config.block_size]
-
-    def _park(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Let a sequence wait where a running one is about to compute the very blocks it needs next."""
-        if self.prefix_cache is None:
-            return False
-        run = self.prefix_cache.claimed_run(self._reusable_keys(sequence)[len(hit) :])
-        if not run:
-            return False
-        self._parked.setdefault(run[-1], []).append(sequence)
-        return True
-
-    def _unpark(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            for sequence in self._parked.pop(key, ()):
-                self._enqueue(sequence)
 
     def _has_room(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Whether it can be prefilled to its end beside what the running sequences need to finish theirs.
@@ -344,8 +327,6 @@ class Scheduler:
             self._prefix_hit_tokens += cached
             self._prompt_tokens += sequence.num_prompt_tokens
         bisect.insort(self._running, sequence, key=lambda s: s.arrival)
-        if self.prefix_cache is not None:
-            self.prefix_cache.claim(sequence.sequence_id, sequence.block_keys[len(hit) :])
         if hit:
             logger.debug("sequence %d: prefix_hit=true, %d cached tokens", sequence.sequence_id, cached)
 
@@ -356,5 +337,4 @@ class Scheduler:
             return
         assert sequence.block_table is not None
         self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids)
-        published = sequence.block_table.publish(sequence.token_ids, sequence.num_computed_tokens, sequence.block_keys)
-        self._unpark(self.prefix_cache.settle(sequence.sequence_id, published))
+        sequence.block_table.publish(sequence.token_ids, sequence.num_computed_tokens, sequence.block_keys)

@@ -1,0 +1,96 @@
+"""Tables grow at block boundaries, share prefixes and give everything back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpaged.cache import BlockPool, BlockTable, OutOfBlocksError, PrefixCache, blocks_for
+
+
+def make(num_blocks: int = 16, block_size: int = 4) -> tuple[BlockPool[Any], PrefixCache]:
+    pool: BlockPool[Any] = BlockPool(num_blocks, block_size)
+    return pool, PrefixCache(pool)
+
+
+def fill(table: BlockTable, cache: PrefixCache, tokens: list[int]) -> None:
+    keys: list[bytes] = []
+    cache.extend_keys(keys, tokens)
+    table.grow(len(tokens))
+    table.publish(tokens, len(tokens), keys)
+
+
+def test_growth_by_single_tokens_takes_a_block_at_each_boundary() -> None:
+    pool, _ = make(block_size=4)
+    table = BlockTable(pool)
+    sizes = []
+    for length in range(1, 18):
+        table.grow(length)
+        sizes.append(len(table))
+    assert sizes == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5]
+
+
+def test_growth_to_n_tokens_takes_ceil_n_over_32_blocks() -> None:
+    for n in range(1, 201):
+        pool: BlockPool[Any] = BlockPool(8)
+        table = BlockTable(pool)
+        table.grow(n)
+        assert len(table) == -(-n // 32) == blocks_for(n, 32)
+
+
+def test_growth_beyond_the_pool_changes_nothing() -> None:
+    pool, _ = make(num_blocks=2)
+    table = BlockTable(pool)
+    table.grow(4)
+    with pytest.raises(OutOfBlocksError):
+        table.grow(16)
+    assert (len(table), pool.num_free) == (1, 1)
+
+
+def test_release_frees_the_tail_first_so_that_it_is_evicted_before_the_head() -> None:
+    pool, cache = make(num_blocks=3)
+    table = BlockTable(pool, cache)
+    fill(table, cache, list(range(12)))
+    head, middle, tail = table.block_ids
+    table.release()
+    assert pool.usage().cached == 3
+    assert pool.allocate(3) == [tail, middle, head]
+
+
+def test_publish_offers_full_blocks_only_and_each_once() -> None:
+    pool, cache = make()
+    table = BlockTable(pool, cache)
+    fill(table, cache, list(range(10)))
+    assert [pool.content(block) is not None for block in table.block_ids] == [True, True, False]
+    fill(table, cache, list(range(10)))
+    assert len(cache) == 2
+
+
+def test_adopted_blocks_are_shared_with_a_reference_count_of_two() -> None:
+    pool, cache = make()
+    first = BlockTable(pool, cache)
+    fill(first, cache, list(range(10)))
+    keys: list[bytes] = []
+    cache.extend_keys(keys, list(range(10)))
+    second = BlockTable(pool, cache)
+    second.adopt(cache.match(keys, list(range(10))))
+    assert second.block_ids == first.block_ids[:2]
+    assert [pool.ref_count(block) for block in second.block_ids] == [2, 2]
+    with pytest.raises(ValueError, match="empty table"):
+        second.adopt(cache.match(keys, list(range(10))))
+
+
+def test_retract_unpublishes_own_blocks_but_not_adopted_ones() -> None:
+    pool, cache = make()
+    first = BlockTable(pool, cache)
+    fill(first, cache, list(range(8)))
+    keys: list[bytes] = []
+    tokens = list(range(16))
+    cache.extend_keys(keys, tokens)
+    second = BlockTable(pool, cache)
+    second.adopt(cache.match(keys, tokens))
+    second.grow(16)
+    second.publish(tokens, 16, keys)
+    assert second.retract(2) == second.block_ids[2:]
+    assert len(cache.match(keys, tokens)) == 2

@@ -1,0 +1,333 @@
+"""What a step contains, who is admitted, who gives way."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpaged.scheduler import (
+    FinishReason,
+    PromptTooLongError,
+    SchedulerConfig,
+    SequenceStatus,
+    UnknownSequenceError,
+)
+from tests.scheduler.simulation import Simulation, make_scheduler, next_token, sequence
+
+
+def undisturbed(prompt: int | list[int], number: int, max_tokens: int) -> list[int]:
+    """The answer of a sequence that has the whole pool to itself."""
+    seq = sequence(number, prompt, max_tokens)
+    while seq.num_output_tokens < max_tokens:
+        seq.token_ids.append(next_token(seq))
+    return seq.output_token_ids
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_mixes_decoding_sequences_and_several_prompt_chunks_within_the_budget() -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=16))
+    simulation.add(sequence(1, 3, max_tokens=9))
+    simulation.step()
+    simulation.add(sequence(2, 6), sequence(3, 20))
+    simulation.step()
+    assert simulation.batches[-1] == [(1, 1), (2, 6), (3, 9)]
+    simulation.step()
+    assert simulation.batches[-1] == [(1, 1), (2, 1), (3, 11)]
+
+
+def test_no_step_exceeds_the_token_budget_and_decodes_are_never_left_out() -> None:
+    simulation = Simulation(make_scheduler(num_blocks=256, max_num_batched_tokens=10))
+    for number in range(1, 9):
+        simulation.add(sequence(number, 7 * number, max_tokens=12))
+        decoding = {s.sequence_id for s in simulation.scheduler.unfinished() if s.num_output_tokens}
+        batch = simulation.step()
+        assert batch.num_tokens <= 10
+        assert decoding <= set(batch.sequence_ids)
+    simulation.run()
+    assert all(sum(n for _, n in batch) <= 10 for batch in simulation.batches)
+
+
+def test_only_the_last_chunk_of_a_prompt_samples() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add(sequence(1, 20))
+    samples = []
+    for _ in range(3):
+        batch = scheduler.schedule()
+        samples.append([(row.start, row.num_tokens, row.samples) for row in batch.rows])
+        scheduler.update(batch, {1: 7})
+    assert samples == [[(0, 8, False)], [(8, 8, False)], [(16, 4, True)]]
+
+
+@pytest.mark.parametrize("cap", [1, 3, 8])
+def test_exactly_max_num_seqs_run(cap: int) -> None:
+    simulation = Simulation(make_scheduler(max_num_seqs=cap, max_num_batched_tokens=64))
+    simulation.add(*(sequence(number, 2, max_tokens=3) for number in range(1, 11)))
+    simulation.step()
+    assert simulation.scheduler.stats().running == cap
+    assert simulation.scheduler.stats().waiting == 10 - cap
+    simulation.run()
+    assert len(simulation.ended) == 10
+
+
+def test_the_batch_shrinks_as_sequences_end_and_a_late_one_joins_the_next_step() -> None:
+    simulation = Simulation(make_scheduler())
+    simulation.add(*(sequence(number, 2, max_tokens=number) for number in (1, 2, 3)))
+    sizes = [len(simulation.step()), len(simulation.step())]
+    simulation.add(sequence(4, 2, max_tokens=1))
+    sizes += [len(simulation.step())]
+    assert sizes == [3, 2, 2]
+    assert simulation.batches[-1] == [(3, 1), (4, 2)]
+    assert not simulation.scheduler.has_unfinished()
+    assert simulation.scheduler.schedule().rows == ()
+
+
+def test_after_its_prefill_a_sequence_feeds_one_token_a_step() -> None:
+    simulation = Simulation(make_scheduler())
+    simulation.add(sequence(1, 9, max_tokens=20))
+    simulation.run()
+    assert simulation.batches == [[(1, 9)]] + [[(1, 1)]] * 19
+    assert simulation.computed[1] == 9 + 20 - 1
+
+
+def test_an_answer_ends_at_its_stop_token() -> None:
+    seq = sequence(1, 3, max_tokens=10)
+    answer = undisturbed(3, 1, 10)
+    simulation = Simulation(make_scheduler())
+    simulation.add(sequence(1, 3, max_tokens=10, stop=answer[4]))
+    simulation.run()
+    assert simulation.ended == {1: FinishReason.STOP}
+    simulation = Simulation(make_scheduler())
+    simulation.add(seq)
+    simulation.run()
+    assert simulation.ended == {1: FinishReason.LENGTH}
+    assert seq.output_token_ids == answer
+
+
+# -- block tables ----------------------------------------------------------------------------------------------------
+
+
+def test_block_tables_name_the_exact_blocks_of_each_sequence() -> None:
+    scheduler = make_scheduler(block_size=4)
+    scheduler.add(sequence(1, 9))
+    scheduler.add(sequence(2, 4))
+    batch = scheduler.schedule()
+    assert scheduler.get_block_tables(batch.sequence_ids) == {1: [0, 1, 2], 2: [3]}
+    assert scheduler.get_block_tables([]) == {}
+
+
+def test_block_tables_of_unknown_or_waiting_sequences_raise() -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(UnknownSequenceError):
+        scheduler.get_block_tables([7])
+    scheduler.add(sequence(7, 2))
+    with pytest.raises(UnknownSequenceError):
+        scheduler.get_block_tables([7])
+
+
+# -- admission -------------------------------------------------------------------------------------------------------
+
+
+def test_what_could_never_fit_is_refused_at_once_with_size_and_limit() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=4)
+    scheduler.add(sequence(1, 10, max_tokens=7))
+    with pytest.raises(PromptTooLongError, match=r"5 KV blocks .* pool has 4 .*--kv-cache-memory"):
+        scheduler.add(sequence(2, 10, max_tokens=8))
+    assert len(scheduler.unfinished()) == 1
+
+
+def test_what_does_not_fit_now_waits_and_runs_later() -> None:
+    simulation = Simulation(make_scheduler(num_blocks=4, max_num_batched_tokens=32))
+    simulation.add(sequence(1, 12, max_tokens=3), sequence(2, 12, max_tokens=3))
+    simulation.step()
+    assert simulation.batches[-1] == [(1, 12)]
+    simulation.run()
+    assert set(simulation.ended) == {1, 2}
+
+
+def test_two_sequences_of_one_id_are_refused() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(sequence(1, 2))
+    with pytest.raises(ValueError, match="already queued"):
+        scheduler.add(sequence(1, 2))
+
+
+def test_a_budget_smaller_than_the_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        SchedulerConfig(num_blocks=1, max_num_seqs=8, max_num_batched_tokens=7)
+
+
+# -- preemption ------------------------------------------------------------------------------------------------------
+
+
+def test_when_blocks_run_out_the_newest_sequence_gives_way_and_nobody_notices_in_the_answer() -> None:
+    simulation = Simulation(make_scheduler(num_blocks=4, block_size=4, max_num_batched_tokens=32))
+    older, newer = sequence(1, 7, max_tokens=8), sequence(2, 6, max_tokens=8)
+    simulation.add(older, newer)
+    simulation.step()
+    simulation.step()
+    assert simulation.batches == [[(1, 7), (2, 6)], [(1, 1), (2, 1)]]
+    simulation.step()  # the older one needs a third block, and the pool's four are taken
+    assert simulation.batches[-1] == [(1, 1)]
+    assert (older.num_preemptions, newer.num_preemptions) == (0, 1)
+    simulation.run()
+    assert older.output_token_ids == undisturbed(7, 1, 8)
+    assert newer.output_token_ids == undisturbed(6, 2, 8)
+
+
+def test_a_preempted_sequence_keeps_its_place_before_later_arrivals() -> None:
+    simulation = Simulation(make_scheduler(num_blocks=8, block_size=4, max_num_batched_tokens=32, max_num_seqs=3))
+    simulation.add(*(sequence(number, 7, max_tokens=14) for number in (1, 2, 3)))
+    while not simulation.scheduler.stats().preemptions_total:
+        simulation.step()
+    simulation.add(sequence(4, 7, max_tokens=1))
+    simulation.run()
+    first_seen = [number for batch in simulation.batches for number, _ in batch]
+    resumed = max(
+        i
+        for i, (number, tokens) in enumerate([row for batch in simulation.batches for row in batch])
+        if number == 3 and tokens > 1
+    )
+    assert first_seen.index(4) > resumed
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
+    simulation = Simulation(make_scheduler(num_blocks=9, block_size=4, max_num_batched_tokens=64))
+    sequences = [sequence(number, 12, max_tokens=12) for number in (1, 2)]
+    simulation.add(*sequences)
+    simulation.run()
+    assert sequences[1].num_preemptions > 0
+    assert simulation.computed[2] < 2 * (12 + 11), "its prompt was computed again from the start"
+    assert sequences[1].output_token_ids == undisturbed(12, 2, 12)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_no_load_wedges_a_pool_that_holds_one_request(prefix_caching: bool) -> None:
+    simulation = Simulation(
+        make_scheduler(num_blocks=6, block_size=4, max_num_batched_tokens=8, prefix_caching=prefix_caching)
+    )
+    sequences = [sequence(number, 1 + number % 13, max_tokens=12) for number in range(1, 25)]
+    simulation.add(*sequences)
+    simulation.run()
+    assert set(simulation.ended.values()) == {FinishReason.LENGTH}
+    assert all(s.output_token_ids == undisturbed(1 + s.sequence_id % 13, s.sequence_id, 12) for s in sequences)
+    assert simulation.scheduler.pool.usage().used == 0
+
+
+# -- prefixes --------------------------------------------------------------------------------------------------------
+
+PREFIX = list(range(40))
+
+
+def test_a_prompt_seen_before_is_not_computed_again_but_for_its_last_block() -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=64))
+    simulation.add(sequence(1, PREFIX))
+    simulation.run()
+    again = sequence(2, PREFIX)
+    simulation.add(again)
+    simulation.run()
+    assert again.num_cached_tokens == 36, "at least one token is left to compute, so the tenth block is not taken"
+    assert again.output_token_ids == undisturbed(PREFIX, 1, 4)
+
+
+def test_the_next_turn_of_a_chat_finds_its_own_answer() -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=64))
+    first = sequence(1, PREFIX, max_tokens=17)
+    simulation.add(first)
+    simulation.run()
+    second = sequence(2, [*first.token_ids, 7, 8, 9])
+    simulation.add(second)
+    simulation.step()
+    assert second.num_cached_tokens == 56  # of 40 + 16 tokens with KV, all in full blocks
+
+
+def test_sixteen_sequences_that_arrive_together_compute_their_common_prefix_once() -> None:
+    simulation = Simulation(make_scheduler(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=16))
+    simulation.add(*(sequence(number, [*PREFIX, 1000 + number], max_tokens=2) for number in range(16)))
+    simulation.run()
+    assert sum(simulation.computed.values()) == 40 + 16 * 1 + 16 * 1
+    assert simulation.scheduler.stats().prefix_hit_tokens_total == 15 * 40
+
+
+def test_a_sequence_that_arrives_while_its_prefix_is_computed_waits_for_it() -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=8))
+    late = sequence(2, [*PREFIX, 2])
+    simulation.add(sequence(1, [*PREFIX, 1]))
+    simulation.step()
+    simulation.add(late)
+    simulation.run()
+    assert late.num_cached_tokens == 40
+    assert simulation.computed[2] == 1 + 3
+
+
+def test_a_waiting_sequence_computes_the_prefix_itself_where_its_owner_is_aborted() -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=8))
+    heir = sequence(2, [*PREFIX, 2])
+    simulation.add(sequence(1, [*PREFIX, 1]), heir)
+    simulation.step()
+    simulation.abort(1)
+    simulation.run()
+    assert heir.num_cached_tokens == 8
+    assert heir.output_token_ids == undisturbed([*PREFIX, 2], 2, 4)
+
+
+def test_an_aborted_waiter_never_runs() -> None:
+    simulation = Simulation(make_scheduler(max_num_seqs=1))
+    simulation.add(sequence(1, 4), sequence(2, 4), sequence(3, 4))
+    simulation.step()
+    simulation.abort(2)
+    simulation.run()
+    assert simulation.computed[2] == 0
+    assert simulation.ended[2] is FinishReason.ABORT
+    with pytest.raises(UnknownSequenceError):
+        simulation.scheduler.finish(2, FinishReason.ABORT)
+
+
+def test_without_prefix_caching_nothing_is_shared() -> None:
+    simulation = Simulation(make_scheduler(prefix_caching=False, max_num_batched_tokens=64))
+    simulation.add(sequence(1, PREFIX), sequence(2, PREFIX))
+    simulation.run()
+    assert simulation.computed[1] == simulation.computed[2] == 43
+    assert simulation.scheduler.pool.usage().cached == 0
+
+
+def test_a_prefix_in_use_is_never_evicted() -> None:
+    simulation = Simulation(make_scheduler(num_blocks=14, max_num_batched_tokens=64))
+    simulation.add(sequence(1, PREFIX, max_tokens=15))
+    simulation.step()
+    for number in range(2, 12):
+        simulation.add(sequence(number, 2, max_tokens=2))
+    simulation.run()
+    assert len(simulation.ended) == 11
+
+
+# -- failure ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_sequence_takes_back_what_it_published_in_that_step_and_its_dependants_start_over() -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=64))
+    culprit, dependant, stranger = sequence(1, [*PREFIX, 1]), sequence(2, [*PREFIX, 2]), sequence(3, 5)
+    simulation.add(culprit, dependant, stranger)
+    batch = simulation.scheduler.schedule()
+    assert dependant.num_cached_tokens == 40
+    assert simulation.scheduler.fail(batch, batch.rows[0]) == [dependant]
+    assert culprit.finish_reason is FinishReason.ERROR
+    assert dependant.status is SequenceStatus.PREEMPTED
+    assert stranger.status is SequenceStatus.RUNNING
+    simulation.scheduler.update(batch, {3: next_token(stranger)})
+    simulation.slots.update({(b, o): tuple(stranger.token_ids[: o + 1]) for b in range(64) for o in range(4)})
+    simulation.check_books()
+    batch = simulation.scheduler.schedule()
+    assert (2, 41) in [(row.sequence.sequence_id, row.num_tokens) for row in batch.rows]
+
+
+def test_after_a_reset_everything_is_computed_again() -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=64))
+    sequences = [sequence(number, PREFIX) for number in (1, 2)]
+    simulation.add(*sequences)
+    simulation.step()
+    simulation.scheduler.reset_cache()
+    assert simulation.scheduler.pool.usage().free == 64
+    simulation.slots.clear()
+    simulation.run()
+    assert [s.output_token_ids for s in sequences] == [undisturbed(PREFIX, 1, 4)] * 2

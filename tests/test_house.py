@@ -1,0 +1,56 @@
+"""The house: imports point one way, and the rooms that promise never to import mlx keep it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlxpaged
+
+PACKAGE = Path(mlxpaged.__file__).parent
+
+MAY_IMPORT = {
+    "cli": {"api", "engine", "models", "attention", "cache"},
+    "api": {"engine", "models", "scheduler"},
+    "engine": {"scheduler", "attention", "models", "cache"},
+    "scheduler": {"cache"},
+    "models": {"attention"},
+    "attention": set(),
+    "cache": set(),
+}
+
+
+def imported_rooms(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+    return {name.split(".")[1] for name in names if name.startswith("mlxpaged.")}
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_point_one_way(room: str) -> None:
+    for path in (PACKAGE / room).rglob("*.py"):
+        outside = imported_rooms(path) - {room, "blas"}
+        assert outside <= MAY_IMPORT[room], f"{path} imports {outside - MAY_IMPORT[room]}"
+
+
+@pytest.mark.parametrize("room", ["cache", "scheduler"])
+def test_cache_and_scheduler_never_import_mlx(room: str) -> None:
+    code = f"import sys, mlxpaged.{room}; sys.exit('mlx.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_api_never_imports_mlx_itself() -> None:
+    for path in (PACKAGE / "api").rglob("*.py"):
+        assert "mlx.core" not in path.read_text(), path
+
+
+def test_the_metal_sources_are_beside_the_package_or_inside_the_wheel() -> None:
+    assert (PACKAGE / "metal_kernels").is_dir() or (PACKAGE.parent / "metal_kernels").is_dir()
