@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test lint types bench train-demo clean
+.PHONY: serve test lint types bench wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -22,15 +22,19 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
 
+wheel: $(STAMP)
+	rm -rf dist && $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m zipfile -l dist/mlxpaged-*.whl | grep -q metal_kernels/
+
 train-demo: $(STAMP)
 	$(BIN)/python demo_model/train.py --out mlxpaged/models/demo
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) dist
 
 $(STAMP): pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then \
-		uv venv --quiet --clear --python $(PYTHON) $(VENV) && uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \
+		rm -rf $(VENV) && uv venv --quiet --python $(PYTHON) $(VENV) && uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \
 	else \
 		$(PYTHON) -m venv --clear $(VENV) && $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'; \
 	fi

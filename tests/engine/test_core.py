@@ -1,0 +1,220 @@
+"""The step loop: one model call a step, failures that stay with their request, text that ends where it should."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
+from mlxpaged.models import ServedModel, load_model
+from mlxpaged.scheduler import Batch, FinishReason
+from tests.support import make_tiny_model, poison_new_blocks, run_requests
+
+POISONED_TOKEN = 77
+PROMPTS = [[5, 6, 7] * 20, [8, 9], [10] * 40, [11, 12, 13, 14]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return load_model(str(make_tiny_model(tmp_path_factory.mktemp("llama"), "llama")))
+
+
+@pytest.fixture
+def core(served: ServedModel) -> EngineCore:
+    return make_core(served)
+
+
+def make_core(served: ServedModel, **options: Any) -> EngineCore:
+    core = EngineCore(EngineConfig(**({"kv_cache_bytes": 1_000_000} | options)), served)
+    poison_new_blocks(core)
+    return core
+
+
+def submit(core: EngineCore, name: str, prompt: list[int], **params: Any) -> None:
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | params
+    core.add(Request(name, prompt, SamplingParams(**options), time.monotonic()))
+
+
+def run(core: EngineCore) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    while core.has_work():
+        for output in core.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def fail_when(core: EngineCore, condition: Callable[[Batch], bool]) -> list[Batch]:
+    """Let the forward pass of some batches raise, after half the work is done. Returns the batches that were tried."""
+    forward, tried = core.runner.forward, []
+
+    def failing(batch: Batch, *args: Any) -> mx.array:
+        tried.append(batch)
+        logits = forward(batch, *args)
+        if condition(batch):
+            raise RuntimeError("injected")
+        return logits
+
+    core.runner.forward = failing  # type: ignore[method-assign]
+    return tried
+
+
+def holds_poisoned_token(batch: Batch) -> bool:
+    return any(POISONED_TOKEN in row.sequence.token_ids[: row.sequence.num_prompt_tokens] for row in batch.rows)
+
+
+def test_one_step_is_one_model_call_and_one_attention_call_per_layer(core: EngineCore) -> None:
+    for i, prompt in enumerate(PROMPTS):
+        submit(core, str(i), prompt)
+    steps = 0
+    while core.has_work():
+        core.step()
+        steps += 1
+        stats = core.stats()
+        assert stats.steps_total == stats.model_calls_total == steps
+        assert stats.attention_calls_total == steps * 2
+    assert steps == 12, "all prompts fit in the first step, and every later one adds a token to all of them"
+
+
+def test_a_failing_request_ends_with_its_error_and_its_neighbours_never_notice(
+    core: EngineCore, served: ServedModel
+) -> None:
+    expected = run_requests(make_core(served), PROMPTS, max_tokens=12)
+    fail_when(core, holds_poisoned_token)
+    for i, prompt in enumerate(PROMPTS):
+        submit(core, str(i), prompt)
+    submit(core, "culprit", [20, POISONED_TOKEN, 21])
+    outputs = run(core)
+    [last] = outputs["culprit"]
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.error == "the step failed: RuntimeError: injected"
+    assert [tokens(outputs[str(i)]) for i in range(len(PROMPTS))] == expected
+    assert core.scheduler.pool.usage().used == 0
+    submit(core, "next", PROMPTS[0])
+    assert tokens(run(core)["next"]) == expected[0]
+
+
+def test_a_batch_that_fails_once_loses_nobody(core: EngineCore, served: ServedModel) -> None:
+    expected = run_requests(make_core(served), PROMPTS, max_tokens=12)
+    tried: list[Batch] = []
+    tried = fail_when(core, lambda batch: len(tried) == 4)
+    for i, prompt in enumerate(PROMPTS):
+        submit(core, str(i), prompt)
+    outputs = run(core)
+    assert [tokens(outputs[str(i)]) for i in range(len(PROMPTS))] == expected
+    assert [len(batch) for batch in tried[3:6]] == [4, 2, 2]
+
+
+def test_a_request_that_shares_blocks_with_a_failing_one_computes_them_itself(
+    core: EngineCore, served: ServedModel
+) -> None:
+    prefix = list(range(100, 170))
+    [expected] = run_requests(make_core(served), [[*prefix, 30]], max_tokens=12)
+    fail_when(core, holds_poisoned_token)
+    submit(core, "culprit", [*prefix, POISONED_TOKEN])
+    submit(core, "dependant", [*prefix, 30])
+    outputs = run(core)
+    assert outputs["culprit"][-1].error
+    assert tokens(outputs["dependant"]) == expected
+    assert core.stats().scheduler.preemptions_total == 1
+
+
+def test_when_the_pools_are_lost_with_a_step_its_requests_end_and_nothing_stale_is_reused(served: ServedModel) -> None:
+    prompts = [list(range(40)), [3, 4, 5]]
+    expected = run_requests(make_core(served), prompts, max_tokens=12)
+    core = make_core(served)
+    submit(core, "first", prompts[0])
+    submit(core, "second", prompts[1])
+    core.step()
+    recover = core.runner.recover
+
+    def losing() -> bool:
+        for layer in core.runner.layers:
+            layer.kv.clear()
+        recover()
+        return False
+
+    core.runner.recover = losing  # type: ignore[method-assign]
+    tried: list[Batch] = []
+    tried = fail_when(core, lambda batch: len(tried) == 1)
+    failed = core.step()
+    assert {output.request_id: output.finish_reason for output in failed} == dict.fromkeys(
+        ("first", "second"), FinishReason.ERROR
+    )
+    assert core.scheduler.pool.usage().free == core.scheduler.pool.num_blocks
+    assert run_requests(core, prompts, max_tokens=12) == expected
+
+
+def test_a_seeded_request_repeats_in_any_company(core: EngineCore) -> None:
+    submit(core, "alone", [1, 2, 3], temperature=1.0, seed=7)
+    alone = tokens(run(core)["alone"])
+    for i, prompt in enumerate(PROMPTS):
+        submit(core, str(i), prompt, temperature=2.0 * (i % 2))
+    submit(core, "again", [1, 2, 3], temperature=1.0, seed=7)
+    submit(core, "other seed", [1, 2, 3], temperature=1.0, seed=8)
+    outputs = run(core)
+    assert tokens(outputs["again"]) == alone
+    assert tokens(outputs["other seed"]) != alone
+
+
+def test_stop_tokens_end_an_answer_and_leave_no_text(core: EngineCore, served: ServedModel) -> None:
+    [free] = run_requests(make_core(served), [PROMPTS[0]], max_tokens=12)
+    stop = next(token for token in free if free.index(token) >= 3)
+    at = free.index(stop)
+    submit(core, "stopped", PROMPTS[0], stop_token_ids=frozenset({stop}))
+    outputs = run(core)["stopped"]
+    assert tokens(outputs) == free[: at + 1]
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert outputs[-1].num_output_tokens == at + 1
+    assert "".join(output.text for output in outputs) == served.tokenizer.decode(free[:at])
+
+
+def test_an_answer_cut_inside_a_character_still_gives_all_its_text(core: EngineCore, served: ServedModel) -> None:
+    for i, prompt in enumerate(PROMPTS):
+        submit(core, str(i), prompt, max_tokens=40)
+    for outputs in run(core).values():
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert "".join(output.text for output in outputs) == served.tokenizer.decode(tokens(outputs))
+
+
+def test_every_request_ends_exactly_once_under_aborts(core: EngineCore) -> None:
+    ends: Counter[str] = Counter()
+    for i in range(12):
+        submit(core, str(i), [i + 1] * (5 * i + 1), max_tokens=6)
+    step = 0
+    while core.has_work():
+        outputs = core.step()
+        step += 1
+        outputs += core.abort(str(step)) + core.abort("unknown")
+        ends.update(output.request_id for output in outputs if output.finish_reason is not None)
+    assert ends == {str(i): 1 for i in range(12)}
+    assert core.scheduler.pool.usage().used == 0
+
+
+def test_penalties_survive_a_preemption(served: ServedModel) -> None:
+    prompts = [[i + 1] * 30 for i in range(3)]
+    params = {"max_tokens": 40, "frequency_penalty": 1.5, "repetition_penalty": 1.3}
+    expected = [run_requests(make_core(served), [prompt], **params)[0] for prompt in prompts]
+    small = make_core(served, kv_cache_bytes=5 * 32 * 512)
+    assert run_requests(small, prompts, **params) == expected
+    assert small.stats().scheduler.preemptions_total > 0
+
+
+def test_the_prefix_cache_is_seeded_with_the_model(served: ServedModel, tmp_path: Path) -> None:
+    other = load_model(str(make_tiny_model(tmp_path, "llama", seed=1)))
+    keys: list[list[bytes]] = []
+    for model in (served, other):
+        cache = make_core(model).scheduler.prefix_cache
+        assert cache is not None
+        keys.append([])
+        cache.extend_keys(keys[-1], list(range(32)))
+    assert keys[0] != keys[1]
