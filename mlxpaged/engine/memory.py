@@ -24,7 +24,7 @@ WORKING_MEMORY = 0.15
 """Share of the free memory left for activations and the rest of the process."""
 
 SYSTEM_SHARE = 0.5
-"""Without a GPU's working-set limit: the share of the system's free memory that may be used at all."""
+"""Without a GPU's working-set limit: the share of the system's free memory that is taken unasked."""
 
 
 def parse_size(text: str) -> int:
@@ -39,11 +39,11 @@ def parse_size(text: str) -> int:
 
 
 def free_device_memory() -> int:
-    """Bytes that the process may still take on the device that runs the model."""
+    """Bytes left on the device that runs the model: of a GPU's working set, or of the system's memory."""
     if mx.metal.is_available():
         limit = int(mx.device_info()["max_recommended_working_set_size"])
         return max(0, limit - int(mx.get_active_memory()))
-    return int(system_free_memory() * SYSTEM_SHARE)
+    return system_free_memory()
 
 
 def system_free_memory() -> int:
@@ -60,13 +60,17 @@ def kv_blocks(bytes_per_block: int, wanted_bytes: int | None, most_useful_blocks
 
     wanted_bytes: what the operator asked for, None to take what the device has left, less WORKING_MEMORY, but no more
     than `most_useful_blocks`, which every running sequence at its longest would fill.
-    Raises MemoryError where not even one block fits.
+    Raises MemoryError where not even one block fits, or more is wanted than is free.
     """
+    left = free_device_memory()
     if wanted_bytes is not None:
+        if wanted_bytes > left:
+            raise MemoryError(f"--kv-cache-memory is {wanted_bytes / 1e9:.1f} GB, and {left / 1e9:.1f} GB are free")
         blocks = wanted_bytes // bytes_per_block
         limit = f"--kv-cache-memory is {wanted_bytes / 1e6:.1f} MB"
     else:
-        free = int(free_device_memory() * (1 - WORKING_MEMORY))
+        share = 1.0 if mx.metal.is_available() else SYSTEM_SHARE
+        free = int(left * share * (1 - WORKING_MEMORY))
         blocks = min(free // bytes_per_block, most_useful_blocks)
         limit = f"{free / 1e6:.1f} MB are left for KV after the weights"
     if blocks < 1:

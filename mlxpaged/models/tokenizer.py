@@ -15,8 +15,8 @@ class ChatTemplateError(ValueError):
 
 
 class Tokenizer:
-    """A model's tokenizer. `encode` and `apply_chat_template` may run on one thread while detokenizers run on another:
-    each side has its own copy, because a fast tokenizer must not be used by two threads at once."""
+    """A model's tokenizer, for several threads: decoding only reads, but encoding may change a fast one's settings
+    while it runs, so `encode` and `apply_chat_template` have a copy of their own and are called on one thread only."""
 
     def __init__(self, wrapped: Any) -> None:
         self._encoder = wrapped
