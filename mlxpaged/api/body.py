@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from mlxpaged.api.errors import ApiError, from_validation
+from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST, ApiError, from_validation
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """More than four million tokens of English: no model's context is longer."""
@@ -26,12 +26,15 @@ async def read_json(request: Request, model: type[Model]) -> Model:
     if announced.isdigit() and int(announced) > MAX_BODY_BYTES and request.headers.get("expect") == "100-continue":
         raise too_large()  # the client waits to hear whether it should send the body at all
     body, received = bytearray(), 0
-    async for piece in request.stream():
-        received += len(piece)
-        if received <= MAX_BODY_BYTES:
-            body += piece
-        elif received > MAX_DISCARDED_BYTES:
-            raise too_large()
+    try:
+        async for piece in request.stream():
+            received += len(piece)
+            if received <= MAX_BODY_BYTES:
+                body += piece
+            elif received > MAX_DISCARDED_BYTES:
+                raise too_large()
+    except ClientDisconnect:
+        raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before the end of its request") from None
     if received > MAX_BODY_BYTES:
         raise too_large()
     try:

@@ -17,6 +17,9 @@ from mlxpaged.models.tokenizer import ChatTemplateError
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = "1"
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for an answer that nobody waits for."""
+
 UNION_BRANCHES = {"str", "int", "float", "bool", "dict", "constrained-str", "constrained-int", "function-after"}
 
 

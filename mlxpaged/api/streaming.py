@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-Result = TypeVar("Result")
+from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST
 
-CLIENT_CLOSED_REQUEST = 499
+Result = TypeVar("Result")
 
 
 async def disconnected(receive: Receive) -> None:

@@ -79,9 +79,10 @@ def attend(
     queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, meta: AttentionMetadata, options: Options
 ) -> mx.array:
     """[T, Hq, D] -> [T, Hq, D]. Blocks are [num_blocks + 1, Hkv, block_size, D], the last of them zero."""
-    key = ("plan", options.window)
+    zero_block = key_blocks.shape[0] - 1
+    key = ("plan", options.window, zero_block)
     if key not in meta.derived:
-        meta.derived[key] = make_plan(meta, options.window, zero_block=key_blocks.shape[0] - 1)
+        meta.derived[key] = make_plan(meta, options.window, zero_block)
     plan: Plan = meta.derived[key]
     outputs = [attend_group(queries[group.rows], key_blocks, value_blocks, group, options) for group in plan.groups]
     outputs += [attend_chunk(queries[chunk.rows], key_blocks, value_blocks, chunk, options) for chunk in plan.chunks]
@@ -176,7 +177,7 @@ def attend_chunk(
             values,
             scale=options.scale,
             mask="causal" if chunk.visible is None else chunk.visible,
-            sinks=options.sinks,
+            sinks=None if options.sinks is None else options.sinks.astype(queries.dtype),
         )
         return out[0].swapaxes(0, 1)
     grouped = (queries * options.scale).swapaxes(0, 1).reshape(num_kv_heads, -1, length, dim)

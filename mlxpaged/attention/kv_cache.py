@@ -135,7 +135,9 @@ class LayerKVCache:
         self._check_blocks(sources + targets)
         if len(set(targets)) != len(targets):
             raise ValueError(f"a block is copied to twice: {targets}")
-        self.write_blocks(targets, *self.read_blocks(sources))
+        keys, values = self.read_blocks(sources)
+        mx.eval(keys, values)  # a read that is still pending would keep the write from happening in place
+        self.write_blocks(targets, keys, values)
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Keys and values of whole blocks, [n, num_kv_heads, block_size, head_dim] each."""

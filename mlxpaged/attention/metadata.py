@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 
+MAX_SLOT = 2**31 - 1
+"""Slots are counted in int32."""
+
 UNUSED = -1
 """Fills the block table of a sequence behind its last block."""
 
@@ -58,7 +61,7 @@ class AttentionMetadata:
         """Query token j of the n of sequence i sits at position `context_lens[i] - n + j`.
 
         Raises ValueError where the lists do not fit each other, a length is out of range, a table is too short for its
-        context, or a block id is negative.
+        context, or a block id is out of range.
         """
         sequences = len(query_lens)
         if sequences == 0:
@@ -76,9 +79,11 @@ class AttentionMetadata:
                 raise ValueError(f"sequence {i}: query_len must be in 1..context_len={context_len}, got {query_len}")
             if len(table) * block_size < context_len:
                 raise ValueError(f"sequence {i}: {len(table)} blocks of {block_size} cannot hold {context_len} tokens")
+            if min(table) < 0 or max(table) * block_size > MAX_SLOT:
+                raise ValueError(
+                    f"sequence {i}: block id {min(table) if min(table) < 0 else max(table)} is out of range"
+                )
             tables[i, : len(table)] = table
-            if min(table) < 0:
-                raise ValueError(f"sequence {i}: negative block id {min(table)}")
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
         starts = np.concatenate(([0], np.cumsum(query))).astype(np.int32)

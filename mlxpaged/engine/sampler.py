@@ -161,7 +161,7 @@ def filtered(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     ranked = mx.take_along_axis(logits, order, axis=-1)
     probability = mx.softmax(ranked, axis=-1)
     keep = probability >= column([p.min_p for p in params]) * probability[:, :1]
-    keep = keep & (mx.arange(vocab_size) < column([p.top_k or vocab_size for p in params]))
+    keep = keep & (mx.arange(vocab_size) < column([min(p.top_k, vocab_size) or vocab_size for p in params]))
     probability = mx.softmax(mx.where(keep, ranked, -mx.inf), axis=-1)
     before = mx.cumsum(probability, axis=-1) - probability
     nucleus = column([p.top_p for p in params])

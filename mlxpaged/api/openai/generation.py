@@ -41,10 +41,19 @@ def submit_all(
             try:
                 generation.streams.append(engine.submit(name, prompt, params))
             except PromptTooLongError as error:
-                param = field if params.max_tokens is None else "max_tokens"
+                param = "max_tokens" if fits_alone(engine, prompt) else field
                 raise bad_parameter(param, str(error), code="context_length_exceeded") from None
         undo.pop_all()
     return generation
+
+
+def fits_alone(engine: AsyncEngine, prompt: Sequence[int]) -> bool:
+    """Whether the prompt leaves room for at least one token."""
+    try:
+        engine.check(len(prompt), None)
+    except PromptTooLongError:
+        return False
+    return True
 
 
 @dataclass

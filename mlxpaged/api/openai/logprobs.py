@@ -34,8 +34,12 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], o
     return {
         "tokens": texts,
         "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
+        # OpenAI adds the sampled token where it is not among the most likely ones.
         "top_logprobs": [
-            {tokenizer.token_text(candidate): max(logprob, MIN_LOGPROB) for candidate, logprob in token.top}
+            {
+                tokenizer.token_text(candidate): max(logprob, MIN_LOGPROB)
+                for candidate, logprob in (*token.top, (token.token_id, token.logprob))
+            }
             for token in tokens
         ],
         "text_offset": offsets,

@@ -10,6 +10,7 @@ from mlxpaged.engine import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_TOKEN_ID_DIGITS = 9
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -35,7 +36,7 @@ class SamplingFields(Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -56,8 +57,8 @@ class SamplingFields(Body):
     @classmethod
     def _biases_name_tokens(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key in value or {}:
-            if not (key.isascii() and key.isdigit()):
-                raise ValueError(f"keys must be token ids, got {key!r}")
+            if not (key.isascii() and key.isdigit() and len(key) <= MAX_TOKEN_ID_DIGITS):
+                raise ValueError(f"keys must be token ids, got {key[:40]!r}")
         return value
 
     @model_validator(mode="after")
