@@ -58,8 +58,15 @@ class PagedLayer:
         """Position of each token, [T]: rope takes one offset per row."""
         return self._step.meta.positions
 
-    def make_mask(self, *_args: Any, **_kwargs: Any) -> None:
-        """Causality and window are known from the metadata; the model gets no mask."""
+    def make_mask(self, *_args: Any, window_size: int | None = None, **_kwargs: Any) -> None:
+        """Causality and window are known from the metadata; the model gets no mask.
+
+        Raises PagedAttentionError where the model wants another window than the one its cache is made for.
+        """
+        if window_size is not None and window_size != self.window:
+            raise PagedAttentionError(
+                f"the model masks a window of {window_size} keys, and its cache keeps {self.window or 'all of them'}"
+            )
         return
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -79,10 +79,10 @@ class AttentionMetadata:
                 raise ValueError(f"sequence {i}: query_len must be in 1..context_len={context_len}, got {query_len}")
             if len(table) * block_size < context_len:
                 raise ValueError(f"sequence {i}: {len(table)} blocks of {block_size} cannot hold {context_len} tokens")
-            if min(table) < 0 or max(table) * block_size > MAX_SLOT:
-                raise ValueError(
-                    f"sequence {i}: block id {min(table) if min(table) < 0 else max(table)} is out of range"
-                )
+            if min(table) < 0:
+                raise ValueError(f"sequence {i}: negative block id {min(table)}")
+            if max(table) > MAX_SLOT // block_size:
+                raise ValueError(f"sequence {i}: block id {max(table)} is out of range")
             tables[i, : len(table)] = table
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)

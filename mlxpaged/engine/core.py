@@ -161,9 +161,9 @@ class EngineCore:
 
     def _execute(self, batch: Batch) -> dict[int, SampledToken]:
         logits = self.runner.forward(batch, self.scheduler.get_block_tables(batch.sequence_ids))
+        self.runner.finish_step(logits)
         sampling = [self._requests[row.sequence.sequence_id].sampling_row() for row in batch.rows if row.samples]
         sampled = self.sampler.sample(logits, sampling) if sampling else []
-        self.runner.finish_step()
         return {row.sequence_id: token for row, token in zip(sampling, sampled, strict=True)}
 
     def _fail(self, batch: Batch, row: ScheduledSequence, message: str) -> RequestOutput:

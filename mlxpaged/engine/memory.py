@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from decimal import Decimal
 
 import mlx.core as mx
 
@@ -33,7 +34,7 @@ def parse_size(text: str) -> int:
     Raises ValueError for anything else.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", text.upper())
-    if match is None or (size := int(float(match[1]) * UNITS[match[2]])) < 1:
+    if match is None or not 1 <= (size := int(Decimal(match[1]) * UNITS[match[2]])) <= sys.maxsize:
         raise ValueError(f"not a memory size: {text!r}; write for example 512MB or 8GB")
     return size
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+MIN_TEMPERATURE = 1e-5
+"""Below it, dividing float32 logits by the temperature overflows long before a second token could be drawn."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -33,7 +36,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def filters(self) -> bool:

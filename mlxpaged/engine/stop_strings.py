@@ -15,10 +15,11 @@ class StopStrings:
         if not self._stop:
             return text, False
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        # The one that is complete first, as if the text had come character by character; of several, the longest.
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         keep = max(self._overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -75,15 +75,13 @@ def load_model(name: str, served_name: str | None = None) -> ServedModel:
     try:
         model, config = load_weights(path)
         wrapped = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
-    except (FileNotFoundError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a missing field or a damaged file makes mlx, mlx-lm or transformers raise
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
     model.eval()
     try:
         layers = layer_specs(model)
         vocab_size = probe(model, layers)
-        rows = select_rows_before_head(model, vocab_size)
-        if rows is not None:
-            probe(model, layers, rows)
+        rows = select_rows_before_head(model, vocab_size, lambda rows: is_head(model, layers, rows))
     except UnsupportedModelError as error:
         kind = config.get("model_type", "this")
         raise UnsupportedModelError(
@@ -99,6 +97,15 @@ def load_model(name: str, served_name: str | None = None) -> ServedModel:
         context_length=context_length(config),
         weight_bytes=weight_bytes(model),
     )
+
+
+def is_head(model: Module, layers: list[LayerSpec], rows: RowSelection) -> bool:
+    """Whether the model still computes the same logits, for the selected rows alone."""
+    try:
+        probe(model, layers, rows)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def context_length(config: dict[str, Any]) -> int:

@@ -48,9 +48,9 @@ def probe(model: Module, layers: Sequence[LayerSpec], rows: RowSelection | None 
     calls, wanted = step.attention_calls, 2 * len(layers)
     if calls != wanted:
         raise UnsupportedModelError(f"only {calls} of {wanted} attention calls went through the paged KV cache")
-    if got.shape[0] not in (2, len(TOKENS) + 1):
-        raise UnsupportedModelError(f"its output head changes the number of rows to {got.shape[0]}")
-    last = got if got.shape[0] == 2 else got[len(TOKENS) - 1 :]
+    if got.shape[0] != (len(TOKENS) + 1 if rows is None else 2):
+        raise UnsupportedModelError(f"its output head returns {got.shape[0]} rows of logits")
+    last = got if rows is not None else got[len(TOKENS) - 1 :]
     cosine = (last @ expected) / (mx.linalg.norm(last, axis=-1) * mx.linalg.norm(expected))
     worst = float(cosine.min())
     if not worst >= MIN_COSINE.get(layers[0].dtype, MIN_COSINE_HALF):

@@ -28,6 +28,14 @@ class Tokenizer:
         """Tokens of plain text, with the special tokens that the model expects around a prompt."""
         return list(self._encoder.encode(text))
 
+    def least_tokens(self, num_chars: int) -> int:
+        """The fewest tokens that a text of so many characters can have, known without tokenizing it."""
+        return num_chars // self._longest_token
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(1, *(len(token) for token in self._decoder.get_vocab()))
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens of a conversation, ending where the assistant is to answer. Raises ChatTemplateError."""
         if not self.has_chat_template:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import from_engine
-from mlxpaged.api.openai.generation import Generation, check_token_ids, collect, new_id, submit_all
+from mlxpaged.api.openai.generation import Generation, check_text_length, check_token_ids, collect, new_id, submit_all
 from mlxpaged.api.openai.logprobs import chat_logprobs
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.server import Server, server_of
@@ -29,6 +29,7 @@ async def respond(server: Server, body: ChatRequest) -> Response:
     params = body.params()
     check_token_ids(info, params, [])
     messages = [message.for_template() for message in body.messages]
+    check_text_length(info, "messages", sum(len(message["content"]) for message in messages))
     prompt = await server.tokenize(lambda: info.tokenizer.apply_chat_template(messages))
     reply = ChatReply(new_id("chatcmpl"), info, body)
     generation = submit_all(engine, reply.id, "messages", [prompt], params)

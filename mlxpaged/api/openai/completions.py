@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import bad_parameter, from_engine
-from mlxpaged.api.openai.generation import Generation, check_token_ids, collect, new_id, submit_all
+from mlxpaged.api.openai.generation import Generation, check_text_length, check_token_ids, collect, new_id, submit_all
 from mlxpaged.api.openai.logprobs import completion_logprobs
 from mlxpaged.api.openai.schema import CompletionRequest
 from mlxpaged.api.server import Server, server_of
@@ -31,6 +31,7 @@ async def respond(server: Server, body: CompletionRequest) -> Response:
     def encode() -> list[list[int]]:
         return [info.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
 
+    check_text_length(info, "prompt", max((len(p) for p in body.prompts() if isinstance(p, str)), default=0))
     prompts = await server.tokenize(encode)
     if not all(prompts):
         raise bad_parameter("prompt", "a prompt without tokens cannot be continued")

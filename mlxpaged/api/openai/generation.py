@@ -29,6 +29,17 @@ def check_token_ids(info: EngineInfo, params: SamplingParams, prompts: Sequence[
             raise bad_parameter(param, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size} tokens")
 
 
+def check_text_length(info: EngineInfo, field: str, num_chars: int) -> None:
+    """Raises ApiError for a text that cannot fit the context however it is tokenized.
+
+    Tokenizing megabytes only to refuse them would keep everybody else's prompts waiting.
+    """
+    tokens = info.tokenizer.least_tokens(num_chars)
+    if tokens > info.context_length:
+        limit = f"this model's context length is {info.context_length} tokens"
+        raise bad_parameter(field, f"the prompt has at least {tokens} tokens; {limit}", code="context_length_exceeded")
+
+
 def submit_all(
     engine: AsyncEngine, request_id: str, field: str, prompts: Sequence[list[int]], params: SamplingParams
 ) -> Generation:
