@@ -1,4 +1,4 @@
-"""Tokens per second of the engine at several batch sizes, beside mlx-lm's own generation of the same prompts one by one.
+"""Tokens per second of the engine at several batch sizes, beside mlx-lm's own generation of the prompts one by one.
 
     python benchmarks/engine.py [--model demo] [--batch 1 4 16] [--prompt-tokens 128] [--new-tokens 64]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from openai import OpenAI
 from starlette.applications import Starlette
 
 from mlxpaged.api import create_app
+from mlxpaged.cli.serve import listen
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineCore, EngineState, Request, SamplingParams
 from mlxpaged.models.loader import DEMO_PATH
 
@@ -95,7 +95,7 @@ def running_server(config: EngineConfig | None, wait_loaded: bool = True) -> Ite
     if config is not None:
         engine = app.state.server.engine
         keep_core(engine, app)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with listen("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

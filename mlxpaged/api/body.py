@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -22,8 +23,9 @@ Model = TypeVar("Model", bound=BaseModel)
 async def read_json(request: Request, model: type[Model]) -> Model:
     """Raises ApiError 413 for a body over MAX_BODY_BYTES, which is not kept, and 400 for one that does not fit
     `model`."""
+    expects_continue = request.headers.get("expect", "").lower() == "100-continue"
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > MAX_BODY_BYTES and request.headers.get("expect") == "100-continue":
+    if announced.isdigit() and int(announced) > MAX_BODY_BYTES and expects_continue:
         raise too_large()  # the client waits to hear whether it should send the body at all
     body, received = bytearray(), 0
     try:
@@ -33,6 +35,8 @@ async def read_json(request: Request, model: type[Model]) -> Model:
                 body += piece
             elif received > MAX_DISCARDED_BYTES:
                 raise too_large()
+    except asyncio.CancelledError:  # the server's end came before that of the body
+        raise ApiError(503, "the server is shutting down", "server_error", code="draining") from None
     except ClientDisconnect:
         raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before the end of its request") from None
     if received > MAX_BODY_BYTES:

@@ -20,6 +20,8 @@ RETRY_AFTER_SECONDS = "1"
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer that nobody waits for."""
 
+MAX_MESSAGE, MAX_PARAM = 500, 100
+
 UNION_BRANCHES = {"str", "int", "float", "bool", "dict", "constrained-str", "constrained-int", "function-after"}
 
 
@@ -37,9 +39,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = shortened(message, MAX_MESSAGE)
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else shortened(param, MAX_PARAM)
         self.code = code
         self.headers = headers
 
@@ -48,6 +50,11 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def shortened(text: str, limit: int) -> str:
+    """Errors quote what the client sent, which can be megabytes."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def bad_parameter(param: str, message: str, code: str | None = None) -> ApiError:
@@ -61,7 +68,7 @@ def model_not_found(model: str, served: Sequence[str]) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The most specific of pydantic's complaints, with the field's path as `param`."""
-    worst = max(error.errors(include_url=False), key=lambda e: len(e["loc"]))
+    worst = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
     path = [str(part) for part in worst["loc"] if isinstance(part, int) or _is_field(part)]
     if worst["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {worst['ctx']['error']}", code="invalid_json")

@@ -132,22 +132,21 @@ class LayerKVCache:
         if not pairs:
             return
         sources, targets = [list(ids) for ids in zip(*pairs, strict=True)]
-        self._check_blocks(sources + targets)
-        if len(set(targets)) != len(targets):
-            raise ValueError(f"a block is copied to twice: {targets}")
-        keys, values = self.read_blocks(sources)
-        mx.eval(keys, values)  # a read that is still pending would keep the write from happening in place
-        self.write_blocks(targets, keys, values)
+        self.write_blocks(targets, *self.read_blocks(sources))
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Keys and values of whole blocks, [n, num_kv_heads, block_size, head_dim] each."""
+        """Keys and values of whole blocks, [n, num_kv_heads, block_size, head_dim] each, as they are now."""
         self._check_blocks(ids)
         index = mx.array(list(ids), dtype=mx.int32)
-        return self._blocks(self._keys)[index], self._blocks(self._values)[index]
+        keys, values = self._blocks(self._keys)[index], self._blocks(self._values)[index]
+        mx.eval(keys, values)  # a read that is still pending would make the next write copy the whole pool
+        return keys, values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
         """Overwrite whole blocks with what `read_blocks` returned, here or from a cache of the same layout."""
         self._check_blocks(ids)
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"a block is written twice: {list(ids)}")
         expected = (len(ids), self.num_kv_heads, self.block_size, self.head_dim)
         if keys.shape != expected or values.shape != expected:
             raise ValueError(f"keys and values must have shape {expected}, got {keys.shape} and {values.shape}")

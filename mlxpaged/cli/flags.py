@@ -45,6 +45,13 @@ def natural_int(text: str) -> int:
     return _int_from(text, 0)
 
 
+def port(text: str) -> int:
+    value = natural_int(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
+    return value
+
+
 def _int_from(text: str, least: int) -> int:
     try:
         value = int(text)

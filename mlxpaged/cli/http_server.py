@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -20,13 +21,13 @@ from mlxpaged.engine import AsyncEngine, EngineInfo, EngineUnavailableError
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GRACE_SECONDS = 5.0
-"""After the drain limit, for the last events to reach their clients."""
+GRACE_SECONDS = 2.0
+"""After the last request has ended, for its events to reach the client; what is then still open is cut off."""
 
 
 class HttpServer(uvicorn.Server):
     """Order at the end: HTTP takes no new connections, running requests finish within `drain_timeout` seconds or are
-    ended with an error, the engine thread stops. A second signal skips the waiting."""
+    ended with an error, the engine thread stops. A second signal ends them at once."""
 
     def __init__(self, app: Starlette, listener: socket.socket, drain_timeout: float) -> None:
         super().__init__(
@@ -36,7 +37,7 @@ class HttpServer(uvicorn.Server):
                 access_log=logging.getLogger().isEnabledFor(logging.DEBUG),
                 lifespan="on",
                 timeout_keep_alive=30,
-                timeout_graceful_shutdown=int(drain_timeout + GRACE_SECONDS),
+                timeout_graceful_shutdown=int(drain_timeout + 2 * GRACE_SECONDS),
             )
         )
         self._engine: AsyncEngine | None = app.state.server.engine
@@ -49,6 +50,10 @@ class HttpServer(uvicorn.Server):
         """Returns the process's exit status: 0 after a signal, 1 where the model cannot be served."""
         self.run(sockets=[self._listener])
         logger.info("bye")
+        if self._engine is not None and self._engine.thread_is_alive:
+            # Still loading, or stuck in a step. Taking the interpreter down around a thread inside MLX can abort it.
+            logging.shutdown()
+            os._exit(self._exit_status)
         return self._exit_status
 
     @property
@@ -71,18 +76,22 @@ class HttpServer(uvicorn.Server):
 
     def _on_signal(self, name: str) -> None:
         if self.should_exit:
-            logger.warning("%s again: not waiting any longer", name)
-            self.force_exit = True
+            logger.warning("%s again: not waiting for running requests", name)
+            if self._engine is not None:
+                self._engine.end_all("the server is shutting down")
             return
         running = self._engine.num_unfinished if self._engine else 0
         logger.info("%s: HTTP takes no new requests; %d get up to %.0f s", name, running, self._drain_timeout)
         self.should_exit = True
-        if self._engine is not None:
-            self._tasks.append(asyncio.ensure_future(self._drain(self._engine)))
+        self._tasks.append(asyncio.ensure_future(self._drain()))
 
-    async def _drain(self, engine: AsyncEngine) -> None:
-        if await engine.drain(self._drain_timeout):
+    async def _drain(self) -> None:
+        """End what runs, then cut off connections that are not about a running request, such as half a body."""
+        if self._engine is not None and await self._engine.drain(self._drain_timeout):
             logger.info("drained: no request is running")
+        await asyncio.sleep(GRACE_SECONDS)
+        for task in self.server_state.tasks:
+            task.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

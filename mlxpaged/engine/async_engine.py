@@ -122,6 +122,7 @@ class AsyncEngine:
         self._settled = asyncio.Event()  # loaded, or failed to
         self._idle = asyncio.Event()
         self._idle.set()
+        self._ended_all = False
         self._thread = EngineThread(config, Callbacks(self._ready_on_thread, self._step_on_thread, self._end_on_thread))
 
     def start(self) -> None:
@@ -171,9 +172,20 @@ class AsyncEngine:
             )
         return min(room_in_context, room_in_pool) if max_tokens is None else max_tokens
 
-    def submit(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> RequestStream:
-        """Queue a request. Raises EngineUnavailableError, PromptTooLongError or QueueFullError."""
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        default_max_tokens: int | None = None,
+    ) -> RequestStream:
+        """Queue a request. default_max_tokens: a limit, as far as there is room, where `params` has none.
+
+        Raises EngineUnavailableError, PromptTooLongError or QueueFullError.
+        """
         max_tokens = self.check(len(prompt_token_ids), params.max_tokens)
+        if params.max_tokens is None and default_max_tokens is not None:
+            max_tokens = min(max_tokens, default_max_tokens)
         if self.num_unfinished >= self.config.max_num_seqs + self.config.max_queue:
             raise QueueFullError(
                 f"{self.num_unfinished} requests run or wait; the limit is {self.config.max_num_seqs} running "
@@ -192,17 +204,25 @@ class AsyncEngine:
             self._thread.send(Abort(request_id))
 
     async def drain(self, timeout: float) -> bool:
-        """Take no more requests and wait for those that run. False where some had to be ended after `timeout`
-        seconds."""
+        """Take no more requests and wait for those that run. False where they were ended before they were done."""
         if self.state in (EngineState.LOADING, EngineState.READY):
             self.state = EngineState.DRAINING
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
-            return True
         except asyncio.TimeoutError:
             logger.warning("%d requests still run after %.0f s: they are ended", self.num_unfinished, timeout)
-            self._thread.send(Abort(None, "the server is shutting down"))
-            return False
+            self.end_all("the server is shutting down")
+            await self._idle.wait()
+        return not self._ended_all
+
+    def end_all(self, error: str) -> None:
+        """End every request with an error."""
+        self._ended_all = self.num_unfinished > 0
+        self._thread.send(Abort(None, error))
+
+    @property
+    def thread_is_alive(self) -> bool:
+        return not self._thread.join(0)
 
     async def stop(self, timeout: float = 10.0) -> bool:
         """End the engine thread. False where it does not end within `timeout` seconds."""

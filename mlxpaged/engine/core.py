@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections.abc import Sequence as ListOf
@@ -162,6 +163,8 @@ class EngineCore:
     def _execute(self, batch: Batch) -> dict[int, SampledToken]:
         logits = self.runner.forward(batch, self.scheduler.get_block_tables(batch.sequence_ids))
         self.runner.finish_step(logits)
+        if not all(map(math.isfinite, logits.max(axis=-1).tolist())):  # type: ignore[arg-type]
+            raise FloatingPointError("the model's logits are not finite")
         sampling = [self._requests[row.sequence.sequence_id].sampling_row() for row in batch.rows if row.samples]
         sampled = self.sampler.sample(logits, sampling) if sampling else []
         return {row.sequence_id: token for row, token in zip(sampling, sampled, strict=True)}

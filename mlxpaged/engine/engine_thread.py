@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
 from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.models import load_model
+from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,9 @@ class EngineThread:
             core = EngineCore(self._config, served)
             self._callbacks.on_ready(core)
             self._serve(core)
+        except (ModelNotFoundError, UnsupportedModelError, MemoryError) as error:
+            logger.critical("%s", error)
+            self._callbacks.on_end(str(error))
         except BaseException as error:
             logger.critical("the engine thread cannot go on", exc_info=error)
             self._callbacks.on_end(f"{type(error).__name__}: {error}")

@@ -79,8 +79,8 @@ class ModelRunner:
     def finish_step(self, *logits: mx.array) -> None:
         """Wait until the logits are known and the pools are written.
 
-        On the CPU a step must end before the next one writes: a pool that an unfinished step still reads cannot be written
-        in place and is copied whole.
+        On the CPU a step must end before the next one writes: a pool that an unfinished step still reads cannot be
+        written in place and is copied whole.
         """
         mx.eval(logits, [layer.kv.arrays for layer in self.layers])
 

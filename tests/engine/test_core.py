@@ -218,3 +218,21 @@ def test_the_prefix_cache_is_seeded_with_the_model(served: ServedModel, tmp_path
         keys.append([])
         cache.extend_keys(keys[-1], list(range(32)))
     assert keys[0] != keys[1]
+
+
+def test_logits_that_are_not_finite_fail_their_request_instead_of_choosing_a_token(
+    core: EngineCore, served: ServedModel
+) -> None:
+    [expected] = run_requests(make_core(served), [PROMPTS[0]], max_tokens=12)
+    forward = core.runner.forward
+
+    def spoiling(batch: Batch, *args: Any) -> mx.array:
+        spoiled = [[holds_poisoned_token(Batch((row,)))] for row in batch.rows if row.samples]
+        return mx.where(mx.array(spoiled), mx.nan, forward(batch, *args))
+
+    core.runner.forward = spoiling  # type: ignore[method-assign]
+    submit(core, "sound", PROMPTS[0])
+    submit(core, "spoiled", [20, POISONED_TOKEN, 21])
+    outputs = run(core)
+    assert outputs["spoiled"][-1].error == "the step failed: FloatingPointError: the model's logits are not finite"
+    assert tokens(outputs["sound"]) == expected

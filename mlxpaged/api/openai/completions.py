@@ -13,7 +13,7 @@ from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import bad_parameter, from_engine
 from mlxpaged.api.openai.generation import Generation, check_text_length, check_token_ids, collect, new_id, submit_all
 from mlxpaged.api.openai.logprobs import completion_logprobs
-from mlxpaged.api.openai.schema import CompletionRequest
+from mlxpaged.api.openai.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from mlxpaged.api.server import Server, server_of
 from mlxpaged.api.streaming import EventStream, answer, event
 from mlxpaged.engine import EngineInfo, TokenLogprobs
@@ -37,7 +37,7 @@ async def respond(server: Server, body: CompletionRequest) -> Response:
         raise bad_parameter("prompt", "a prompt without tokens cannot be continued")
     check_token_ids(info, params, prompts)
     reply = CompletionReply(new_id("cmpl"), info, body)
-    generation = submit_all(engine, reply.id, "prompt", prompts, params)
+    generation = submit_all(engine, reply.id, "prompt", prompts, params, DEFAULT_COMPLETION_TOKENS)
     if body.stream:
         return EventStream(reply.events(generation), generation.close)
     return JSONResponse(await reply.complete(generation))

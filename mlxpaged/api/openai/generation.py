@@ -41,16 +41,24 @@ def check_text_length(info: EngineInfo, field: str, num_chars: int) -> None:
 
 
 def submit_all(
-    engine: AsyncEngine, request_id: str, field: str, prompts: Sequence[list[int]], params: SamplingParams
+    engine: AsyncEngine,
+    request_id: str,
+    field: str,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    default_max_tokens: int | None = None,
 ) -> Generation:
-    """All prompts of one HTTP request, or none of them where one is refused. field: the one that holds the prompts."""
+    """All prompts of one HTTP request, or none of them where one is refused.
+
+    field: the one that holds the prompts. default_max_tokens: most tokens to generate where `params` does not say.
+    """
     generation = Generation()
     with ExitStack() as undo:
         undo.callback(generation.close)
         for index, prompt in enumerate(prompts):
             name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
             try:
-                generation.streams.append(engine.submit(name, prompt, params))
+                generation.streams.append(engine.submit(name, prompt, params, default_max_tokens))
             except PromptTooLongError as error:
                 param = "max_tokens" if fits_alone(engine, prompt) else field
                 raise bad_parameter(param, str(error), code="context_length_exceeded") from None

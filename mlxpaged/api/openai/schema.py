@@ -10,6 +10,8 @@ from mlxpaged.engine import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_LIST = 10_000
+"""Messages of a conversation, or parts of a message."""
 MAX_TOKEN_ID_DIGITS = 9
 
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -22,7 +24,8 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: bool | None = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Body):
@@ -48,8 +51,11 @@ class SamplingFields(Body):
     ignore_eos: bool = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    # Accepted for what it is: a label that changes nothing.
+    # Accepted for what they are: labels that change nothing.
     user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     # Only one answer per prompt is supported so far.
     n: Literal[1] | None = None
 
@@ -69,7 +75,7 @@ class SamplingFields(Body):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters; OpenAI's defaults where a field is missing."""
@@ -99,7 +105,7 @@ class TextPart(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -110,7 +116,7 @@ class Message(Body):
 
 
 class ChatRequest(SamplingFields):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -135,6 +141,10 @@ class ChatRequest(SamplingFields):
         return self.sampling_params(self.max_completion_tokens or self.max_tokens, logprobs)
 
 
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for completions. Chat has none: an answer may fill the context."""
+
+
 class CompletionRequest(SamplingFields):
     prompt: (
         Annotated[str, Field(min_length=1)]
@@ -156,5 +166,4 @@ class CompletionRequest(SamplingFields):
         return self.prompt
 
     def params(self) -> SamplingParams:
-        """OpenAI generates 16 tokens where max_tokens is missing."""
-        return self.sampling_params(16 if self.max_tokens is None else self.max_tokens, self.logprobs)
+        return self.sampling_params(self.max_tokens, self.logprobs)

@@ -1,0 +1,209 @@
+"""What the API tests share: raw requests, collected answers, and an engine that steps only when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support import RunningServer, demo_vocab_size
+
+DEADLINE = 60.0
+"""Seconds after which a test gives up; nothing is expected to take that long."""
+
+
+def ask(question: str, **fields: Any) -> dict[str, Any]:
+    """A greedy chat request of one question."""
+    return {"model": "demo", "messages": [{"role": "user", "content": question}], "temperature": 0} | fields
+
+
+def run_on(prompt: Any, num_tokens: int, **fields: Any) -> dict[str, Any]:
+    """A greedy completion request for exactly `num_tokens` tokens."""
+    body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
+    return body | fields
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    """Ordinary tokens, no special ones. Different seeds share no prefix block."""
+    source = random.Random(seed)
+    return [source.randrange(16, demo_vocab_size()) for _ in range(count)]
+
+
+def chat_tokens(server: RunningServer, messages: Sequence[dict[str, Any]]) -> list[int]:
+    assert server.engine.info is not None
+    return server.engine.info.tokenizer.apply_chat_template(messages)
+
+
+def tokens_of(server: RunningServer, text: str) -> list[int]:
+    assert server.engine.info is not None
+    return server.engine.info.tokenizer.encode(text)
+
+
+def block_bytes(server: RunningServer) -> int:
+    """Memory of one KV block of the served model."""
+    assert server.engine.info is not None
+    return server.engine.info.kv_cache_bytes // server.engine.info.num_blocks
+
+
+@contextlib.contextmanager
+def raw(server: RunningServer) -> Iterator[httpx.Client]:
+    # verify=False: loading the system's certificates takes longer than most tests.
+    with httpx.Client(base_url=server.url, timeout=DEADLINE, trust_env=False, verify=False) as client:
+        yield client
+
+
+def events(lines: Iterator[str]) -> Iterator[Any]:
+    """The data of server-sent events: parsed JSON, or the string [DONE]."""
+    for line in lines:
+        if line:
+            assert line.startswith("data: "), line
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def stream_events(server: RunningServer, path: str, body: dict[str, Any]) -> list[Any]:
+    with raw(server) as client, client.stream("POST", path, json=body | {"stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        return list(events(response.iter_lines()))
+
+
+def text_of(chunks: Sequence[Any]) -> str:
+    """The text of all chunks of one choice of a stream, of either route."""
+    choices = [choice for chunk in chunks if chunk != "[DONE]" for choice in chunk.get("choices", ())]
+    return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+
+
+def post(server: RunningServer, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a completion request, or to a chat request where it has messages."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    with raw(server) as client:
+        response = client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+def answer_text(server: RunningServer, body: dict[str, Any]) -> str:
+    choice = post(server, body)["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def stream_together(server: RunningServer, bodies: Sequence[dict[str, Any]]) -> list[str]:
+    """The texts of all requests, streamed at the same time with the official asynchronous client."""
+    known = {"model", "messages", "prompt", "temperature", "max_tokens", "seed", "stop"}
+
+    async def one(client: AsyncOpenAI, body: dict[str, Any]) -> str:
+        fields = {name: value for name, value in body.items() if name in known}
+        extra = {name: value for name, value in body.items() if name not in known}
+        create = client.chat.completions.create if "messages" in body else client.completions.create
+        stream = await create(**fields, extra_body=extra, stream=True)
+        return text_of([chunk.model_dump(exclude_none=True) async for chunk in stream])
+
+    async def together() -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        async with (
+            httpx.AsyncClient(limits=limits, timeout=DEADLINE, trust_env=False, verify=False) as http,
+            AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http) as client,
+        ):
+            return await asyncio.gather(*(one(client, body) for body in bodies))
+
+    return asyncio.run(together())
+
+
+def metrics(server: RunningServer) -> dict[str, float]:
+    """Sample name, with its labels' values, -> value."""
+    with raw(server) as client:
+        response = client.get("/metrics")
+    assert response.status_code == 200
+    samples = [sample for family in text_string_to_metric_families(response.text) for sample in family.samples]
+    return {"|".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+
+
+@dataclass
+class Background:
+    """A request in a thread; `result` waits for its answer."""
+
+    thread: threading.Thread
+    outcome: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def post(cls, server: RunningServer, path: str, body: dict[str, Any]) -> Background:
+        outcome: dict[str, Any] = {}
+
+        def work() -> None:
+            try:
+                with raw(server) as client:
+                    outcome["response"] = client.post(path, json=body)
+            except Exception as error:
+                outcome["error"] = error
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return cls(thread, outcome)
+
+    def result(self) -> httpx.Response:
+        self.thread.join(DEADLINE)
+        assert not self.thread.is_alive(), "no answer"
+        if "error" in self.outcome:
+            raise self.outcome["error"]
+        response: httpx.Response = self.outcome["response"]
+        return response
+
+    @property
+    def text(self) -> str:
+        """The answer to a streamed or whole completion or chat request."""
+        response = self.result()
+        assert response.status_code == 200, response.text
+        if response.headers["content-type"].startswith("text/event-stream"):
+            return text_of(list(events(iter(response.text.splitlines()))))
+        choice = response.json()["choices"][0]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+class StepGate:
+    """Forward passes happen only as permitted, so that a test decides how far a request has come."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._runner = server.core.runner
+        self._forward = self._runner.forward
+        self._permits = threading.Semaphore(0)
+        self._open = threading.Event()
+
+    def __enter__(self) -> StepGate:
+        def gated(*args: Any) -> Any:
+            while not self._open.is_set() and not self._permits.acquire(timeout=0.01):
+                pass
+            return self._forward(*args)
+
+        self._runner.forward = gated  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
+        self._runner.forward = self._forward  # type: ignore[method-assign]
+
+    def allow(self, steps: int) -> None:
+        self._permits.release(steps)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def raw_post(server: RunningServer, path: str, body: dict[str, Any], missing: int = 0) -> socket.socket:
+    """A request on a plain socket, sent whole but for the last `missing` bytes; nothing is read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=DEADLINE)
+    payload = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + payload[: len(payload) - missing])
+    return connection

@@ -1,0 +1,145 @@
+"""Many streams at once: the same text as one by one, and a common prefix computed once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from mlxpaged.engine import EngineConfig
+from tests.api.helpers import (
+    Background,
+    StepGate,
+    answer_text,
+    ask,
+    block_bytes,
+    metrics,
+    random_tokens,
+    run_on,
+    stream_together,
+)
+from tests.support import RunningServer, poison_new_blocks, running_server, wait_until
+
+QUESTIONS = ["Repeat: blue river stone", "What is 17 + 25?", "Reverse: a b c", "Who are you?"]
+
+MIXED: list[dict[str, Any]] = [
+    *[ask(question) for question in QUESTIONS * 2],
+    *[run_on(random_tokens(1 + 13 * i, i), 8 + i) for i in range(16)],
+    *[run_on(random_tokens(64, 7) + random_tokens(5, i), 20) for i in range(4)],
+    *[run_on(random_tokens(33, i), 16, temperature=1.0, seed=i) for i in range(4)],
+]
+"""32 requests: answers that end by themselves, lengths around block borders, a shared prefix, seeded samples."""
+
+
+@pytest.fixture(scope="module")
+def one_by_one() -> list[str]:
+    """The texts of MIXED, each request alone on a server without batching and without prefix cache."""
+    config = EngineConfig(kv_cache_bytes=32_000_000, max_num_seqs=1, prefix_caching=False)
+    with running_server(config) as server:
+        poison_new_blocks(server.core)
+        texts = [answer_text(server, body) for body in MIXED]
+        server.wait_idle()
+    assert len(texts) == 32
+    assert texts[:3] == ["blue river stone", "42", "c b a"]
+    return texts
+
+
+def check_same_texts(config: EngineConfig, expected: list[str]) -> dict[str, float]:
+    """The server's metrics after MIXED was streamed, all requests together, with the expected texts."""
+    with running_server(config) as server:
+        poison_new_blocks(server.core)
+        assert stream_together(server, MIXED) == expected
+        server.wait_idle()
+        assert server.engine.info is not None
+        after = metrics(server)
+        blocks = [after[f"mlxpaged_kv_blocks|{state}"] for state in ("used", "cached", "free")]
+        assert sum(blocks) == server.engine.info.num_blocks
+        assert blocks[0] == 0
+        assert (after["mlxpaged_requests_running"], after["mlxpaged_requests_waiting"]) == (0, 0)
+        return after
+
+
+def test_32_concurrent_streams_equal_the_same_requests_one_by_one(one_by_one: list[str]) -> None:
+    after = check_same_texts(EngineConfig(kv_cache_bytes=64_000_000), one_by_one)
+    assert after["mlxpaged_prefix_hit_tokens_total"] > 0
+    # Had they run one after the other, there would be at least one step per token.
+    assert after["mlxpaged_engine_steps_total"] < after["mlxpaged_generated_tokens_total"] / 4
+
+
+def test_without_batching_the_texts_are_the_same(one_by_one: list[str]) -> None:
+    after = check_same_texts(EngineConfig(kv_cache_bytes=32_000_000, max_num_seqs=1), one_by_one)
+    assert after["mlxpaged_engine_steps_total"] >= after["mlxpaged_generated_tokens_total"]
+
+
+def test_without_prefix_cache_the_texts_are_the_same(one_by_one: list[str]) -> None:
+    after = check_same_texts(EngineConfig(kv_cache_bytes=64_000_000, prefix_caching=False), one_by_one)
+    assert after["mlxpaged_prefix_hit_tokens_total"] == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_pool_too_small_for_all_preempts_and_gives_the_same_texts(
+    demo_server: RunningServer, one_by_one: list[str], prefix_caching: bool
+) -> None:
+    config = EngineConfig(
+        kv_cache_bytes=9 * block_bytes(demo_server),
+        prefix_caching=prefix_caching,
+        max_num_batched_tokens=64,
+    )
+    after = check_same_texts(config, one_by_one)
+    assert after["mlxpaged_preemptions_total"] > 0
+
+
+def test_sixteen_requests_that_arrive_together_compute_their_prefix_once() -> None:
+    prefix = random_tokens(600, 4711)
+    bodies = [run_on(prefix + random_tokens(8, 5000 + i), 4) for i in range(16)]
+    with running_server(EngineConfig(kv_cache_bytes=64_000_000, max_num_batched_tokens=256)) as server:
+        fed = count_tokens_fed(server)
+        with StepGate(server) as gate:
+            pending = [Background.post(server, "/v1/completions", body) for body in bodies]
+            wait_until(lambda: server.engine.num_unfinished == 16)
+            gate.open()
+            texts = [request.text for request in pending]
+        server.wait_idle()
+        after = metrics(server)
+        # 600 tokens are 18 whole blocks of 32. The first request computes all 608, each other one the 32 after them.
+        computed = after["mlxpaged_prompt_tokens_total"] - after["mlxpaged_prefix_hit_tokens_total"]
+        assert computed == 608 + 15 * (608 - 18 * 32)
+        assert sum(fed) == computed + 16 * 3  # of four tokens of an answer, three go through the model again
+        assert after["mlxpaged_requests_finished_total|length"] == 16
+    with running_server(EngineConfig(kv_cache_bytes=64_000_000, prefix_caching=False)) as server:
+        assert [answer_text(server, body) for body in bodies[::5]] == texts[::5]
+
+
+def count_tokens_fed(server: RunningServer) -> list[int]:
+    """Grows by one entry per forward pass: the tokens that went through the model."""
+    forward, fed = server.core.runner.forward, []
+
+    def counting(batch: Any, tables: Any) -> Any:
+        fed.append(batch.num_tokens)
+        return forward(batch, tables)
+
+    server.core.runner.forward = counting  # type: ignore[method-assign]
+    return fed
+
+
+def test_every_forward_pass_runs_on_the_one_engine_thread(demo_server: RunningServer) -> None:
+    forward, threads = demo_server.core.runner.forward, []
+
+    def noting(*args: Any) -> Any:
+        threads.append(threading.get_ident())
+        return forward(*args)
+
+    demo_server.core.runner.forward = noting  # type: ignore[method-assign]
+    try:
+        stream_together(demo_server, [run_on(random_tokens(50, i), 100) for i in range(4)])
+    finally:
+        demo_server.core.runner.forward = forward  # type: ignore[method-assign]
+    assert len(threads) >= 100
+    assert set(threads) == {demo_server.core.runner._thread}
+    assert threading.get_ident() not in threads
+
+
+def test_a_forward_pass_on_another_thread_is_refused(demo_server: RunningServer) -> None:
+    with pytest.raises(RuntimeError, match="engine thread"):
+        demo_server.core.runner.forward(None, {})  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""The command in a process of its own, and a stand-in for the hub."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support import wait_until
+
+DEADLINE = 60.0
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class Command:
+    """A running `mlxpaged`; its output goes to files, so that it never waits for a reader."""
+
+    process: subprocess.Popen[bytes]
+    stdout_path: Path
+    stderr_path: Path
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_path.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_path.read_text()
+
+    @property
+    def url(self) -> str:
+        match = re.search(r"http://\S+", self.stdout)
+        assert match is not None, self.stderr
+        return match[0]
+
+    def wait_started(self) -> None:
+        wait_until(lambda: "http://" in self.stdout or self.process.poll() is not None, DEADLINE)
+        assert self.process.poll() is None, self.stderr
+
+    def wait_logged(self, text: str) -> None:
+        wait_until(lambda: text in self.stderr, DEADLINE)
+
+    def wait_end(self) -> int:
+        return self.process.wait(DEADLINE)
+
+
+def environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without any of the command's own variables."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MLXPAGED_")}
+    return kept | {"PYTHONUNBUFFERED": "1"} | dict(changes)
+
+
+@contextlib.contextmanager
+def mlxpaged(directory: Path, *args: str, env: Mapping[str, str] | None = None) -> Iterator[Command]:
+    directory.mkdir(parents=True, exist_ok=True)
+    command = Command(None, directory / "stdout", directory / "stderr")  # type: ignore[arg-type]
+    with open(command.stdout_path, "wb") as stdout, open(command.stderr_path, "wb") as stderr:
+        command.process = subprocess.Popen(
+            [sys.executable, "-m", "mlxpaged", *args],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment(env or {}),
+        )
+    try:
+        yield command
+    finally:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.wait(DEADLINE)
+
+
+@contextlib.contextmanager
+def serving(directory: Path, *args: str, env: Mapping[str, str] | None = None) -> Iterator[Command]:
+    """`mlxpaged serve` on a free port with a small pool, once its banner is out."""
+    flags = ["--port", "0", *args]
+    if "--kv-cache-memory" not in flags:
+        flags += ["--kv-cache-memory", "16MB"]
+    with mlxpaged(directory, "serve", *flags, env=env) as command:
+        command.wait_started()
+        yield command
+
+
+def question(url: str, text: str = "What is 17 + 25?", model: str | None = None) -> str:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "temperature": 0}
+    if model is not None:
+        body["model"] = model
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=DEADLINE, trust_env=False)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+@contextlib.contextmanager
+def hub(repository: str, directory: Path) -> Iterator[tuple[str, list[str]]]:
+    """A server that speaks as much of the hub's API as a download needs and has one repository with the files of
+    `directory`. Yields its address and the list of requests it got."""
+    files = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    requests: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            requests.append(f"{self.command} {self.path}")
+            path = self.path.partition("?")[0]
+            if path in (f"/api/models/{repository}", *(f"/api/models/{repository}/revision/{r}" for r in revisions)):
+                siblings = [{"rfilename": name} for name in files]
+                return self.answer_json(
+                    {"_id": "1", "id": repository, "modelId": repository, "sha": REVISION, "siblings": siblings}
+                )
+            if path in [f"/api/models/{repository}/tree/{revision}" for revision in revisions]:
+                return self.answer_json(
+                    [
+                        {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                        for name, data in files.items()
+                    ]
+                )
+            for revision in revisions:
+                prefix = f"/{repository}/resolve/{revision}/"
+                if path.startswith(prefix) and path.removeprefix(prefix) in files:
+                    return self.answer(files[path.removeprefix(prefix)], "application/octet-stream")
+            known = path.startswith((f"/api/models/{repository}/", f"/{repository}/"))
+            return self.answer(b"", "text/plain", 404, "EntryNotFound" if known else "RepoNotFound")
+
+        def answer_json(self, data: Any) -> None:
+            self.answer(json.dumps(data).encode(), "application/json")
+
+        def answer(self, data: bytes, kind: str, status: int = 200, error: str | None = None) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+            self.send_header("X-Repo-Commit", REVISION)
+            if error is not None:
+                self.send_header("X-Error-Code", error)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    revisions = ("main", REVISION)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", requests
+        finally:
+            server.shutdown()
+            thread.join(DEADLINE)

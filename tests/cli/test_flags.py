@@ -1,0 +1,232 @@
+"""Flags and their environment variables. In this process: only what they come to is looked at."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+
+from mlxpaged import __version__
+from mlxpaged.cli import main, serve
+from mlxpaged.engine import EngineConfig
+
+DEFAULTS = EngineConfig()
+
+SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
+    # flag, value, another value, attribute, what the value means, what the other one means
+    ("--host", "127.0.0.2", "127.0.0.3", "host", "127.0.0.2", "127.0.0.3"),
+    ("--served-model-name", "a", "b", "served_model_name", "a", "b"),
+    ("--kv-cache-memory", "256MB", "1.5GiB", "kv_cache_bytes", 256_000_000, 1_610_612_736),
+    ("--block-size", "8", "16", "block_size", 8, 16),
+    ("--max-num-seqs", "3", "4", "max_num_seqs", 3, 4),
+    ("--max-num-batched-tokens", "99", "77", "max_num_batched_tokens", 99, 77),
+    ("--max-queue", "0", "5", "max_queue", 0, 5),
+    ("--attention-backend", "gather", "auto", "attention_backend", "gather", "auto"),
+    ("--drain-timeout", "0", "2.5", "drain_timeout", 0.0, 2.5),
+    ("--log-level", "WARNING", "debug", "log_level", "WARNING", "DEBUG"),
+]
+
+SWITCHES = [("--no-prefix-cache", "prefix_caching", False), ("--no-batching", "max_num_seqs", 1)]
+
+ALL_FLAGS = [setting[0] for setting in SETTINGS] + [switch for switch, _, _ in SWITCHES] + ["--port"]
+
+
+def variable(flag: str) -> str:
+    return "MLXPAGED_" + flag.removeprefix("--").replace("-", "_").upper()
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("MLXPAGED_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `serve` would have started: everything but the server itself is real."""
+    found: dict[str, Any] = {}
+
+    class NoServer:
+        def __init__(self, app: Any, listener: socket.socket, drain_timeout: float) -> None:
+            with listener:
+                found["host"], found["port"] = listener.getsockname()
+            found["drain_timeout"] = drain_timeout
+
+        def run_until_signal(self) -> int:
+            return 0
+
+    def no_app(config: EngineConfig | None) -> None:
+        found["config"] = config
+        if config is not None:
+            found.update(vars(config))
+
+    def no_logging(**options: Any) -> None:
+        found["log_level"] = options["level"]
+
+    monkeypatch.setattr(serve, "create_app", no_app)
+    monkeypatch.setattr(serve, "HttpServer", NoServer)
+    monkeypatch.setattr(serve.logging, "basicConfig", no_logging)
+    monkeypatch.setenv("MLXPAGED_PORT", "0")
+    return found
+
+
+def test_the_defaults_are_those_of_the_engine(started: dict[str, Any]) -> None:
+    assert main(["serve"]) == 0
+    assert started["config"] == DEFAULTS
+    assert started["host"] == "127.0.0.1"
+    assert started["drain_timeout"] == 30
+
+
+@pytest.mark.parametrize(("flag", "value", "other", "name", "meant", "other_meant"), SETTINGS)
+def test_a_flag_can_be_a_variable_and_the_flag_wins(
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+    value: str,
+    other: str,
+    name: str,
+    meant: Any,
+    other_meant: Any,
+) -> None:
+    assert main(["serve", flag, value]) == 0
+    assert started[name] == meant
+    monkeypatch.setenv(variable(flag), other)
+    assert main(["serve"]) == 0
+    assert started[name] == other_meant
+    assert main(["serve", flag, value]) == 0
+    assert started[name] == meant
+
+
+@pytest.mark.parametrize(("flag", "name", "value"), SWITCHES)
+@pytest.mark.parametrize("on", ["1", "true", "YES", " on "])
+@pytest.mark.parametrize("off", ["0", "false", "", "No"])
+def test_a_switch_can_be_a_variable(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, flag: str, name: str, value: Any, on: str, off: str
+) -> None:
+    assert main(["serve", flag]) == 0
+    assert started[name] == value
+    monkeypatch.setenv(variable(flag), on)
+    assert main(["serve"]) == 0
+    assert started[name] == value
+    monkeypatch.setenv(variable(flag), off)
+    assert main(["serve"]) == 0
+    assert started[name] == getattr(DEFAULTS, name)
+    assert main(["serve", flag]) == 0
+    assert started[name] == value
+
+
+def test_the_port_and_the_model_can_be_variables_too(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MLXPAGED_PORT", str(port))
+    monkeypatch.setenv("MLXPAGED_MODEL", "someone/model")
+    assert main(["serve"]) == 0
+    assert (started["port"], started["model"]) == (port, "someone/model")
+    assert main(["serve", "--port", "0", "demo"]) == 0
+    assert started["port"] != port
+    assert started["model"] == "demo"
+    monkeypatch.setenv("MLXPAGED_MODEL", "none")
+    assert main(["serve"]) == 0
+    assert started["config"] is None
+
+
+@pytest.mark.parametrize("address", ["::1", "localhost"])
+def test_the_server_listens_on_ipv6_and_on_names_too(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    try:
+        listener = serve.listen(address, 0)
+    except OSError as error:
+        pytest.skip(f"{address}: {error}")
+    with listener:
+        assert listener.getsockname()[1] > 0
+
+
+BAD = [
+    ("--port", "abc"),
+    ("--port", "-1"),
+    ("--port", "65536"),
+    ("--port", "99999999999999999999"),
+    ("--kv-cache-memory", "lots"),
+    ("--kv-cache-memory", "0"),
+    ("--kv-cache-memory", "-5GB"),
+    ("--kv-cache-memory", "5 bananas"),
+    ("--kv-cache-memory", ""),
+    ("--block-size", "24"),
+    ("--block-size", "0"),
+    ("--max-num-seqs", "0"),
+    ("--max-num-seqs", "1.5"),
+    ("--max-num-seqs", "many"),
+    ("--max-num-batched-tokens", "-1"),
+    ("--max-num-batched-tokens", "8"),
+    ("--max-queue", "-1"),
+    ("--attention-backend", "cuda"),
+    ("--drain-timeout", "-1"),
+    ("--drain-timeout", "nan"),
+    ("--drain-timeout", "inf"),
+    ("--drain-timeout", "soon"),
+    ("--log-level", "loud"),
+]
+
+
+def named(flag: str, text: str) -> bool:
+    return flag in text or flag.removeprefix("--").replace("-", "_") in text
+
+
+@pytest.mark.parametrize(("flag", "value"), BAD)
+@pytest.mark.parametrize("from_environment", [False, True], ids=["flag", "variable"])
+def test_a_bad_value_ends_with_status_2_and_names_the_flag(
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+    value: str,
+    from_environment: bool,
+) -> None:
+    if from_environment:
+        monkeypatch.setenv(variable(flag), value)
+    args = ["serve"] if from_environment else ["serve", f"{flag}={value}"]
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 2
+    streams = capsys.readouterr()
+    assert named(flag, streams.err)
+    assert streams.out == ""
+    assert "config" not in started
+
+
+@pytest.mark.parametrize("flag", [switch for switch, _, _ in SWITCHES])
+def test_a_bad_value_of_a_switchs_variable_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    monkeypatch.setenv(variable(flag), "maybe")
+    with pytest.raises(SystemExit) as end:
+        main(["serve"])
+    assert end.value.code == 2
+    assert variable(flag) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [[], ["--nothing"], ["bake"], ["serve", "--nothing"], ["serve", "a", "b"]])
+def test_an_unknown_command_or_flag_ends_with_status_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 2
+    assert "usage: mlxpaged" in capsys.readouterr().err
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"mlxpaged {__version__}\n"
+
+
+def test_help_lists_every_flag_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out.replace("\n", " ")
+    for flag in [*ALL_FLAGS, "MODEL"]:
+        assert flag in text
+        assert variable(flag) in "".join(text.split()) or flag == "MODEL"

@@ -1,0 +1,213 @@
+"""`mlxpaged serve` as a process: banner, answers, signals, exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxpaged.cli import serve
+from mlxpaged.models.loader import DEMO_PATH
+from tests.cli.helpers import DEADLINE, Command, hub, mlxpaged, question, serving
+from tests.support import wait_until
+
+
+@contextlib.contextmanager
+def running_stream(command: Command, num_tokens: int) -> Iterator[Iterator[Any]]:
+    """A stream of exactly `num_tokens` tokens of which the first text has arrived; yields the events to come."""
+    body = {"prompt": "Repeat: x", "temperature": 0, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(timeout=DEADLINE, trust_env=False) as client,
+        client.stream("POST", f"{command.url}/v1/completions", json=body) as response,
+    ):
+        assert response.status_code == 200
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        events = (line if line == "[DONE]" else json.loads(line) for line in lines)
+        next(events)
+        yield events
+
+
+def refused(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=DEADLINE).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def in_order(text: str, *parts: str) -> bool:
+    places = [text.find(part) for part in parts]
+    return -1 not in places and places == sorted(places)
+
+
+def test_the_banner_describes_the_server_and_its_curl_line_works(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-num-seqs", "7", env={"MLXPAGED_MAX_QUEUE": "0"}) as command:
+        banner = command.stdout
+        assert re.search(r"model +demo: \d+ layers", banner)
+        assert re.search(r"\d+ blocks of 32 tokens", banner)
+        assert "up to 7 sequences" in banner
+        assert re.search(rf"address +{command.url}\n", banner)
+        curl = banner[banner.index("curl ") :]
+        script = curl.replace("curl ", "curl -s --noproxy '*' ", 1)
+        answer = subprocess.run(["sh", "-c", script], capture_output=True, timeout=DEADLINE, check=True)
+        assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
+        assert question(command.url) == "42"
+        # The variable counts in a real process too: with no queue, seven requests at most.
+        body = {"prompt": ["a"] * 8, "max_tokens": 1}
+        response = httpx.post(f"{command.url}/v1/completions", json=body, timeout=DEADLINE, trust_env=False)
+        assert response.status_code == 503
+
+
+def test_without_batching_one_request_runs_at_a_time_with_the_same_answers(tmp_path: Path) -> None:
+    with serving(tmp_path, "--no-batching", "--no-prefix-cache", "--served-model-name", "x") as command:
+        assert "up to 1 sequences" in command.stdout
+        assert question(command.url, model="x") == "42"
+        assert question(command.url, "Reverse: a b c") == "c b a"
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait_end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_running_requests_finish_and_ends_with_status_0(tmp_path: Path, number: signal.Signals) -> None:
+    with serving(tmp_path, "--drain-timeout", "60") as command:
+        with running_stream(command, 700) as events:
+            command.process.send_signal(number)
+            command.wait_logged("HTTP takes no new requests")
+            wait_until(lambda: refused(command.url))
+            assert "drained" not in command.stderr, "the stream ended before new connections were refused"
+            *chunks, done = list(events)
+        assert done == "[DONE]"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert command.wait_end() == 0
+        assert in_order(
+            command.stderr,
+            f"{number.name}: HTTP",
+            "drained",
+            "HTTP closed",
+            "scheduler closed",
+            "engine thread stopped",
+        )
+        assert "Traceback" not in command.stderr
+        assert "used=0" in command.stderr
+
+
+def test_the_drain_limit_ends_what_still_runs_with_an_error(tmp_path: Path) -> None:
+    with serving(tmp_path, "--drain-timeout", "0.2") as command:
+        with running_stream(command, 3900) as events:
+            command.process.send_signal(signal.SIGINT)
+            received = list(events)
+        assert "shutting down" in received[-1]["error"]["message"]
+        assert command.wait_end() == 0
+        assert in_order(command.stderr, "they are ended", "HTTP closed", "scheduler closed", "engine thread stopped")
+        assert "Traceback" not in command.stderr
+
+
+def test_a_second_signal_does_not_wait_for_running_requests(tmp_path: Path) -> None:
+    with serving(tmp_path, "--drain-timeout", "600") as command:
+        with running_stream(command, 3900) as events:
+            command.process.send_signal(signal.SIGINT)
+            command.wait_logged("HTTP takes no new requests")
+            command.process.send_signal(signal.SIGINT)
+            assert command.wait_end() == 0
+            with contextlib.suppress(httpx.HTTPError):
+                assert "[DONE]" not in list(events)
+        assert "drained" not in command.stderr
+        assert "Traceback" not in command.stderr
+
+
+def test_a_client_that_never_finishes_its_request_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """One connection idle, one in the middle of a head, one in the middle of a body."""
+    with serving(tmp_path, "--drain-timeout", "0") as command:
+        host, port = command.url.removeprefix("http://").split(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+        with contextlib.ExitStack() as stack:
+            for sent in (b"", b"POST /v1/comp", head + b'{"prompt"'):
+                connection = stack.enter_context(socket.create_connection((host, int(port))))
+                connection.sendall(sent)
+            assert question(command.url) == "42"
+            command.process.send_signal(signal.SIGTERM)
+            assert command.wait_end() == 0
+        assert "engine thread stopped" in command.stderr
+        assert "Traceback" not in command.stderr
+
+
+def test_events_leave_at_once() -> None:
+    """Without TCP_NODELAY the kernel holds small writes back for an acknowledgement: 40 ms for every answer."""
+
+    async def option_of_an_accepted_connection() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = serve.listen("127.0.0.1", 0)
+        async with await asyncio.start_server(accept, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            option = await asyncio.wait_for(accepted, DEADLINE)
+            writer.close()
+            return option
+
+    assert asyncio.run(option_of_an_accepted_connection()) == 1
+
+
+def test_a_port_in_use_is_said_in_a_sentence(tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        mlxpaged(tmp_path, "serve", "--port", str(taken.getsockname()[1])) as command,
+    ):
+        assert command.wait_end() == 1
+        assert f"cannot listen on 127.0.0.1:{taken.getsockname()[1]}" in command.stderr
+        assert "Traceback" not in command.stderr
+        assert command.stdout == ""
+
+
+def test_a_directory_without_a_model_is_said_in_a_sentence(tmp_path: Path) -> None:
+    with mlxpaged(tmp_path / "run", "serve", "--port", "0", str(tmp_path / "nothing")) as command:
+        assert command.wait_end() == 1
+        [sentence] = [line for line in command.stderr.splitlines() if line.startswith("mlxpaged: ")]
+        assert str(tmp_path / "nothing") in sentence
+        assert command.stdout == ""
+
+
+def test_a_mistyped_model_shows_no_traceback(tmp_path: Path) -> None:
+    with mlxpaged(tmp_path / "run", "serve", "--port", "0", "./nothing") as command:
+        assert command.wait_end() == 1
+        assert "Traceback" not in command.stderr
+
+
+def test_serve_none_is_up_without_a_model(tmp_path: Path) -> None:
+    with serving(tmp_path, "none") as command:
+        with httpx.Client(base_url=command.url, timeout=DEADLINE, trust_env=False) as client:
+            assert client.get("/health").json()["status"] == "ok"
+            assert client.get("/v1/models").json()["data"] == []
+            assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait_end() == 0
+        assert "Traceback" not in command.stderr
+
+
+def test_a_hub_repository_is_downloaded_and_served(tmp_path: Path) -> None:
+    with hub("someone/tiny", DEMO_PATH) as (address, requests):
+        env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": ""}
+        with serving(tmp_path / "run", "someone/tiny", env=env) as command:
+            assert question(command.url, model="someone/tiny") == "42"
+            models = httpx.get(f"{command.url}/v1/models", trust_env=False, timeout=DEADLINE).json()["data"]
+            assert [model["id"] for model in models] == ["someone/tiny"]
+            assert any(request.startswith("GET ") and "model.safetensors" in request for request in requests)
+        with mlxpaged(tmp_path / "other", "serve", "someone/absent", "--port", "0", env=env) as command:
+            assert command.wait_end() == 1
+            [sentence] = [line for line in command.stderr.splitlines() if line.startswith("mlxpaged: ")]
+            assert "someone/absent" in sentence
+            assert command.stdout == ""

@@ -1,0 +1,94 @@
+"""Sizes as operators write them, and the number of blocks they give."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.engine import memory
+from mlxpaged.engine.memory import free_device_memory, kv_blocks, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("256MB", 256_000_000),
+        ("8GB", 8_000_000_000),
+        ("8gb", 8_000_000_000),
+        ("1.5GiB", 3 * 2**29),
+        ("1KiB", 1024),
+        ("2MiB", 2 * 2**20),
+        ("3kb", 3000),
+        ("1TB", 10**12),
+        ("1TiB", 2**40),
+        (" 64 MB ", 64_000_000),
+        ("1048576", 1048576),
+        ("0.5KB", 500),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_a_size_is_read_with_decimal_and_binary_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ", "GB", "-1GB", "+1GB", "1e9", "8 G", "8GBs", "0", "0GB", "0.1", "1,5GB", "1.GB", ".5GB", "1 2MB"),
+        *("nan", "inf", "0x10", "9" * 400 + "GB", "9" * 400 + ".0"),
+    ],
+)
+def test_anything_else_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not a memory size.*8GB"):
+        parse_size(text)
+
+
+@pytest.fixture
+def ten_megabytes_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_device_memory", lambda: 10_000_000)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("ten_megabytes_left")
+def test_the_operators_size_decides_however_many_blocks_that_is() -> None:
+    assert kv_blocks(1000, 5999, most_useful_blocks=2) == 5
+    assert kv_blocks(1000, 1000, most_useful_blocks=2) == 1
+    assert kv_blocks(1000, 10_000_000, most_useful_blocks=2) == 10_000
+
+
+@pytest.mark.usefixtures("ten_megabytes_left")
+def test_a_size_below_one_block_is_refused_with_both_figures() -> None:
+    with pytest.raises(MemoryError, match=r"--kv-cache-memory is 1\.0 MB, and one block takes 2\.0 MB"):
+        kv_blocks(2_000_000, 1_000_000, most_useful_blocks=10)
+
+
+@pytest.mark.usefixtures("ten_megabytes_left")
+def test_a_size_above_the_free_memory_is_refused_with_both_figures() -> None:
+    with pytest.raises(MemoryError, match=r"--kv-cache-memory is 10\.0 GB, and 0\.0 GB are free"):
+        kv_blocks(1000, 10_000_000_000, most_useful_blocks=10)
+
+
+@pytest.mark.usefixtures("ten_megabytes_left")
+def test_without_a_size_half_the_free_memory_less_a_working_share_is_taken() -> None:
+    assert kv_blocks(1000, None, most_useful_blocks=10**9) == 4250
+
+
+def test_a_gpus_whole_working_set_less_a_working_share_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_device_memory", lambda: 10_000_000)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert kv_blocks(1000, None, most_useful_blocks=10**9) == 8500
+
+
+@pytest.mark.usefixtures("ten_megabytes_left")
+def test_without_a_size_no_more_blocks_are_taken_than_could_be_filled() -> None:
+    assert kv_blocks(1000, None, most_useful_blocks=77) == 77
+
+
+@pytest.mark.usefixtures("ten_megabytes_left")
+def test_without_memory_left_the_error_says_how_much_there_is() -> None:
+    with pytest.raises(MemoryError, match=r"4\.2 MB are left for KV after the weights"):
+        kv_blocks(5_000_000, None, most_useful_blocks=10)
+
+
+def test_this_machine_has_memory_to_give() -> None:
+    assert 2**20 < free_device_memory() < 2**50

@@ -1,0 +1,177 @@
+"""One forward pass: what it counts, what it uploads, who may run it, and what is left after it failed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxpaged.attention import AttentionMetadata
+from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.models import ServedModel
+from mlxpaged.models.loader import load_model
+from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
+from tests.support import make_tiny_model, run_requests
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return load_model(str(make_tiny_model(tmp_path_factory.mktemp("model") / "m", "llama", num_hidden_layers=3)))
+
+
+@pytest.fixture
+def runner(served: ServedModel) -> ModelRunner:
+    return ModelRunner(served, num_blocks=8, block_size=8, backend="auto")
+
+
+def rows(*parts: tuple[list[int], int, int]) -> Batch:
+    """Of each sequence of tokens, those from `start` on, `count` of them."""
+    return Batch(
+        tuple(
+            ScheduledSequence(Sequence(i, tokens, 4), start, count, samples=start + count == len(tokens))
+            for i, (tokens, start, count) in enumerate(parts)
+        )
+    )
+
+
+TABLES = {0: [5, 2], 1: [0], 2: [7, 1, 3]}
+LONG = [9, 8, 7, 6, 5, 4, 3, 2, 1, 2]
+
+
+def test_logits_are_those_of_the_model_for_the_rows_that_sample_in_order(
+    runner: ModelRunner, served: ServedModel
+) -> None:
+    logits = runner.forward(rows((LONG, 0, 10), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20)), TABLES)
+    assert logits.shape == (2, served.vocab_size)
+    model: Any = served.model
+    expected = [model(mx.array([tokens]))[0, -1] for tokens in (LONG, [1] * 20)]
+    np.testing.assert_allclose(np.array(logits), np.array(mx.stack(expected)), atol=1e-4)
+
+
+def test_a_step_calls_the_model_once_and_attention_once_per_layer(runner: ModelRunner) -> None:
+    for step in range(1, 4):
+        mx.eval(runner.forward(rows((LONG, 0, 10), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20)), TABLES))
+        runner.finish_step()
+        assert runner.model_calls == step
+        assert runner.attention_calls == 3 * step
+
+
+def test_a_step_builds_its_metadata_once_and_uploads_it_in_one_array(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[AttentionMetadata] = []
+    original = AttentionMetadata.build
+
+    def build(*args: Any, **kwargs: Any) -> AttentionMetadata:
+        built.append(original(*args, **kwargs))
+        return built[-1]
+
+    monkeypatch.setattr(AttentionMetadata, "build", build)
+    mx.eval(runner.forward(rows((LONG, 8, 2), ([4, 5, 6], 2, 1)), TABLES))
+    (meta,) = built
+    assert meta.positions.tolist() == [8, 9, 2]
+    assert meta.slot_mapping.tolist() == [16, 17, 2]
+    plans = [key for key in meta.derived if key[0] == "plan"]
+    assert len(plans) == 1
+
+
+def test_a_step_that_samples_nothing_still_runs(runner: ModelRunner, served: ServedModel) -> None:
+    logits = runner.forward(rows((LONG, 0, 4)), TABLES)
+    runner.finish_step()
+    assert logits.shape[0] == 1
+    rest = runner.forward(rows((LONG, 4, 6)), TABLES)
+    other = ModelRunner(served, 8, 8, "auto").forward(rows((LONG, 0, 10)), TABLES)
+    np.testing.assert_allclose(np.array(rest), np.array(other), atol=1e-4)
+
+
+def test_another_thread_is_refused(runner: ModelRunner) -> None:
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            runner.forward(rows((LONG, 0, 10)), TABLES)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert [str(error) for error in errors] == ["the model runs on the engine thread only"]
+    assert runner.model_calls == 0
+
+
+def keys_of(runner: ModelRunner) -> list[Any]:
+    return [np.array(layer.kv.read_blocks(list(range(8)))[0]) for layer in runner.layers]
+
+
+def test_a_forward_that_raises_leaves_the_pools_and_the_next_step_intact(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = np.array(runner.forward(rows((LONG, 0, 10)), TABLES))
+    runner.finish_step()
+    before = keys_of(runner)
+    with monkeypatch.context() as patch:
+
+        def broken(*_args: Any, **_kwargs: Any) -> mx.array:
+            raise RuntimeError("injected")
+
+        patch.setattr(type(runner.layers[1]), "attend", broken)
+        with pytest.raises(RuntimeError, match="injected"):
+            runner.forward(rows(([4, 5, 6], 0, 3)), {0: [0]})
+    assert runner.recover()
+    after = keys_of(runner)
+    for layer_before, layer_after in zip(before, after, strict=True):
+        np.testing.assert_array_equal(layer_before[[2, 5]], layer_after[[2, 5]])
+    np.testing.assert_allclose(np.array(runner.forward(rows((LONG, 0, 10)), TABLES)), first, atol=1e-6)
+
+
+def test_lost_pools_are_made_anew_and_reported(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = np.array(runner.forward(rows((LONG, 0, 10)), TABLES))
+    runner.finish_step()
+    failures = iter([RuntimeError("device lost")])
+    original = mx.eval
+
+    def failing(*args: Any) -> None:
+        for error in failures:
+            raise error
+        original(*args)
+
+    monkeypatch.setattr(mx, "eval", failing)
+    assert not runner.recover()
+    assert not any(keys.any() for keys in keys_of(runner))
+    np.testing.assert_allclose(np.array(runner.forward(rows((LONG, 0, 10)), TABLES)), first, atol=1e-6)
+
+
+def test_pools_keep_their_place_in_memory_from_step_to_step(runner: ModelRunner) -> None:
+    def addresses() -> list[int]:
+        arrays = [array for layer in runner.layers for array in layer.kv.arrays]
+        return [np.asarray(memoryview(array)).__array_interface__["data"][0] for array in arrays]  # type: ignore[arg-type]
+
+    before = addresses()
+    for start in range(4):
+        mx.eval(runner.forward(rows((LONG[: start + 1], start, 1), ([1] * 8, 0, 8 - start)), TABLES))
+        runner.finish_step()
+    assert addresses() == before
+
+
+def test_a_step_that_fails_after_sampling_is_repeated_with_the_same_penalties(served: ServedModel) -> None:
+    """A token that was drawn, and dropped with its step, must not count as one that the answer contains."""
+
+    def answers(failing_calls: set[int]) -> list[list[int]]:
+        core = EngineCore(EngineConfig(served.name, kv_cache_bytes=3_000_000), served)
+        original, calls = core.runner.finish_step, iter(range(1000))
+
+        def finish_step(*logits: mx.array) -> None:
+            if next(calls) in failing_calls:
+                raise RuntimeError("injected")
+            original(*logits)
+
+        core.runner.finish_step = finish_step  # type: ignore[method-assign]
+        prompts = [[i + 1] * 5 for i in range(4)]
+        return run_requests(core, prompts, temperature=0.9, seed=5, frequency_penalty=2.0, repetition_penalty=1.5)
+
+    assert answers({2, 9}) == answers(set())

@@ -1,0 +1,334 @@
+"""What is loaded, what is refused and in which words, and which rows reach the output head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model as load_plain_model
+
+from mlxpaged.attention import PagedLayer, StepContext
+from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.models import ServedModel, loader
+from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.loader import DEMO_MODEL, DEMO_PATH, context_length, load_model, resolve_model
+from tests.support import SMALL, demo_vocab_size, make_tiny_model, run_requests
+
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 5,
+    "moe_intermediate_size": 32,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "attention_bias": False,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma2": (
+        {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        "gemma2 models are not supported yet, because it computes attention itself",
+    ),
+    "mamba": (
+        {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4},
+        "mamba models are not supported yet, because it has recurrent layers",
+    ),
+    "deepseek_v2": (DEEPSEEK, "deepseek_v2 models are not supported yet, because .*latent"),
+    "deepseek_v3": (DEEPSEEK, "deepseek_v3 models are not supported yet, because .*latent"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_architecture_that_paged_attention_cannot_serve_is_refused_with_the_reason(
+    name: str, tmp_path: Path
+) -> None:
+    overrides, reason = UNSUPPORTED[name]
+    path = make_tiny_model(tmp_path / name, name, **overrides)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(str(path))
+
+
+def test_a_model_whose_masks_and_caches_disagree_about_the_window_is_refused(tmp_path: Path) -> None:
+    """mlx-lm's plamo3 masks one key more than its rotating cache keeps: prompt and answer see different windows. One
+    window per layer cannot reproduce that, and a probe of a few tokens does not reach any window."""
+    path = make_tiny_model(tmp_path / "m", "plamo3", window_size=16, sliding_window=16, sliding_window_pattern=2)
+    with pytest.raises(UnsupportedModelError, match=r"plamo3 models are not supported yet, because .*window"):
+        load_model(str(path))
+
+
+def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no such directory: .*/nowhere"):
+        load_model(str(tmp_path / "nowhere"))
+
+
+def test_a_bare_name_is_not_looked_up_on_the_hub() -> None:
+    with pytest.raises(ModelNotFoundError, match="no such directory: nonsense"):
+        resolve_model("nonsense")
+
+
+def test_a_file_is_not_a_model_directory(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(ModelNotFoundError, match=r"model\.safetensors"):
+        load_model(str(file))
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json: it is not a model directory"):
+        load_model(str(tmp_path))
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "llama")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded: No safetensors found"):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize("damage", ["cut short", "not safetensors", "empty"])
+def test_damaged_weights_are_refused(damage: str, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "llama")
+    weights = path / "model.safetensors"
+    data = {"cut short": weights.read_bytes()[:20_000], "not safetensors": b"x" * 500, "empty": b""}
+    weights.write_bytes(data[damage])
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded: "):
+        load_model(str(path))
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    with pytest.raises(UnsupportedModelError, match=r"cannot be loaded: .*shape"):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "cannot be loaded"),
+        ('{"model_type": "unheard_of"}', "Model type unheard_of not supported"),
+        ('{"vocab_size": 100}', "model_type"),
+        ('{"model_type": "llama", "vocab_size": 100}', "cannot be loaded: .*hidden_size"),
+    ],
+    ids=["not json", "unknown type", "no type", "fields missing"],
+)
+def test_a_config_that_makes_no_model_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "llama")
+    (path / "config.json").write_text(text)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(str(path))
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "llama")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (path / file).unlink()
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded: "):
+        load_model(str(path))
+
+
+# -- what is loaded ----------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_model_loads_by_its_name() -> None:
+    assert resolve_model(DEMO_MODEL) == DEMO_PATH
+    served = load_model(DEMO_MODEL)
+    assert (served.name, served.vocab_size, served.context_length) == ("demo", demo_vocab_size(), 4096)
+    assert load_model(DEMO_MODEL, "other").name == "other"
+
+
+def test_layers_and_weight_bytes_are_those_of_the_model(tmp_path: Path) -> None:
+    overrides: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    path = make_tiny_model(tmp_path / "m", "olmo3", attention_bias=False, **overrides)
+    served = load_model(str(path))
+    assert [(spec.num_kv_heads, spec.head_dim, spec.dtype, spec.window) for spec in served.layers] == [
+        (2, 16, mx.float32, 16),
+        (2, 16, mx.float32, None),
+    ]
+    assert [spec.bytes_per_token for spec in served.layers] == [2 * 2 * 16 * 4] * 2
+    weights: Any = mx.load(str(path / "model.safetensors"))
+    assert served.weight_bytes == sum(array.nbytes for array in weights.values())
+    assert served.context_length == SMALL["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"n_positions": 1024, "n_ctx": 512}, 1024),
+        ({"max_seq_len": 77}, 77),
+        ({"seq_length": 8192}, 8192),
+        ({"text_config": {"max_position_embeddings": 333}}, 333),
+        ({"max_position_embeddings": None, "text_config": {"n_ctx": 9}}, 9),
+        ({"max_position_embeddings": 5, "text_config": {"max_position_embeddings": 9}}, 5),
+        ({"max_position_embeddings": 0, "n_ctx": 8}, 8),
+        ({"max_position_embeddings": "many"}, loader.DEFAULT_CONTEXT_LENGTH),
+        ({"text_config": None}, loader.DEFAULT_CONTEXT_LENGTH),
+        ({}, loader.DEFAULT_CONTEXT_LENGTH),
+    ],
+    ids=str,
+)
+def test_context_length_is_found_under_its_many_names(config: dict[str, Any], length: int) -> None:
+    assert context_length(config) == length
+
+
+# -- row selection -----------------------------------------------------------------------------------------------------
+
+
+def quantized_in_place(path: Path) -> Path:
+    model, config = load_plain_model(path)
+    quantization = {"group_size": 32, "bits": 4}
+    nn.quantize(model, **quantization)
+    weights: Any = tree_flatten(model.parameters())
+    mx.save_safetensors(str(path / "model.safetensors"), dict(weights))
+    (path / "config.json").write_text(json.dumps(config | {"quantization": quantization}))
+    return path
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_only_the_rows_that_are_sampled_reach_the_output_head(
+    tied: bool, quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_model(tmp_path / "m", "llama", tie_word_embeddings=tied)
+    served = load_model(str(quantized_in_place(path) if quantized else path))
+    model: Any = served.model
+    head = model.model.embed_tokens if tied else model.lm_head
+    # The class below the one made for row selection does the projection itself: count the rows that reach it.
+    base, method = type(head).__mro__[1], "as_linear" if tied else "__call__"
+    assert (
+        base
+        is {
+            (False, False): nn.Linear,
+            (True, False): nn.Embedding,
+            (False, True): nn.QuantizedLinear,
+            (True, True): nn.QuantizedEmbedding,
+        }[tied, quantized]
+    )
+    original, rows = getattr(base, method), []
+
+    def spy(self: Any, x: mx.array) -> mx.array:
+        if self is head:
+            rows.append(x.shape[0])
+        result: mx.array = original(self, x)
+        return result
+
+    monkeypatch.setattr(base, method, spy)
+    config = EngineConfig(str(path), kv_cache_bytes=10_000_000, max_num_seqs=4, max_num_batched_tokens=50)
+    run_requests(EngineCore(config, served), [[1] * 120, [2] * 10, [3]], max_tokens=3)
+    # 120 + 10 + 1 tokens in steps of 50, with decoding of the shorter prompts beside the longer one's end.
+    assert rows[:2] == [1, 1]
+    assert max(rows) == 3
+    assert sum(rows) <= 3 * 3 + 2
+
+
+def test_the_head_is_told_from_other_layers_of_the_vocabularys_size(tmp_path: Path) -> None:
+    """Every MLP of this model has as many outputs as the vocabulary."""
+    path = make_tiny_model(tmp_path / "m", "llama", intermediate_size=demo_vocab_size())
+    served = load_model(str(path))
+    assert served.rows is not None
+    model: Any = served.model
+    assert type(model.lm_head) is not nn.Linear
+    assert type(model.layers[0].mlp.up_proj) is type(model.layers[0].mlp.gate_proj) is nn.Linear
+    assert_greedy_tokens_of_mlx_lm(path, served)
+
+
+def assert_greedy_tokens_of_mlx_lm(path: Path, served: ServedModel) -> None:
+    prompts = [[5, 6, 7], [8] * 40]
+    config = EngineConfig(str(path), kv_cache_bytes=10_000_000)
+    got = run_requests(EngineCore(config, served), prompts, max_tokens=4)
+    plain, _ = load_plain_model(path)
+    for prompt, tokens in zip(prompts, got, strict=True):
+        logits = plain(mx.array([prompt + tokens[:-1]]))[0]
+        assert mx.argmax(logits[len(prompt) - 1 :], axis=-1).tolist() == tokens
+
+
+def test_a_tied_model_with_one_other_layer_of_the_vocabularys_size_is_served(tmp_path: Path) -> None:
+    """The one linear layer that looks like an output head is not the head: the embedding is."""
+    path = make_tiny_model(
+        tmp_path / "m", "gpt2", n_embd=192, n_head=4, n_layer=1, n_positions=64, n_ctx=64, layer_norm_epsilon=1e-5
+    )
+    assert demo_vocab_size() == 4 * 192  # as many as the MLP's inner layer, the only such linear layer
+    served = load_model(str(path))
+    assert served.rows is not None
+    assert_greedy_tokens_of_mlx_lm(path, served)
+
+
+def test_a_model_without_a_head_of_its_own_is_served_with_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head that is no module: the model multiplies by a matrix that it keeps itself."""
+    path = make_tiny_model(tmp_path / "m", "llama")
+
+    def head(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+        return self.model(inputs, cache) @ self.lm_head.weight.T
+
+    monkeypatch.setattr("mlx_lm.models.llama.Model.__call__", head)
+    served = load_model(str(path))
+    assert served.rows is None
+    assert "every row is projected" in caplog.text
+    assert_greedy_tokens_of_mlx_lm(path, served)
+
+
+# -- routing -----------------------------------------------------------------------------------------------------------
+
+
+def test_another_model_of_the_same_module_goes_on_with_mlx_lms_own_attention(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "qwen3")
+    tokens = mx.array([[1, 2, 3, 4, 5]])
+    plain, _ = load_plain_model(path)
+    before = plain(tokens)
+    served = load_model(str(path))
+    core = EngineCore(EngineConfig(str(path), kv_cache_bytes=1_000_000), served)
+    cache = make_prompt_cache(plain)
+    stepwise = [plain(tokens[:, :3], cache=cache), plain(tokens[:, 3:], cache=cache)]
+    assert mx.allclose(mx.concatenate(stepwise, axis=1), before, atol=1e-4)
+    assert mx.array_equal(plain(tokens), before)
+    assert core.runner.attention_calls == 0
+    assert type(plain.lm_head) is nn.Linear
+
+
+def test_loading_twice_wraps_attention_once(tmp_path: Path) -> None:
+    import mlx_lm.models.qwen3 as module
+
+    path = make_tiny_model(tmp_path / "m", "qwen3")
+    load_model(str(path))
+    first = module.scaled_dot_product_attention
+    load_model(str(path))
+    assert module.scaled_dot_product_attention is first
+
+
+def test_a_served_model_called_outside_a_step_says_so(tmp_path: Path) -> None:
+    from mlxpaged.attention import LayerKVCache, PagedAttentionError
+
+    served = load_model(str(make_tiny_model(tmp_path / "m", "llama")))
+    step = StepContext()
+    caches = [PagedLayer(LayerKVCache(1, 2, 16, mx.float32), step) for _ in served.layers]
+    with pytest.raises(PagedAttentionError, match="outside a step"):
+        served.model(mx.array([[1]]), cache=caches)

@@ -1,0 +1,113 @@
+"""Text as it appears token by token, and the bytes that tokens stand for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.utils import load_tokenizer
+
+from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.models.tokenizer import ChatTemplateError, Tokenizer
+from tests.support import demo_vocab_size
+
+TOKENIZER = Tokenizer(load_tokenizer(DEMO_PATH))
+EMOJI = "👩‍👩‍👧‍👦🇩🇪é漢字 ñ \N{COMBINING ACUTE ACCENT}\U0001f642"
+
+
+def pieces(token_ids: list[int]) -> list[str]:
+    detokenizer = TOKENIZER.detokenizer()
+    return [*(detokenizer.add(token) for token in token_ids), detokenizer.finish()]
+
+
+TEXTS = st.text(max_size=40) | st.text("a 🙂é\n漢\ufffd", max_size=20) | st.text("ab 1\t", max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS)
+def test_pieces_of_a_text_join_to_the_text(text: str) -> None:
+    tokens = TOKENIZER.encode(text)
+    assert "".join(pieces(tokens)) == TOKENIZER.decode(tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, demo_vocab_size() - 1), max_size=40))
+def test_pieces_of_any_tokens_join_to_what_all_of_them_decode_to(tokens: list[int]) -> None:
+    assert "".join(pieces(tokens)) == TOKENIZER.decode(tokens)
+
+
+def test_pieces_of_random_bytes_join_to_what_all_of_them_decode_to() -> None:
+    rng = random.Random(0)
+    vocabulary = {token: TOKENIZER.token_bytes(token) for token in range(demo_vocab_size())}
+    partial = [token for token, data in vocabulary.items() if len(data) == 1 and data[0] >= 0x80]
+    assert len(partial) > 64
+    for _ in range(300):
+        tokens = [rng.choice(partial) if rng.random() < 0.8 else rng.randrange(len(vocabulary)) for _ in range(12)]
+        assert "".join(pieces(tokens)) == TOKENIZER.decode(tokens)
+
+
+def test_a_character_is_held_back_until_its_last_byte() -> None:
+    for character in ("🙂", "漢", "é"):
+        tokens = TOKENIZER.encode(character)
+        assert len(tokens) > 1
+        assert pieces(tokens) == [*([""] * (len(tokens) - 1)), character, ""]
+
+
+def test_no_piece_of_a_text_with_emoji_shows_a_replacement_character() -> None:
+    for piece in pieces(TOKENIZER.encode(EMOJI)):
+        assert "\ufffd" not in piece
+
+
+def test_a_character_that_never_becomes_complete_comes_at_the_end() -> None:
+    first = TOKENIZER.encode("🙂")[0]
+    a = TOKENIZER.encode("a")
+    assert pieces([*a, first]) == ["a", "", "\ufffd"]
+
+
+def test_special_tokens_leave_no_text() -> None:
+    (eos, *_) = TOKENIZER.eos_token_ids
+    a = TOKENIZER.encode("a")
+    assert "".join(pieces([*a, eos, *a, eos])) == "aa"
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS)
+def test_token_bytes_join_to_the_utf8_of_the_text(text: str) -> None:
+    data = bytes(byte for token in TOKENIZER.encode(text) for byte in TOKENIZER.token_bytes(token))
+    assert data.decode() == TOKENIZER.decode(TOKENIZER.encode(text))
+
+
+def test_every_token_has_bytes_in_range_and_one_outside_the_vocabulary_has_none() -> None:
+    for token in range(demo_vocab_size()):
+        data = TOKENIZER.token_bytes(token)
+        assert data
+        assert all(0 <= byte <= 255 for byte in data)
+    assert TOKENIZER.token_bytes(demo_vocab_size() + 1000) == []
+
+
+def test_the_end_of_sequence_is_shown_by_its_name() -> None:
+    (eos, *_) = TOKENIZER.eos_token_ids
+    assert TOKENIZER.token_text(eos).startswith("<")
+
+
+def test_a_conversation_ends_where_the_assistant_answers() -> None:
+    tokens = TOKENIZER.apply_chat_template([{"role": "user", "content": "Who are you?"}])
+    shown = "".join(TOKENIZER.token_text(token) for token in tokens)
+    assert shown.index("Who are you?") < shown.rindex("assistant")
+
+
+def test_a_model_without_chat_template_says_what_to_use_instead() -> None:
+    wrapped = load_tokenizer(DEMO_PATH)
+    tokenizer = Tokenizer(wrapped)
+    tokenizer.has_chat_template = False
+    with pytest.raises(ChatTemplateError, match="no chat template; use /v1/completions"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_what_a_template_refuses_is_reported_in_its_own_words() -> None:
+    wrapped = load_tokenizer(DEMO_PATH)
+    wrapped._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ChatTemplateError, match="refuses these messages: roles must alternate"):
+        Tokenizer(wrapped).apply_chat_template([{"role": "user", "content": "hi"}])
