@@ -33,7 +33,6 @@ def create_app(config: EngineConfig | None) -> Starlette:
         yield
         logger.info("HTTP closed; stopping the engine thread")
         await server.close()
-        logger.info("engine thread stopped")
 
     app = Starlette(
         routes=[

@@ -22,8 +22,6 @@ CLIENT_CLOSED_REQUEST = 499
 
 MAX_MESSAGE, MAX_PARAM = 500, 100
 
-UNION_BRANCHES = {"str", "int", "float", "bool", "dict", "constrained-str", "constrained-int", "function-after"}
-
 
 class ApiError(Exception):
     """An answer other than 200, to be shown to the client as it is."""
@@ -69,7 +67,7 @@ def model_not_found(model: str, served: Sequence[str]) -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """The most specific of pydantic's complaints, with the field's path as `param`."""
     worst = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
-    path = [str(part) for part in worst["loc"] if isinstance(part, int) or _is_field(part)]
+    path = [str(part) for part in worst["loc"] if not _is_union_branch(part)]
     if worst["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {worst['ctx']['error']}", code="invalid_json")
     param = ".".join(path) or None
@@ -79,8 +77,9 @@ def from_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 
-def _is_field(part: str) -> bool:
-    return part not in UNION_BRANCHES and part.replace("_", "").isalnum() and part == part.lower()
+def _is_union_branch(part: int | str) -> bool:
+    """pydantic names the branch of a union in the path: str, constrained-str, list[int]."""
+    return isinstance(part, str) and (part in ("str", "constrained-str") or part.endswith("]"))
 
 
 def from_engine(error: Exception) -> ApiError:
@@ -91,6 +90,8 @@ def from_engine(error: Exception) -> ApiError:
             return error
         case ChatTemplateError():
             return ApiError(400, f"messages: {error}", param="messages")
+        case QueueFullError(ever=False):
+            return ApiError(400, str(error), param="prompt", code="too_many_prompts")
         case QueueFullError():
             return ApiError(503, str(error), "server_error", code="queue_full", headers=retry)
         case EngineUnavailableError(state=EngineState.DEAD):

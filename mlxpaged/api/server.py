@@ -63,8 +63,8 @@ class Server:
 
     async def close(self) -> None:
         self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
-        if self.engine is not None:
-            await self.engine.stop(timeout=10.0 if self.engine.info else 1.0)
+        if self.engine is not None and await self.engine.stop(timeout=10.0 if self.engine.info else 1.0):
+            logger.info("engine thread stopped")
 
 
 def server_of(request: Request) -> Server:

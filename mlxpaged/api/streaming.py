@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -52,7 +52,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None]) -> None:
         """close: called at the end, however it comes about."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -63,6 +63,7 @@ class EventStream(Response):
         try:
             await unless_disconnected(receive, self._send(send))
         finally:
+            await self._events.aclose()
             self._close()
 
     async def _send(self, send: Send) -> None:

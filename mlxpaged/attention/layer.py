@@ -67,7 +67,6 @@ class PagedLayer:
             raise PagedAttentionError(
                 f"the model masks a window of {window_size} keys, and its cache keeps {self.window or 'all of them'}"
             )
-        return
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [T, Hkv, 1, D] to the pool. What is returned only satisfies the protocol: `attend` reads the pool."""

@@ -46,10 +46,6 @@ class AttentionMetadata:
     def num_tokens(self) -> int:
         return int(self.positions.shape[0])
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.host_query_lens)
-
     @classmethod
     def build(
         cls,

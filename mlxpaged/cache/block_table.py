@@ -29,11 +29,6 @@ class BlockTable:
     def __len__(self) -> int:
         return len(self.block_ids)
 
-    @property
-    def num_slots(self) -> int:
-        """Tokens that fit without another block."""
-        return len(self.block_ids) * self._pool.block_size
-
     def blocks_missing(self, num_tokens: int) -> int:
         """Blocks that `grow(num_tokens)` would take."""
         return max(0, blocks_for(num_tokens, self._pool.block_size) - len(self.block_ids))

@@ -1,4 +1,6 @@
-"""Command-line flags that can also be set as MLXPAGED_* environment variables; the command line wins."""
+"""Command-line flags that can also be set as MLXPAGED_* environment variables; a value on the command line wins.
+
+A variable that is set to nothing counts as not set."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class Flags:
 
     def value(self, flag: str, kind: Callable[[str], Any], default: Any, help: str, **options: Any) -> None:
         # argparse passes a default through `type` if it is a string, as the environment's is.
-        default = os.environ.get(variable(flag), default)
+        default = os.environ.get(variable(flag)) or default
         self._parser.add_argument(flag, type=kind, default=default, help=self._help(flag, help), **options)
 
     def switch(self, flag: str, help: str) -> None:

@@ -44,6 +44,8 @@ class HttpServer(uvicorn.Server):
         self._listener = listener
         self._drain_timeout = drain_timeout
         self._exit_status = 0
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._tasks: list[asyncio.Task[None]] = []
 
     def run_until_signal(self) -> int:
@@ -55,11 +57,6 @@ class HttpServer(uvicorn.Server):
             logging.shutdown()
             os._exit(self._exit_status)
         return self._exit_status
-
-    @property
-    def url(self) -> str:
-        host, port = self._listener.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -110,8 +107,8 @@ class HttpServer(uvicorn.Server):
                 self._exit_status = 1
                 self.should_exit = True
             return
-        assert engine.info is not None
-        print(banner(engine.info, engine.config.max_num_seqs, self.url), flush=True)
+        if engine.info is not None and not self.should_exit:
+            print(banner(engine.info, engine.config.max_num_seqs, self.url), flush=True)
 
 
 def banner(info: EngineInfo, max_num_seqs: int, url: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxpaged.api import create_app
 from mlxpaged.attention import BACKENDS
-from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
+from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli.flags import Flags, checked, natural_int, one_of, port, positive_int, seconds
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.engine import EngineConfig
@@ -19,8 +19,7 @@ from mlxpaged.models import DEMO_MODEL
 
 NO_MODEL = "none"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-MAX_NUM_SEQS = 32
-MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULTS = EngineConfig()
 BACKLOG = 2048
 
 
@@ -51,19 +50,27 @@ def add_parser(commands: Any) -> None:
     flags.value(
         "--block-size",
         positive_int,
-        DEFAULT_BLOCK_SIZE,
+        DEFAULTS.block_size,
         f"tokens per KV block, one of {SUPPORTED_BLOCK_SIZES} (default 32)",
     )
     flags.value(
-        "--max-num-seqs", positive_int, MAX_NUM_SEQS, f"sequences in the running batch (default {MAX_NUM_SEQS})"
+        "--max-num-seqs",
+        positive_int,
+        DEFAULTS.max_num_seqs,
+        f"sequences in the running batch (default {DEFAULTS.max_num_seqs})",
     )
     flags.value(
         "--max-num-batched-tokens",
         positive_int,
-        MAX_NUM_BATCHED_TOKENS,
-        f"tokens in one step, prompts and answers together (default {MAX_NUM_BATCHED_TOKENS})",
+        DEFAULTS.max_num_batched_tokens,
+        f"tokens in one step, prompts and answers together (default {DEFAULTS.max_num_batched_tokens})",
     )
-    flags.value("--max-queue", natural_int, 256, "requests that may wait; beyond it they get a 503 (default 256)")
+    flags.value(
+        "--max-queue",
+        natural_int,
+        DEFAULTS.max_queue,
+        f"requests taken beyond --max-num-seqs; the next ones get a 503 (default {DEFAULTS.max_queue})",
+    )
     flags.value("--attention-backend", one_of(*BACKENDS), "auto", f"{', '.join(BACKENDS)} (default auto)")
     flags.switch("--no-prefix-cache", "compute every prompt from its first token")
     flags.switch("--no-batching", "run one request at a time, the same as --max-num-seqs 1")

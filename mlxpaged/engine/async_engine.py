@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
 
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
@@ -39,7 +39,11 @@ class EngineUnavailableError(Exception):
 
 
 class QueueFullError(Exception):
-    """As many requests run and wait as the server takes."""
+    """As many requests run and wait as the server takes. `ever`: whether it could be taken when nobody else is here."""
+
+    def __init__(self, message: str, ever: bool) -> None:
+        super().__init__(message)
+        self.ever = ever
 
 
 class RequestFailedError(Exception):
@@ -68,7 +72,7 @@ class EngineInfo:
 
 
 class RequestStream:
-    """The outputs of one request. Leaving the context before the last one aborts the request."""
+    """The outputs of one request. Whoever does not read them to the last one must close it."""
 
     def __init__(self, request: Request, abort: Callable[[str], None]) -> None:
         self.request = request
@@ -78,14 +82,6 @@ class RequestStream:
 
     def put(self, output: RequestOutput) -> None:
         self._outputs.put_nowait(output)
-
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Abort the request unless its last output was read."""
@@ -123,6 +119,7 @@ class AsyncEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended_all = False
+        self._reserved = 0
         self._thread = EngineThread(config, Callbacks(self._ready_on_thread, self._step_on_thread, self._end_on_thread))
 
     def start(self) -> None:
@@ -172,27 +169,42 @@ class AsyncEngine:
             )
         return min(room_in_context, room_in_pool) if max_tokens is None else max_tokens
 
+    @contextlib.contextmanager
+    def reserve(self, count: int) -> Iterator[float]:
+        """Room for `count` requests while they are made ready to be submitted. Yields the time.
+
+        Taken before tokenizing, so that a full server refuses at once and its 503s cost the others nothing.
+        Raises QueueFullError.
+        """
+        limit = self.config.max_num_seqs + self.config.max_queue
+        taken = self.num_unfinished + self._reserved
+        if taken + count > limit:
+            message = f"{taken} requests run or wait, and {count} more would exceed the {limit} that this server takes"
+            raise QueueFullError(f"{message} (--max-num-seqs plus --max-queue)", ever=count <= limit)
+        self._reserved += count
+        try:
+            yield time.monotonic()
+        finally:
+            self._reserved -= count
+
     def submit(
         self,
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        arrival_time: float,
         default_max_tokens: int | None = None,
     ) -> RequestStream:
-        """Queue a request. default_max_tokens: a limit, as far as there is room, where `params` has none.
+        """Queue a request for which there is a reservation, whose time is `arrival_time`.
 
-        Raises EngineUnavailableError, PromptTooLongError or QueueFullError.
+        default_max_tokens: a limit, as far as there is room, where `params` has none.
+        Raises EngineUnavailableError or PromptTooLongError.
         """
         max_tokens = self.check(len(prompt_token_ids), params.max_tokens)
         if params.max_tokens is None and default_max_tokens is not None:
             max_tokens = min(max_tokens, default_max_tokens)
-        if self.num_unfinished >= self.config.max_num_seqs + self.config.max_queue:
-            raise QueueFullError(
-                f"{self.num_unfinished} requests run or wait; the limit is {self.config.max_num_seqs} running "
-                f"(--max-num-seqs) and {self.config.max_queue} waiting (--max-queue)"
-            )
         params = dataclasses.replace(params, max_tokens=max_tokens)
-        request = Request(request_id, prompt_token_ids, params, time.monotonic())
+        request = Request(request_id, prompt_token_ids, params, arrival_time)
         stream = RequestStream(request, self._abort)
         self._streams[request_id] = stream
         self._idle.clear()
@@ -207,6 +219,7 @@ class AsyncEngine:
         """Take no more requests and wait for those that run. False where they were ended before they were done."""
         if self.state in (EngineState.LOADING, EngineState.READY):
             self.state = EngineState.DRAINING
+            self.reason = "the server is shutting down"
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except asyncio.TimeoutError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlxpaged.attention import resolve_backend
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.models import DEMO_MODEL
 
@@ -27,6 +28,7 @@ class EngineConfig:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
+        resolve_backend(self.attention_backend)
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
         if self.max_num_seqs < 1:

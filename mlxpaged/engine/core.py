@@ -99,6 +99,10 @@ class EngineCore:
         self._requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer)
         self._sequence_of[request.request_id] = sequence.sequence_id
 
+    def refusal(self, request: Request, error: str) -> RequestOutput:
+        """The only output of a request that `add` would not take."""
+        return RequestOutput(request.request_id, time.monotonic(), finish_reason=FinishReason.ERROR, error=error)
+
     def abort(self, request_id: str, error: str | None = None) -> list[RequestOutput]:
         """End a request and free all it holds; an unknown id (it may just have finished) is no error."""
         sequence_id = self._sequence_of.get(request_id)
@@ -127,7 +131,7 @@ class EngineCore:
                 del tokens[row.sequence.sequence_id]  # its values were lost after it had run: it runs again
                 self.sampler.forget(row.sequence.sequence_id)
         self.scheduler.update(batch, {sequence_id: token.token_id for sequence_id, token in tokens.items()})
-        return failures + [self._advance(self._requests[sequence_id], token) for sequence_id, token in tokens.items()]
+        return failures + [self._output_of(self._requests[number], token) for number, token in tokens.items()]
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -162,8 +166,9 @@ class EngineCore:
 
     def _execute(self, batch: Batch) -> dict[int, SampledToken]:
         logits = self.runner.forward(batch, self.scheduler.get_block_tables(batch.sequence_ids))
-        self.runner.finish_step(logits)
-        if not all(map(math.isfinite, logits.max(axis=-1).tolist())):  # type: ignore[arg-type]
+        peaks = logits.max(axis=-1)
+        self.runner.finish_step(logits, peaks)
+        if not all(map(math.isfinite, peaks.tolist())):  # type: ignore[arg-type]
             raise FloatingPointError("the model's logits are not finite")
         sampling = [self._requests[row.sequence.sequence_id].sampling_row() for row in batch.rows if row.samples]
         sampled = self.sampler.sample(logits, sampling) if sampling else []
@@ -175,6 +180,17 @@ class EngineCore:
         else:  # preempted, because it shared blocks with a row that failed just before
             self.scheduler.finish(row.sequence.sequence_id, FinishReason.ERROR)
         return self._forget(self._requests[row.sequence.sequence_id], message)
+
+    def _output_of(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
+        """Text is a matter of one request: where making it fails, that request ends."""
+        try:
+            return self._advance(running, sampled)
+        except Exception as error:
+            logger.exception("no text for token %d of %s", sampled.token_id, running.request.request_id)
+            if running.sequence.finish_reason is None:
+                self.scheduler.finish(running.sequence.sequence_id, FinishReason.ERROR)
+            running.sequence.finish_reason = FinishReason.ERROR
+            return self._forget(running, f"no text could be made: {type(error).__name__}: {error}")
 
     def _advance(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
         """Turn a sampled token into text, and end the answer where a stop string is complete."""

@@ -100,7 +100,10 @@ class EngineThread:
 
     def _handle(self, core: EngineCore, command: Submit | Abort) -> list[RequestOutput]:
         if isinstance(command, Submit):
-            core.add(command.request)
+            try:
+                core.add(command.request)
+            except ValueError as error:  # refused where it came in, as a rule; never a reason for the others to end
+                return [core.refusal(command.request, str(error))]
             return []
         if command.request_id is None:
             return core.abort_all(command.error or "the request was cancelled")

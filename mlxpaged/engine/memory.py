@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from decimal import Decimal
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -47,7 +48,25 @@ def free_device_memory() -> int:
     return system_free_memory()
 
 
+CGROUP_MEMORY = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Limit and use of a container's memory, in cgroup versions 2 and 1."""
+
+
 def system_free_memory() -> int:
+    """Bytes free on the machine, or in the container that the process runs in."""
+    free = machine_free_memory()
+    for limit, used in CGROUP_MEMORY:
+        try:
+            free = min(free, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+        except (OSError, ValueError):  # no such file, or "max" for no limit
+            continue
+    return free
+
+
+def machine_free_memory() -> int:
     if sys.platform == "linux":
         with open("/proc/meminfo") as meminfo:
             for line in meminfo:

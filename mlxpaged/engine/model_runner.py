@@ -76,13 +76,13 @@ class ModelRunner:
                 self._rows.rows = None
         return logits[:, -1] if self._rows is not None else logits[wanted, -1]
 
-    def finish_step(self, *logits: mx.array) -> None:
-        """Wait until the logits are known and the pools are written.
+    def finish_step(self, *results: mx.array) -> None:
+        """Wait until the results are known and the pools are written.
 
         On the CPU a step must end before the next one writes: a pool that an unfinished step still reads cannot be
         written in place and is copied whole.
         """
-        mx.eval(logits, [layer.kv.arrays for layer in self.layers])
+        mx.eval(results, [layer.kv.arrays for layer in self.layers])
 
     def recover(self) -> bool:
         """After a failed step: True where the pools are intact, False where they had to be made anew, all zero."""

@@ -157,18 +157,23 @@ def filtered(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     top-p keeps the smallest set of most likely tokens whose probability, after the other two, reaches top_p.
     """
     vocab_size = logits.shape[-1]
-    order = mx.argsort(-logits, axis=-1)
+    peak = logits.max(axis=-1, keepdims=True)
+    logits = mx.where(mx.exp(logits - peak) >= column([p.min_p for p in params]), logits, -mx.inf)
+    if all(p.top_k == 0 and p.top_p >= 1.0 for p in params):
+        return logits
+    # Where every row has a top-k, no token behind the largest of them matters, and only these are sorted.
+    width = max(p.top_k for p in params) if all(p.top_k for p in params) else vocab_size
+    order = most_likely(logits, width)
+    width = order.shape[-1]
     ranked = mx.take_along_axis(logits, order, axis=-1)
-    probability = mx.softmax(ranked, axis=-1)
-    keep = probability >= column([p.min_p for p in params]) * probability[:, :1]
-    keep = keep & (mx.arange(vocab_size) < column([min(p.top_k, vocab_size) or vocab_size for p in params]))
+    keep = mx.arange(width) < column([min(p.top_k, width) or width for p in params])
     probability = mx.softmax(mx.where(keep, ranked, -mx.inf), axis=-1)
     before = mx.cumsum(probability, axis=-1) - probability
     nucleus = column([p.top_p for p in params])
     keep = keep & ((before < nucleus) | (nucleus >= 1.0))
     keep[:, 0] = True
     ranked = mx.where(keep, ranked, -mx.inf)
-    return mx.put_along_axis(mx.zeros_like(ranked), order, ranked, axis=-1)
+    return mx.put_along_axis(mx.full(logits.shape, -mx.inf), order, ranked, axis=-1)
 
 
 def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], size: int) -> mx.array:
@@ -188,6 +193,19 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], size: int) -> m
     return noise
 
 
+def most_likely(scores: mx.array, count: int) -> mx.array:
+    """Indices of the `count` largest of each row, best first.
+
+    Only those are sorted: with 16 rows of 152,000, sorting all took ten times as long.
+    """
+    if count == 0:
+        return mx.zeros((scores.shape[0], 0), mx.int32)
+    count = min(count, scores.shape[-1])
+    best = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
+    order = mx.argsort(-mx.take_along_axis(scores, best, axis=-1), axis=-1)
+    return mx.take_along_axis(best, order, axis=-1)
+
+
 def token_logprobs(logits: mx.array, tokens: mx.array, rows: Sequence[SamplingRow]) -> dict[int, TokenLogprobs]:
     """Row number -> log-probabilities, for the rows that asked."""
     where = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
@@ -198,7 +216,7 @@ def token_logprobs(logits: mx.array, tokens: mx.array, rows: Sequence[SamplingRo
     logprobs = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
     sampled = mx.take_along_axis(logprobs, tokens[index][:, None].astype(mx.int32), axis=-1)[:, 0]
     most = max(rows[i].params.logprobs or 0 for i in where)
-    best = mx.argsort(-logprobs, axis=-1)[:, :most]
+    best = most_likely(logprobs, most)
     best_logprobs = mx.take_along_axis(logprobs, best, axis=-1)
     tables: list[list[Any]] = [array.tolist() for array in (tokens[index], sampled, best, best_logprobs)]  # type: ignore[misc]
     found = {}

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_weights
@@ -60,6 +66,9 @@ def resolve_model(name: str) -> Path:
         raise ModelNotFoundError(f"no such directory: {path}")
     try:
         return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+    except GatedRepoError:
+        message = f"{name} is gated: accept its terms on the hub and log in with `hf auth login`"
+        raise ModelNotFoundError(message) from None
     except RepositoryNotFoundError:
         raise ModelNotFoundError(f"{name} is neither a local directory nor a repository on the hub") from None
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

@@ -22,6 +22,7 @@ class Tokenizer:
         self._encoder = wrapped
         self._decoder = copy.deepcopy(wrapped._tokenizer)
         self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
+        self._special_ids: frozenset[int] = frozenset(self._decoder.all_special_ids)
         self.has_chat_template = bool(wrapped.has_chat_template)
 
     def encode(self, text: str) -> list[int]:
@@ -73,7 +74,7 @@ class Tokenizer:
         return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
     def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._decoder)
+        return Detokenizer(self._decoder, self._special_ids)
 
 
 class Detokenizer:
@@ -83,13 +84,16 @@ class Detokenizer:
     the tokens since the last but one emission are decoded together, and held back while they end inside a character.
     """
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, decoder: Any, special_ids: frozenset[int]) -> None:
         self._decoder = decoder
+        self._special_ids = special_ids
         self._context: list[int] = []  # the tokens emitted last
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
         """The text that this token completes: empty inside a character."""
+        if token_id in self._special_ids:
+            return ""
         self._pending.append(token_id)
         return self._emit(hold_incomplete=True)
 

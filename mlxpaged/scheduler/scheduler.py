@@ -12,7 +12,6 @@ sequence that needs a block takes it from the newest one.
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import logging
 from collections.abc import Iterable
@@ -70,6 +69,10 @@ class SchedulerStats:
     prompt_tokens_total: int
 
 
+def arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
 class Scheduler:
     """Holds every unfinished sequence. `schedule` starts a step, `update` ends it; all calls come from one thread."""
 
@@ -80,7 +83,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = itertools.count()
         self._running: list[Sequence] = []  # in order of arrival
-        self._waiting: list[tuple[int, Sequence]] = []  # heap by arrival; sequences that ended meanwhile are skipped
+        self._waiting: list[Sequence] = []  # in order of arrival
         self._preemptions = 0
         self._prefix_hit_tokens = 0
         self._prompt_tokens = 0
@@ -104,7 +107,7 @@ class Scheduler:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
         self._sequences[sequence.sequence_id] = sequence
         sequence.arrival = next(self._arrivals)
-        self._enqueue(sequence)
+        bisect.insort(self._waiting, sequence, key=arrival)
 
     def get(self, sequence_id: int) -> Sequence:
         """Raises UnknownSequenceError for an id that is not, or no longer, in the scheduler."""
@@ -116,8 +119,7 @@ class Scheduler:
     def finish(self, sequence_id: int, reason: FinishReason) -> Sequence:
         """End a sequence in whatever state it is and give everything it held back."""
         sequence = self.get(sequence_id)
-        if sequence.status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
+        (self._running if sequence.status is SequenceStatus.RUNNING else self._waiting).remove(sequence)
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         self._give_back(sequence)
@@ -126,9 +128,6 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
-
-    def unfinished(self) -> list[Sequence]:
-        return list(self._sequences.values())
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -214,7 +213,9 @@ class Scheduler:
             self.prefix_cache.clear()
 
     def get_block_tables(self, sequence_ids: Iterable[int]) -> dict[int, list[int]]:
-        """Block ids per sequence, in order. Raises UnknownSequenceError for an id without blocks."""
+        """Block ids per sequence, in order; the tables' own lists, which grow.
+
+        Raises UnknownSequenceError for an id without blocks."""
         tables = {}
         for sequence_id in sequence_ids:
             table = self.get(sequence_id).block_table
@@ -263,7 +264,7 @@ class Scheduler:
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         self._preemptions += 1
-        self._enqueue(sequence)
+        bisect.insort(self._waiting, sequence, key=arrival)
         logger.info("preempted sequence %d (preemption %d)", sequence.sequence_id, sequence.num_preemptions)
 
     def _give_back(self, sequence: Sequence) -> None:
@@ -273,23 +274,17 @@ class Scheduler:
 
     # -- admission -----------------------------------------------------------------------------------------------
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.arrival, sequence))
-
     def _admit(self, budget: int) -> Sequence | None:
-        """Move the first waiting sequence that can start to RUNNING, with blocks for its first chunk."""
-        while self._waiting:
-            _, sequence = self._waiting[0]
-            if sequence.status not in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED):
-                heapq.heappop(self._waiting)
-                continue
-            hit = self._find_prefix(sequence)
-            if not self._has_room(sequence, hit):
-                return None
-            heapq.heappop(self._waiting)
-            self._start(sequence, hit, budget)
-            return sequence
-        return None
+        """Move the first waiting sequence to RUNNING, with blocks for its first chunk; None where it has to wait on."""
+        if not self._waiting:
+            return None
+        sequence = self._waiting[0]
+        hit = self._find_prefix(sequence)
+        if not self._has_room(sequence, hit):
+            return None
+        del self._waiting[0]
+        self._start(sequence, hit, budget)
+        return sequence
 
     def _find_prefix(self, sequence: Sequence) -> PrefixHit:
         if self.prefix_cache is None:
@@ -326,7 +321,7 @@ class Scheduler:
             sequence.num_cached_tokens = cached
             self._prefix_hit_tokens += cached
             self._prompt_tokens += sequence.num_prompt_tokens
-        bisect.insort(self._running, sequence, key=lambda s: s.arrival)
+        bisect.insort(self._running, sequence, key=arrival)
         if hit:
             logger.debug("sequence %d: prefix_hit=true, %d cached tokens", sequence.sequence_id, cached)
 

@@ -381,3 +381,18 @@ def test_every_token_of_the_vocabulary_may_be_prompted_and_the_next_one_not(demo
         assert client.post(COMPLETIONS, json=run_on(list(range(size)), 1)).status_code == 200
         error = check_error(client.post(COMPLETIONS, json=run_on([size], 1)), 400, "prompt")
     assert str(size) in error["message"]
+
+
+@pytest.mark.parametrize("name", ["maxTokens", "Max-Tokens", "größe"])
+def test_an_unknown_field_is_named_whatever_it_is_called(demo_server: RunningServer, name: str) -> None:
+    with raw(demo_server) as client:
+        error = client.post(COMPLETIONS, json=run_on("x", 1) | {name: 9}).json()["error"]
+    assert error["param"] == name
+    assert error["code"] == "unsupported_parameter"
+
+
+def test_a_field_that_needs_another_one_is_named(demo_server: RunningServer) -> None:
+    with raw(demo_server) as client:
+        body = run_on("x", 1) | {"stream_options": {"include_usage": True}}
+        assert client.post(COMPLETIONS, json=body).json()["error"]["param"] == "stream_options"
+        assert client.post(CHAT, json=ask("x", top_logprobs=2)).json()["error"]["param"] == "top_logprobs"

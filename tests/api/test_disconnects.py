@@ -128,12 +128,28 @@ def test_beyond_the_queue_a_request_is_told_to_come_back(one_at_a_time: RunningS
         assert client.post(COMPLETIONS, json=run_on("x", 1)).status_code == 200
 
 
-def test_several_prompts_that_do_not_all_fit_the_queue_start_none(one_at_a_time: RunningServer) -> None:
+def test_more_prompts_than_the_server_ever_takes_are_refused_for_good(one_at_a_time: RunningServer) -> None:
     with raw(one_at_a_time) as client:
         response = client.post(COMPLETIONS, json=run_on(["a", "b", "c"], 1000))
-        assert response.status_code == 503
-    one_at_a_time.wait_idle()
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
     assert one_at_a_time.engine.num_unfinished == 0
+
+
+def test_a_full_server_refuses_before_it_tokenizes(
+    one_at_a_time: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = one_at_a_time
+    with StepGate(server) as gate, raw(server) as client:
+        pending = [Background.post(server, COMPLETIONS, run_on(random_tokens(10, 60 + i), 10)) for i in range(2)]
+        wait_until(lambda: server.engine.num_unfinished == 2)
+        tokenized: list[str] = []
+        monkeypatch.setattr(type(server.engine.info.tokenizer), "encode", lambda self, text: tokenized.append(text))
+        assert client.post(COMPLETIONS, json=run_on("x", 1)).status_code == 503
+        assert not tokenized
+        gate.open()
+        assert [request.result().status_code for request in pending] == [200, 200]
+    server.wait_idle()
 
 
 def test_a_storm_of_cancelled_requests_leaves_nothing_behind(demo_server: RunningServer) -> None:

@@ -25,6 +25,8 @@ from tests.api.helpers import (
 )
 from tests.support import RunningServer, poison_new_blocks, running_server, wait_until
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
 pytestmark = pytest.mark.filterwarnings("error")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -213,5 +215,57 @@ def test_a_request_that_is_no_longer_running_cannot_fail_the_engine(server: Runn
         wait_until(lambda: server.engine.num_unfinished == 3)
         gate.open()
         assert [request.result().status_code for request in pending] == [200] * 3
+    server.wait_idle()
+    assert server.engine.state is EngineState.READY
+
+
+def test_a_conversation_that_the_template_renders_to_nothing_is_refused(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = server.engine.info.tokenizer
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda self, messages: [])
+    with raw(server) as client:
+        response = client.post(CHAT, json=ask(""))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
+    assert server.engine.state is EngineState.READY
+
+
+def test_a_request_that_the_engine_will_not_take_fails_alone(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every check before it passed, by mistake: the engine thread refuses it, and goes on."""
+    add = server.core.scheduler.add
+
+    def refusing(sequence: Any) -> None:
+        if sequence.max_tokens == 3:
+            raise ValueError("not this one")
+        add(sequence)
+
+    monkeypatch.setattr(server.core.scheduler, "add", refusing)
+    with raw(server) as client:
+        response = client.post(COMPLETIONS, json=run_on("x", 3))
+        assert response.status_code == 500
+        assert "not this one" in response.json()["error"]["message"]
+        assert client.post(COMPLETIONS, json=run_on("x", 2)).status_code == 200
+    server.wait_idle()
+
+
+def test_a_detokenizer_that_fails_ends_its_request_alone(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = server.core._advance
+
+    def failing(running: Any, sampled: Any) -> Any:
+        if running.request.params.max_tokens == 3:
+            raise LookupError("no such token")
+        return advance(running, sampled)
+
+    monkeypatch.setattr(server.core, "_advance", failing)
+    with raw(server) as client:
+        response = client.post(COMPLETIONS, json=run_on("x", 3))
+        assert response.status_code == 500
+        assert "no such token" in response.json()["error"]["message"]
+        assert client.post(COMPLETIONS, json=run_on("x", 2)).status_code == 200
     server.wait_idle()
     assert server.engine.state is EngineState.READY

@@ -297,7 +297,6 @@ def test_sinks_may_stay_in_float32_beside_a_half_type_pool() -> None:
 def test_metadata_places_every_token() -> None:
     meta = AttentionMetadata.build([1, 3, 2], [10, 9, 2], [[7, 2], [4, 1, 9], [0]], block_size=8)
     assert meta.num_tokens == 6
-    assert meta.num_sequences == 3
     assert meta.positions.tolist() == [9, 6, 7, 8, 0, 1]
     assert meta.slot_mapping.tolist() == [2 * 8 + 1, 4 * 8 + 6, 4 * 8 + 7, 1 * 8 + 0, 0, 1]
     assert meta.cu_seqlens_q.tolist() == [0, 1, 4, 6]

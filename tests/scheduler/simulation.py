@@ -18,6 +18,14 @@ def sequence(number: int, prompt: int | list[int], max_tokens: int = 4, stop: in
     return Sequence(number, tokens, max_tokens, frozenset() if stop is None else frozenset({stop}))
 
 
+def unfinished(scheduler: Scheduler) -> list[Sequence]:
+    return list(scheduler._sequences.values())
+
+
+def answer(seq: Sequence) -> list[int]:
+    return seq.token_ids[seq.num_prompt_tokens :]
+
+
 def next_token(seq: Sequence) -> int:
     """Depends on the tokens so far and on nothing else, as a greedy model's answer does."""
     return hash(tuple(seq.token_ids)) % 997
@@ -81,7 +89,7 @@ class Simulation:
         usage = pool.usage()
         assert usage.used + usage.cached + usage.free == pool.num_blocks
         holders: Counter[int] = Counter()
-        for seq in self.scheduler.unfinished():
+        for seq in unfinished(self.scheduler):
             assert (seq.block_table is not None) == (seq.status is SequenceStatus.RUNNING)
             assert seq.block_table is not None or seq.num_computed_tokens == 0
             if seq.block_table is not None:
@@ -89,5 +97,5 @@ class Simulation:
                 partial = seq.block_table.block_ids[seq.num_computed_tokens // pool.block_size :]
                 assert all(pool.ref_count(block) == 1 for block in partial)
         assert all(pool.ref_count(block) == holders[block] for block in range(pool.num_blocks))
-        running = [s for s in self.scheduler.unfinished() if s.status is SequenceStatus.RUNNING]
+        running = [s for s in unfinished(self.scheduler) if s.status is SequenceStatus.RUNNING]
         assert len(running) <= self.scheduler.config.max_num_seqs

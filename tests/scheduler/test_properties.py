@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlxpaged.scheduler import FinishReason, PromptTooLongError
-from tests.scheduler.simulation import Simulation, make_scheduler, next_token, sequence
+from tests.scheduler.simulation import Simulation, make_scheduler, next_token, sequence, unfinished
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -51,8 +51,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.simulation.scheduler.has_unfinished())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        unfinished = sorted(s.sequence_id for s in self.simulation.scheduler.unfinished())
-        self.simulation.abort(data.draw(st.sampled_from(unfinished)))
+        numbers = sorted(s.sequence_id for s in unfinished(self.simulation.scheduler))
+        self.simulation.abort(data.draw(st.sampled_from(numbers)))
 
     @precondition(lambda self: self.simulation.scheduler.has_unfinished())
     @rule(data=st.data())

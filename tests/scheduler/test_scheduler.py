@@ -11,7 +11,7 @@ from mlxpaged.scheduler import (
     SequenceStatus,
     UnknownSequenceError,
 )
-from tests.scheduler.simulation import Simulation, make_scheduler, next_token, sequence
+from tests.scheduler.simulation import Simulation, answer, make_scheduler, next_token, sequence, unfinished
 
 
 def undisturbed(prompt: int | list[int], number: int, max_tokens: int) -> list[int]:
@@ -19,7 +19,7 @@ def undisturbed(prompt: int | list[int], number: int, max_tokens: int) -> list[i
     seq = sequence(number, prompt, max_tokens)
     while seq.num_output_tokens < max_tokens:
         seq.token_ids.append(next_token(seq))
-    return seq.output_token_ids
+    return answer(seq)
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def test_no_step_exceeds_the_token_budget_and_decodes_are_never_left_out() -> No
     simulation = Simulation(make_scheduler(num_blocks=256, max_num_batched_tokens=10))
     for number in range(1, 9):
         simulation.add(sequence(number, 7 * number, max_tokens=12))
-        decoding = {s.sequence_id for s in simulation.scheduler.unfinished() if s.num_output_tokens}
+        decoding = {s.sequence_id for s in unfinished(simulation.scheduler) if s.num_output_tokens}
         batch = simulation.step()
         assert batch.num_tokens <= 10
         assert decoding <= set(batch.sequence_ids)
@@ -92,16 +92,16 @@ def test_after_its_prefill_a_sequence_feeds_one_token_a_step() -> None:
 
 def test_an_answer_ends_at_its_stop_token() -> None:
     seq = sequence(1, 3, max_tokens=10)
-    answer = undisturbed(3, 1, 10)
+    expected = undisturbed(3, 1, 10)
     simulation = Simulation(make_scheduler())
-    simulation.add(sequence(1, 3, max_tokens=10, stop=answer[4]))
+    simulation.add(sequence(1, 3, max_tokens=10, stop=expected[4]))
     simulation.run()
     assert simulation.ended == {1: FinishReason.STOP}
     simulation = Simulation(make_scheduler())
     simulation.add(seq)
     simulation.run()
     assert simulation.ended == {1: FinishReason.LENGTH}
-    assert seq.output_token_ids == answer
+    assert answer(seq) == expected
 
 
 # -- block tables ----------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_what_could_never_fit_is_refused_at_once_with_size_and_limit() -> None:
     scheduler.add(sequence(1, 10, max_tokens=7))
     with pytest.raises(PromptTooLongError, match=r"5 KV blocks .* pool has 4 .*--kv-cache-memory"):
         scheduler.add(sequence(2, 10, max_tokens=8))
-    assert len(scheduler.unfinished()) == 1
+    assert len(unfinished(scheduler)) == 1
 
 
 def test_what_does_not_fit_now_waits_and_runs_later() -> None:
@@ -171,8 +171,8 @@ def test_when_blocks_run_out_the_newest_sequence_gives_way_and_nobody_notices_in
     assert simulation.batches[-1] == [(1, 1)]
     assert (older.num_preemptions, newer.num_preemptions) == (0, 1)
     simulation.run()
-    assert older.output_token_ids == undisturbed(7, 1, 8)
-    assert newer.output_token_ids == undisturbed(6, 2, 8)
+    assert answer(older) == undisturbed(7, 1, 8)
+    assert answer(newer) == undisturbed(6, 2, 8)
 
 
 def test_a_preempted_sequence_keeps_its_place_before_later_arrivals() -> None:
@@ -198,7 +198,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     simulation.run()
     assert sequences[1].num_preemptions > 0
     assert simulation.computed[2] < 2 * (12 + 11), "its prompt was computed again from the start"
-    assert sequences[1].output_token_ids == undisturbed(12, 2, 12)
+    assert answer(sequences[1]) == undisturbed(12, 2, 12)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -210,7 +210,7 @@ def test_no_load_wedges_a_pool_that_holds_one_request(prefix_caching: bool) -> N
     simulation.add(*sequences)
     simulation.run()
     assert set(simulation.ended.values()) == {FinishReason.LENGTH}
-    assert all(s.output_token_ids == undisturbed(1 + s.sequence_id % 13, s.sequence_id, 12) for s in sequences)
+    assert all(answer(s) == undisturbed(1 + s.sequence_id % 13, s.sequence_id, 12) for s in sequences)
     assert simulation.scheduler.pool.usage().used == 0
 
 
@@ -227,7 +227,7 @@ def test_a_prompt_seen_before_is_not_computed_again_but_for_its_last_block() -> 
     simulation.add(again)
     simulation.run()
     assert again.num_cached_tokens == 36, "at least one token is left to compute, so the tenth block is not taken"
-    assert again.output_token_ids == undisturbed(PREFIX, 1, 4)
+    assert answer(again) == undisturbed(PREFIX, 1, 4)
 
 
 def test_the_next_turn_of_a_chat_finds_its_own_answer() -> None:
@@ -268,7 +268,7 @@ def test_a_waiting_sequence_computes_the_prefix_itself_where_its_owner_is_aborte
     simulation.abort(1)
     simulation.run()
     assert heir.num_cached_tokens == 8
-    assert heir.output_token_ids == undisturbed([*PREFIX, 2], 2, 4)
+    assert answer(heir) == undisturbed([*PREFIX, 2], 2, 4)
 
 
 def test_an_aborted_waiter_never_runs() -> None:
@@ -330,4 +330,15 @@ def test_after_a_reset_everything_is_computed_again() -> None:
     assert simulation.scheduler.pool.usage().free == 64
     simulation.slots.clear()
     simulation.run()
-    assert [s.output_token_ids for s in sequences] == [undisturbed(PREFIX, 1, 4)] * 2
+    assert [answer(s) for s in sequences] == [undisturbed(PREFIX, 1, 4)] * 2
+
+
+def test_aborted_waiters_leave_nothing_behind_while_the_batch_is_full() -> None:
+    simulation = Simulation(make_scheduler(max_num_seqs=1))
+    simulation.add(sequence(1, 4, max_tokens=50))
+    simulation.step()
+    for number in range(2, 200):
+        simulation.add(sequence(number, 4))
+        simulation.abort(number)
+    assert simulation.scheduler._waiting == []
+    simulation.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
@@ -27,12 +27,13 @@ async def create(request: Request) -> Response:
 async def respond(server: Server, body: ChatRequest) -> Response:
     engine, info = server.ready(body.model)
     params = body.params()
-    check_token_ids(info, params, [])
     messages = [message.for_template() for message in body.messages]
     check_text_length(info, "messages", sum(len(message["content"]) for message in messages))
-    prompt = await server.tokenize(lambda: info.tokenizer.apply_chat_template(messages))
     reply = ChatReply(new_id("chatcmpl"), info, body)
-    generation = submit_all(engine, reply.id, "messages", [prompt], params)
+    with engine.reserve(1) as arrival_time:
+        prompt = await server.tokenize(lambda: info.tokenizer.apply_chat_template(messages))
+        check_token_ids(info, params, "messages", [prompt])
+        generation = submit_all(engine, reply.id, "messages", [prompt], params, arrival_time)
     if body.stream:
         return EventStream(reply.events(generation), generation.close)
     return JSONResponse(await reply.complete(generation))
@@ -64,7 +65,7 @@ class ChatReply:
             "usage": generation.usage(),
         }
 
-    async def events(self, generation: Generation) -> AsyncIterator[str]:
+    async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
         try:
             yield self._chunk({"role": "assistant", "content": ""})
             async for _, output in generation.outputs():

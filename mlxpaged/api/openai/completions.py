@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.body import read_json
-from mlxpaged.api.errors import bad_parameter, from_engine
+from mlxpaged.api.errors import from_engine
 from mlxpaged.api.openai.generation import Generation, check_text_length, check_token_ids, collect, new_id, submit_all
 from mlxpaged.api.openai.logprobs import completion_logprobs
 from mlxpaged.api.openai.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
@@ -32,12 +32,11 @@ async def respond(server: Server, body: CompletionRequest) -> Response:
         return [info.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
 
     check_text_length(info, "prompt", max((len(p) for p in body.prompts() if isinstance(p, str)), default=0))
-    prompts = await server.tokenize(encode)
-    if not all(prompts):
-        raise bad_parameter("prompt", "a prompt without tokens cannot be continued")
-    check_token_ids(info, params, prompts)
     reply = CompletionReply(new_id("cmpl"), info, body)
-    generation = submit_all(engine, reply.id, "prompt", prompts, params, DEFAULT_COMPLETION_TOKENS)
+    with engine.reserve(len(body.prompts())) as arrival_time:
+        prompts = await server.tokenize(encode)
+        check_token_ids(info, params, "prompt", prompts)
+        generation = submit_all(engine, reply.id, "prompt", prompts, params, arrival_time, DEFAULT_COMPLETION_TOKENS)
     if body.stream:
         return EventStream(reply.events(generation), generation.close)
     return JSONResponse(await reply.complete(generation))
@@ -64,7 +63,7 @@ class CompletionReply:
             "usage": generation.usage(),
         }
 
-    async def events(self, generation: Generation) -> AsyncIterator[str]:
+    async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
         offsets = [0] * len(generation.streams)
         usage = {"usage": None} if self._body.include_usage else {}
         try:

@@ -18,12 +18,15 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def check_token_ids(info: EngineInfo, params: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises ApiError for a token id outside the vocabulary; nothing behind this check would."""
+def check_token_ids(info: EngineInfo, params: SamplingParams, field: str, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises ApiError for a token id that the model has no embedding for; nothing behind this check would.
+
+    field: the one that holds the prompts.
+    """
     for param, ids in (
         ("logit_bias", list(params.logit_bias)),
         ("stop_token_ids", list(params.stop_token_ids)),
-        *(("prompt", ids) for ids in prompts),
+        *((field, ids) for ids in prompts),
     ):
         if ids and max(ids) >= info.vocab_size:
             raise bad_parameter(param, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size} tokens")
@@ -46,6 +49,7 @@ def submit_all(
     field: str,
     prompts: Sequence[list[int]],
     params: SamplingParams,
+    arrival_time: float,
     default_max_tokens: int | None = None,
 ) -> Generation:
     """All prompts of one HTTP request, or none of them where one is refused.
@@ -53,12 +57,14 @@ def submit_all(
     field: the one that holds the prompts. default_max_tokens: most tokens to generate where `params` does not say.
     """
     generation = Generation()
+    if not all(prompts):
+        raise bad_parameter(field, "a prompt without tokens cannot be continued")
     with ExitStack() as undo:
         undo.callback(generation.close)
         for index, prompt in enumerate(prompts):
             name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
             try:
-                generation.streams.append(engine.submit(name, prompt, params, default_max_tokens))
+                generation.streams.append(engine.submit(name, prompt, params, arrival_time, default_max_tokens))
             except PromptTooLongError as error:
                 param = "max_tokens" if fits_alone(engine, prompt) else field
                 raise bad_parameter(param, str(error), code="context_length_exceeded") from None
@@ -88,6 +94,18 @@ class Generation:
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(choice, output) as they come. The first failure ends them all; so does leaving early."""
+        try:
+            async for index, output in self._merged() if len(self.streams) > 1 else self._single():
+                self._last[index] = output
+                yield index, output
+        finally:
+            self.close()
+
+    async def _single(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        async for output in self.streams[0]:
+            yield 0, output
+
+    async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         merged: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
 
         async def pump(index: int, stream: RequestStream) -> None:
@@ -108,12 +126,10 @@ class Generation:
                 elif isinstance(item, Exception):
                     raise item
                 else:
-                    self._last[item[0]] = item[1]
                     yield item
         finally:
             for task in tasks:
                 task.cancel()
-            self.close()
 
     def usage(self) -> dict[str, Any]:
         prompt = sum(len(stream.request.prompt_token_ids) for stream in self.streams)

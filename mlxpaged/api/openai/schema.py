@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mlxpaged.api.errors import bad_parameter
 from mlxpaged.engine import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
@@ -70,7 +71,7 @@ class SamplingFields(Body):
     @model_validator(mode="after")
     def _usage_needs_a_stream(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
+            raise bad_parameter("stream_options", "needs stream to be true")
         return self
 
     @property
@@ -131,9 +132,9 @@ class ChatRequest(SamplingFields):
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+            raise bad_parameter("max_tokens", "differs from max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise bad_parameter("top_logprobs", "needs logprobs to be true")
         return self
 
     def params(self) -> SamplingParams:
