@@ -27,7 +27,9 @@ def resolve_backend(backend: str) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "metal" and not kernels.can_run():
-        raise ValueError("attention backend 'metal' needs a Mac with a Metal device; use 'auto' or 'gather'")
+        raise ValueError(
+            "attention backend 'metal' is not available: it needs a Mac with a Metal device; use 'auto' or 'gather'"
+        )
     return "metal" if backend == "metal" else "gather"
 
 

@@ -7,7 +7,7 @@ order of a layer's writes and reads the order in which they were asked for, acro
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +24,8 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256)
 BLOCK_SIZES = (8, 16, 32)
 
 THREADS = 128
+MERGE_THREADS = 256
+
 DECODE_PARTITION = 512
 """Keys that one threadgroup attends to in a step of decoding only; vLLM's and mistral.rs's number."""
 
@@ -57,21 +59,6 @@ class AttentionVariant:
     softcap: bool = False
     sinks: bool = False
 
-    @classmethod
-    def choose(
-        cls, dtype: mx.Dtype, head_dim: int, block_size: int, kv_heads: int, group: int, single_queries: bool
-    ) -> AttentionVariant:
-        """All heads of a group in one threadgroup where its memory and registers allow, else as few parts as do."""
-        rows = ROWS
-        while True:
-            parts = -(-group // rows)
-            heads = -(-group // parts)
-            queries = 1 if single_queries else max(1, rows // heads)
-            variant = cls(dtype, head_dim, block_size, kv_heads, group, heads, queries)
-            if variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY:
-                return variant
-            rows //= 2
-
     @property
     def rows(self) -> int:
         return self.queries * self.heads
@@ -98,6 +85,7 @@ class AttentionVariant:
         arrays = (self.rows * self.head_dim * self.dtype.size, 4 * scratch, *[4 * self.rows] * 3)
         return sum(-(-size // 16) * 16 for size in arrays)
 
+    @functools.cached_property
     def template(self) -> kernels.Template:
         return [
             ("T", self.dtype),
@@ -115,6 +103,31 @@ class AttentionVariant:
             ("SOFTCAP", self.softcap),
             ("SINKS", self.sinks),
         ]
+
+
+@functools.cache
+def choose_variant(
+    dtype: mx.Dtype,
+    head_dim: int,
+    block_size: int,
+    kv_heads: int,
+    group: int,
+    single_queries: bool,
+    partial: bool = False,
+    softcap: bool = False,
+    sinks: bool = False,
+) -> AttentionVariant:
+    """All heads of a group in one threadgroup where its memory and registers allow, else in as few parts as do."""
+    rows = ROWS
+    while True:
+        heads = -(-group // -(-group // rows))
+        queries = 1 if single_queries else max(1, rows // heads)
+        variant = AttentionVariant(
+            dtype, head_dim, block_size, kv_heads, group, heads, queries, partial, softcap, sinks
+        )
+        if variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY:
+            return variant
+        rows //= 2
 
 
 @dataclass(frozen=True)
@@ -228,9 +241,9 @@ class MetalPool:
         order = np.argsort(np.concatenate(rows)).astype(np.int32)
         return Plan(work, chunks, mx.array(order), single_queries)
 
-    def _variant(self, group: int, single_queries: bool) -> AttentionVariant:
-        return AttentionVariant.choose(
-            self.dtype, self.head_dim, self.block_size, self.num_kv_heads, group, single_queries
+    def _variant(self, group: int, single_queries: bool, *flags: bool) -> AttentionVariant:
+        return choose_variant(
+            self.dtype, self.head_dim, self.block_size, self.num_kv_heads, group, single_queries, *flags
         )
 
     def _attend_paged(
@@ -239,11 +252,12 @@ class MetalPool:
         """The rows of `work`, in its order."""
         heads = queries.shape[1]
         partial = work.ranges is not None
-        variant = dataclasses.replace(
-            self._variant(heads // self.num_kv_heads, plan.single_queries),
-            partial=partial,
-            softcap=options.softcap is not None,
-            sinks=options.sinks is not None and not partial,
+        variant = self._variant(
+            heads // self.num_kv_heads,
+            plan.single_queries,
+            partial,
+            options.softcap is not None,
+            options.sinks is not None and not partial,
         )
         sinks = self._token if options.sinks is None else options.sinks.astype(mx.float32)
         width = self.head_dim + 4 if partial else self.head_dim
@@ -262,7 +276,7 @@ class MetalPool:
                 float(options.softcap or 1.0),
                 self._token,
             ],
-            variant.template(),
+            variant.template,
             grid=(THREADS, self.num_kv_heads * variant.head_tiles, work.num_items),
             threadgroup=(THREADS, 1, 1),
             outputs=[((work.num_partials, heads, width), mx.float32 if partial else self.dtype), ((1,), mx.int32)],
@@ -270,14 +284,14 @@ class MetalPool:
         )
         if work.ranges is None:
             return out
-        quads = self.head_dim // 4
         (merged,) = kernels.launch(
             "merge_partials",
             [out, work.ranges, sinks],
             [("T", self.dtype), ("D", self.head_dim), ("HEADS", heads), ("SINKS", options.sinks is not None)],
-            grid=(quads, heads, work.num_rows),
-            threadgroup=(quads, 1, 1),
+            grid=(MERGE_THREADS, heads, work.num_rows),
+            threadgroup=(MERGE_THREADS, 1, 1),
             outputs=[((work.num_rows, heads, self.head_dim), self.dtype)],
+            threadgroup_memory=MERGE_THREADS // 32 * (self.head_dim + 2) * 4,
         )
         return merged
 

@@ -21,3 +21,13 @@ def metal() -> Iterator[None]:
         return
     with Interpreter().installed():
         yield
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """The same without the checks of loads and stores, for large cases."""
+    if mx.metal.is_available():
+        yield
+        return
+    with Interpreter(checked=False).installed():
+        yield

@@ -69,6 +69,10 @@ def test_decode_of_all_lengths_together(metal: None) -> None:
     Case([*DECODE, (1, 4097), (1, 1)], kv_heads=1, group=4, head_dim=64).check()
 
 
+def test_decode_over_128k_tokens(unchecked: None) -> None:
+    Case([(1, 131072), (1, 7)], head_dim=32, kv_heads=1).check()
+
+
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
 @pytest.mark.parametrize("decode_partition", [64, 512])
 def test_extras_in_decode(metal: None, extras: dict[str, Any], decode_partition: int) -> None:
@@ -207,6 +211,20 @@ def test_a_write_is_in_place(metal: None) -> None:
     assert float(kv.arrays[0].sum().item()) == rows.size  # type: ignore[arg-type]
 
 
+def test_no_step_copies_a_pool(metal: None) -> None:
+    kv = LayerKVCache(1000, 2, 64, mx.float32, backend="metal")
+    mx.eval(kv.arrays)
+    rows = mx.ones((3, 2, 64))
+    meta = AttentionMetadata.build([1, 2], [600, 40], [list(range(900, 920)), [7, 8]])
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    kv.write(rows, rows, meta)
+    kv.attend(rows, meta, scale=1.0)
+    kv.copy_blocks([(7, 5)])
+    mx.eval(kv.arrays)
+    assert mx.get_peak_memory() - before < kv.nbytes / 50
+
+
 def test_slot_minus_one_leaves_the_pool_untouched(metal: None) -> None:
     kv = LayerKVCache(5, 2, 64, mx.float32, backend="metal")
     meta = AttentionMetadata.build([8], [8], [[4]])
@@ -279,7 +297,7 @@ def test_a_moved_sequence_attends_the_same(metal: None) -> None:
 
 @on_cpu
 def test_without_metal_the_backend_is_refused_with_a_reason() -> None:
-    with pytest.raises(ValueError, match="'metal' needs a Mac with a Metal device; use 'auto' or 'gather'"):
+    with pytest.raises(ValueError, match="'metal' is not available: it needs a Mac with a Metal device"):
         resolve_backend("metal")
     assert resolve_backend("auto") == resolve_backend("gather") == "gather"
 

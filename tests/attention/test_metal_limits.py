@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlxpaged.attention import AttentionMetadata, LayerKVCache, kernels
-from mlxpaged.attention.metal import BLOCK_SIZES, DTYPES, HEAD_DIMS, ROWS, THREADS, AttentionVariant
+from mlxpaged.attention.metal import BLOCK_SIZES, DTYPES, HEAD_DIMS, ROWS, THREADS, choose_variant
+from mlxpaged.attention.pool import Options
 from mlxpaged.attention.work import make_work
 from tests.attention.metal_cases import Case
 from tests.metal_on_cpu import Interpreter
@@ -18,7 +21,7 @@ from tests.metal_on_cpu import Interpreter
 @pytest.mark.parametrize("single_queries", [True, False])
 def test_every_variant_keeps_to_the_limits_of_a_threadgroup(single_queries: bool) -> None:
     for dtype, head_dim, block_size, group in itertools.product(DTYPES, HEAD_DIMS, BLOCK_SIZES, range(1, 130)):
-        variant = AttentionVariant.choose(dtype, head_dim, block_size, 2, group, single_queries)
+        variant = choose_variant(dtype, head_dim, block_size, 2, group, single_queries)
         assert variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY
         assert THREADS <= kernels.MAX_THREADS
         assert variant.heads * variant.head_tiles >= group > variant.heads * (variant.head_tiles - 1)
@@ -46,7 +49,7 @@ def test_threadgroup_memory_is_what_was_calculated(
     metal_on_cpu: Interpreter, dtype: mx.Dtype, head_dim: int, group: int, lens: list[tuple[int, int]]
 ) -> None:
     Case(lens, dtype=dtype, head_dim=head_dim, group=group, kv_heads=1).check()
-    variant = AttentionVariant.choose(dtype, head_dim, 32, 1, group, lens[0][0] == 1)
+    variant = choose_variant(dtype, head_dim, 32, 1, group, lens[0][0] == 1)
     used = metal_on_cpu.last_launch("paged_attention").threadgroup_memory
     assert variant.threadgroup_memory - 64 <= used <= variant.threadgroup_memory
 
@@ -113,6 +116,46 @@ def test_every_kernel_file_has_its_names_and_a_header() -> None:
         assert "// grid (" in head, name
         for word in itertools.chain(*kernels.INPUTS_AND_OUTPUTS[name]):
             assert word in head or word in ("scale", "softcap", "window"), f"{name}: {word}"
+
+
+def test_mlx_takes_our_launches_and_generates_the_source_that_was_tested(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX's own metal_kernel, traced without running: it prints its source. Ours for the same inputs is compiled."""
+    ours = []
+    theirs: Any = mx.fast.metal_kernel
+
+    def both(**built: Any) -> Any:
+        def call(**launched: Any) -> Any:
+            arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in launched["inputs"]]
+            kernel = Interpreter().metal_kernel(**built)
+            ours.append(kernel.signature(arrays, launched["output_dtypes"], launched["template"]).source)
+            return theirs(**built)(**launched, verbose=True)
+
+        return call
+
+    def step(queries: mx.array, rows: mx.array) -> mx.array:
+        kv = LayerKVCache(8, 2, 64, mx.bfloat16, backend="metal")
+        kv.write_blocks([4], *kv.read_blocks([3]))
+        kv.copy_blocks([(4, 5)])
+        mixed = AttentionMetadata.build([1, 128, 2], [33, 128, 7], [[6, 7], [0, 1, 2, 3], [4]])
+        kv.write(rows, rows, mixed)
+        sinks = mx.zeros((4,))
+        return (
+            kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks)
+            + kv._pool.attend(  # type: ignore[no-any-return]
+                queries[:1], AttentionMetadata.build([1], [1000], [[0] * 32]), Options(0.1, None, 5.0, sinks)
+            )
+        )
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", both)
+    capfd.readouterr()
+    arrays = mx.zeros((131, 4, 64), mx.bfloat16), mx.zeros((131, 2, 64), mx.bfloat16)
+    mx.export_function(str(tmp_path / "step.mlxfn"), step, *arrays)
+    printed = capfd.readouterr().out.split("```\n")[1::2]
+    assert [source.rstrip("\n") for source in printed] == [source.rstrip("\n") for source in ours]
+    launched = {name for name in kernels.INPUTS_AND_OUTPUTS for source in ours if f"custom_kernel_{name}" in source}
+    assert launched == kernels.INPUTS_AND_OUTPUTS.keys()
 
 
 # Work items

@@ -49,6 +49,12 @@ def split_decode() -> bool:
     return case.error() <= TOLERANCE[case.dtype]
 
 
+def many_ranges() -> bool:
+    """More than the simdgroups that merge them."""
+    case = Case([(1, 150), (1, 33)], head_dim=32, decode_partition=8)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
 def sharp_split_decode() -> bool:
     return Case([(1, 300), (1, 33)], head_dim=32, sharpness=1000, decode_partition=32).error() < 1e-3
 
@@ -209,12 +215,25 @@ MUTANTS: dict[str, Mutant] = {
     "an implicit bfloat": (
         "paged_attention", "static_cast<O>(sum / total)", "(sum / total)", bfloat_decode, MetalCompileError),
     "a range left out": (
-        "merge_partials", "for (int i = 0; i < count", "for (int i = 1; i < count", split_decode, None),
-    "no maximum over ranges": ("merge_partials", "best = max(best, part[", "best = min(best, part[",
-                               sharp_split_decode, None),
-    "ranges weigh the same": ("merge_partials", "acc[e] += values[e] * factor;", "acc[e] += values[e];",
-                              split_decode, None),
+        "merge_partials", "for (int i = split; i < count", "for (int i = split + 1; i < count", split_decode, None),
+    "a split left out of the sum": (
+        "merge_partials", "s = 0; s < SPLITS; s++) {\n    const", "s = 1; s < SPLITS; s++) {\n    const",
+        split_decode, None),
+    "no barrier before the splits meet": (
+        "merge_partials", "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", split_decode, DataRace),
+    "no maximum over ranges": (
+        "merge_partials", "max(best, row[D]);", "min(best, row[D]);", sharp_split_decode, None),
+    "no maximum over splits": (
+        "merge_partials", "best = max(best, split_max[s]);", "best = split_max[0];", sharp_split_decode, None),
+    "ranges weigh the same": (
+        "merge_partials", "values[e] * factor;", "values[e];", many_ranges, None),
+    "an earlier range not rescaled": (
+        "merge_partials", "acc[c * 4 + e] * before +", "acc[c * 4 + e] +", many_ranges, None),
+    "the sum of an earlier range not rescaled": (
+        "merge_partials", "total = total * before +", "total = total +", many_ranges, None),
     "no sink after merging": ("merge_partials", "if (SINKS) {", "if (false) {", split_decode, None),
+    "a thread per column too few": ("merge_partials", "if (me < D) {", "if (me < D - 1) {", split_decode,
+                                    UninitialisedOutput),
     "wrong rows merged": ("merge_partials", "size_t(range[1]) *", "size_t(1) *", split_mixed, None),
     "skipped slot not skipped": ("kv_write", "if (slot >= 0)", "if (true)", write, OutOfBounds),
     "two rows in one slot": ("kv_write", "slot % BLOCK) * D", "0) * D", write, DataRace),
@@ -253,6 +272,8 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
                 scenario()
 
 
-@pytest.mark.parametrize("scenario", {mutant[3] for mutant in MUTANTS.values()}, ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "scenario", list(dict.fromkeys(mutant[3] for mutant in MUTANTS.values())), ids=lambda s: s.__name__
+)
 def test_without_a_mutant_all_is_well(scenario: Callable[[], bool], metal_on_cpu: Interpreter) -> None:
     assert scenario()
