@@ -2,7 +2,7 @@
 // attention reads them.
 //
 // key_pool, value_pool [blocks, KV_HEADS, BLOCK, D]; blocks [n]: the sequence's, in order; after: token of the last
-// kernel that touched the pools
+// write to the pools
 // keys, values [KV_HEADS, N, D], N <= n * BLOCK; done [1]: the token
 //
 // grid (D / 4, N, KV_HEADS), threadgroup (D / 4, up to 8, 1): a thread moves four elements of each

@@ -1,4 +1,4 @@
-// Attention of query tiles over a paged context: one decode token, or a few tokens of a prompt chunk, each with its
+// Attention of query tiles over a paged context: one token of a decoding sequence, or a few of a prompt chunk, with the
 // query heads that share a KV head. Causal, with an optional window, softcap and sinks; online softmax in float32.
 //
 // A threadgroup takes one work item for one KV head, or for HEADS of its query heads where a group has more: QUERIES
@@ -12,7 +12,7 @@
 // queries [T, KV_HEADS * GROUP, D]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, D]; block_tables [S, max_blocks]
 // items [N, 8]: sequence, first query row, queries, position of the first query, first key, end of keys,
 //   first row of `out`, unused
-// sinks [KV_HEADS * GROUP] if SINKS; after: token of the last kernel that touched the pools
+// sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
 // out [rows, KV_HEADS * GROUP, D] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, D + 4]: the weighted sum of
 //   values without its denominator, the maximum of the scores, their sum of exponentials, 0, 0. done [1]: the token
 //

@@ -1,8 +1,9 @@
 """The Metal backend: a pool that kernels write in place, and attention that reads the blocks where they are.
 
-Every kernel that touches the pools takes the token of the one before it and returns its own. MLX orders kernels by the
-arrays that pass between them, and an array that is written in place behind its back does not show: the tokens make the
-order of a layer's writes and reads the order in which they were asked for, across steps too.
+MLX orders kernels by the arrays that pass between them, and an array that is written in place behind its back does not
+show. So every kernel that touches the pools takes a token and returns one: a reader takes the one of the write before
+it, a writer one that stands for everything before it. A layer's writes and reads run in the order they were asked for,
+across steps too.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ THREADS = 128
 MERGE_THREADS = 256
 
 DECODE_PARTITION = 512
-"""Keys that one threadgroup attends to in a step of decoding only; vLLM's and mistral.rs's number."""
+"""Keys that one threadgroup attends to for a decoding sequence; vLLM's and mistral.rs's number."""
 
 RAGGED_PARTITION = 4096
-"""The same where prompt chunks take part: their many tiles fill the device, and every part of a tile costs memory."""
+"""The same for a tile of a prompt chunk: many tiles fill the device already, and every range of one costs memory."""
 
 ROWS = 32
 """Rows (query tokens x heads) of a threadgroup at most: their outputs live in its registers, 32 to 64 a thread."""
@@ -132,13 +133,16 @@ def choose_variant(
 
 @dataclass(frozen=True)
 class Plan:
-    """A step's query tokens: `work` for the kernel, long chunks for MLX's attention, and the `order` that brings their
-    outputs back together."""
+    """How a step's query tokens are attended, by the length of their sequences' chunks. Decoding sequences always take
+    the same way, so that their bits do not depend on who else is in the batch.
 
-    work: Work | None
+    order: brings the outputs of decode, ragged and chunks, in this order, back into the order of the query tokens.
+    """
+
+    decode: Work | None
+    ragged: Work | None
     chunks: list[gather.PromptChunk]
     order: mx.array
-    single_queries: bool
 
 
 class MetalPool:
@@ -189,10 +193,17 @@ class MetalPool:
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         group = queries.shape[1] // self.num_kv_heads
         plan = self._plan(meta, options.window, group)
-        outputs = [] if plan.work is None else [self._attend_paged(queries, meta, options, plan.work, plan)]
+        outputs, tokens = [], []
+        for work, single_queries in ((plan.decode, True), (plan.ragged, False)):
+            if work is not None:
+                out, token = self._attend_paged(queries, meta, options, work, single_queries)
+                outputs.append(out)
+                tokens.append(token)
         for chunk in plan.chunks:
-            keys, values = self._contiguous(chunk)
+            keys, values, token = self._contiguous(chunk)
             outputs.append(gather.attend_contiguous(queries[chunk.rows], keys, values, chunk, options))
+            tokens.append(token)
+        self._token = functools.reduce(mx.add, tokens)  # readers need not wait for each other, a writer for all
         return mx.concatenate(outputs)[plan.order] if len(outputs) > 1 else outputs[0]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -227,19 +238,18 @@ class MetalPool:
 
     def _make_plan(self, meta: AttentionMetadata, window: int | None, group: int) -> Plan:
         lens = np.asarray(meta.host_query_lens)
-        single_queries = bool(lens.max() == 1)
-        long = np.flatnonzero(lens >= LONG_CHUNK)
-        short = np.flatnonzero(lens < LONG_CHUNK)
         starts = np.concatenate(([0], np.cumsum(lens)))
-        chunks = [gather.prompt_chunk(meta, int(i), int(starts[i]), window) for i in long]
-        work = None
-        if short.size:
-            partition = self.decode_partition if single_queries else self.ragged_partition
-            queries = self._variant(group, single_queries).queries
-            work = make_work(meta, short, window, queries, partition)
-        rows = [np.arange(starts[i], starts[i + 1]) for i in (*short, *long)]
-        order = np.argsort(np.concatenate(rows)).astype(np.int32)
-        return Plan(work, chunks, mx.array(order), single_queries)
+        single = np.flatnonzero(lens == 1)
+        short = np.flatnonzero((lens > 1) & (lens < LONG_CHUNK))
+        long = np.flatnonzero(lens >= LONG_CHUNK)
+        queries = self._variant(group, False).queries
+        rows = [np.arange(starts[i], starts[i + 1]) for i in (*single, *short, *long)]
+        return Plan(
+            decode=make_work(meta, single, window, 1, self.decode_partition) if single.size else None,
+            ragged=make_work(meta, short, window, queries, self.ragged_partition) if short.size else None,
+            chunks=[gather.prompt_chunk(meta, int(i), int(starts[i]), window) for i in long],
+            order=mx.array(np.argsort(np.concatenate(rows)).astype(np.int32)),
+        )
 
     def _variant(self, group: int, single_queries: bool, *flags: bool) -> AttentionVariant:
         return choose_variant(
@@ -247,14 +257,14 @@ class MetalPool:
         )
 
     def _attend_paged(
-        self, queries: mx.array, meta: AttentionMetadata, options: Options, work: Work, plan: Plan
-    ) -> mx.array:
-        """The rows of `work`, in its order."""
+        self, queries: mx.array, meta: AttentionMetadata, options: Options, work: Work, single_queries: bool
+    ) -> tuple[mx.array, mx.array]:
+        """The rows of `work`, in its order, and the token of having read the pools."""
         heads = queries.shape[1]
         partial = work.ranges is not None
         variant = self._variant(
             heads // self.num_kv_heads,
-            plan.single_queries,
+            single_queries,
             partial,
             options.softcap is not None,
             options.sinks is not None and not partial,
@@ -262,7 +272,7 @@ class MetalPool:
         sinks = self._token if options.sinks is None else options.sinks.astype(mx.float32)
         width = self.head_dim + 4 if partial else self.head_dim
         window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
-        out, self._token = kernels.launch(
+        out, token = kernels.launch(
             "paged_attention",
             [
                 queries,
@@ -283,7 +293,7 @@ class MetalPool:
             threadgroup_memory=variant.threadgroup_memory,
         )
         if work.ranges is None:
-            return out
+            return out, token
         (merged,) = kernels.launch(
             "merge_partials",
             [out, work.ranges, sinks],
@@ -293,13 +303,13 @@ class MetalPool:
             outputs=[((work.num_rows, heads, self.head_dim), self.dtype)],
             threadgroup_memory=MERGE_THREADS // 32 * (self.head_dim + 2) * 4,
         )
-        return merged
+        return merged, token
 
-    def _contiguous(self, chunk: gather.PromptChunk) -> tuple[mx.array, mx.array]:
-        """The chunk's keys and values, [num_kv_heads, num_keys, head_dim] each."""
+    def _contiguous(self, chunk: gather.PromptChunk) -> tuple[mx.array, mx.array, mx.array]:
+        """The chunk's keys and values, [num_kv_heads, num_keys, head_dim] each, and the token of having read them."""
         quads = self.head_dim // 4
         shape = (self.num_kv_heads, chunk.num_keys, self.head_dim)
-        keys, values, self._token = kernels.launch(
+        keys, values, token = kernels.launch(
             "kv_gather",
             [self._keys, self._values, chunk.blocks, self._token],
             [*self._row_template(), ("BLOCK", self.block_size)],
@@ -307,7 +317,7 @@ class MetalPool:
             threadgroup=(quads, min(8, chunk.num_keys), 1),
             outputs=[(shape, self.dtype), (shape, self.dtype), ((1,), mx.int32)],
         )
-        return keys, values
+        return keys, values, token
 
     def _row_template(self) -> list[tuple[str, int | bool | mx.Dtype]]:
         return [("T", self.dtype), ("D", self.head_dim), ("KV_HEADS", self.num_kv_heads)]
