@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test lint types bench wheel train-demo clean
+.PHONY: serve test test-kernels lint types bench wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
 
 test: lint types
 	$(BIN)/python -m pytest
+
+test-kernels: $(STAMP)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/attention tests/metal_on_cpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,11 +7,15 @@ from typing import Literal, get_args
 
 import mlx.core as mx
 
-from mlxpaged.attention import gather
+from mlxpaged.attention import kernels
+from mlxpaged.attention.gather import GatherPool
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.metal import MetalPool
+from mlxpaged.attention.pool import KVPool, Options
 
 Backend = Literal["auto", "metal", "gather"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
+POOLS: dict[str, type[GatherPool] | type[MetalPool]] = {"gather": GatherPool, "metal": MetalPool}
 KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
@@ -22,17 +26,17 @@ def resolve_backend(backend: str) -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend == "metal":
-        raise ValueError("attention backend 'metal' is not available in this version; use 'auto' or 'gather'")
-    return "gather"
+    if backend == "metal" and not kernels.can_run():
+        raise ValueError(
+            "attention backend 'metal' is not available: it needs a Mac with a Metal device; use 'auto' or 'gather'"
+        )
+    return "metal" if backend == "metal" else "gather"
 
 
 class LayerKVCache:
     """Keys and values of one layer, `num_blocks` blocks of `block_size` tokens, addressed through block tables.
 
-    A block is stored as [kv_head, slot, dim], so that whole blocks are gathered as one contiguous run each and every
-    head of a block is a contiguous matrix: a gather for attention needs no transpose. One more block than asked
-    for is kept at the end, always zero: shorter sequences of a group are padded with it.
+    Raises ValueError for arguments out of range, and for a type or size that the backend is not made for.
     """
 
     def __init__(
@@ -61,18 +65,18 @@ class LayerKVCache:
 
     def clear(self) -> None:
         """Make every block zero, in new memory."""
-        rows = (self.num_blocks + 1) * self.num_kv_heads * self.block_size
-        self._keys = mx.zeros((rows, self.head_dim), self.dtype)
-        self._values = mx.zeros((rows, self.head_dim), self.dtype)
+        self._pool: KVPool = POOLS[self.backend](
+            self.num_blocks, self.num_kv_heads, self.head_dim, self.dtype, self.block_size
+        )
 
     @property
-    def arrays(self) -> tuple[mx.array, mx.array]:
-        """The two pools, to be evaluated at the end of a step."""
-        return self._keys, self._values
+    def arrays(self) -> tuple[mx.array, ...]:
+        """To be evaluated at the end of a step, so that its writes are done."""
+        return self._pool.arrays
 
     @property
     def nbytes(self) -> int:
-        return int(self._keys.nbytes + self._values.nbytes)
+        return self._pool.nbytes
 
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         """Store the keys and values [T, num_kv_heads, head_dim] of the step's query tokens in their slots."""
@@ -83,9 +87,7 @@ class LayerKVCache:
                 raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
             if array.dtype != self.dtype:
                 raise ValueError(f"{name} must be {self.dtype}, the type of the pool, got {array.dtype}")
-        rows = gather.rows_of_slots(meta, self.num_kv_heads)
-        self._keys[rows] = keys
-        self._values[rows] = values
+        self._pool.write(keys, values, meta)
 
     def attend(
         self,
@@ -119,52 +121,42 @@ class LayerKVCache:
             raise ValueError(f"softcap must be positive, got {softcap}")
         if sinks is not None and sinks.shape != (num_heads,):
             raise ValueError(f"sinks must have shape ({num_heads},), got {sinks.shape}")
-        return gather.attend(
-            queries,
-            self._blocks(self._keys),
-            self._blocks(self._values),
-            meta,
-            gather.Options(scale, window, softcap, sinks),
-        )
+        return self._pool.attend(queries, meta, Options(scale, window, softcap, sinks))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `src` to block `dst` for every (src, dst): all reads see the pool as it was before the call."""
         if not pairs:
             return
         sources, targets = [list(ids) for ids in zip(*pairs, strict=True)]
-        self.write_blocks(targets, *self.read_blocks(sources))
+        self._check_blocks(sources)
+        self._check_targets(targets)
+        self._pool.copy_blocks(sources, targets)
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Keys and values of whole blocks, [n, num_kv_heads, block_size, head_dim] each, as they are now."""
         self._check_blocks(ids)
-        index = mx.array(list(ids), dtype=mx.int32)
-        keys, values = self._blocks(self._keys)[index], self._blocks(self._values)[index]
-        mx.eval(keys, values)  # a read that is still pending would make the next write copy the whole pool
-        return keys, values
+        return self._pool.read_blocks(ids)
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
         """Overwrite whole blocks with what `read_blocks` returned, here or from a cache of the same layout."""
-        self._check_blocks(ids)
-        if len(set(ids)) != len(ids):
-            raise ValueError(f"a block is written twice: {list(ids)}")
+        self._check_targets(ids)
         expected = (len(ids), self.num_kv_heads, self.block_size, self.head_dim)
         if keys.shape != expected or values.shape != expected:
             raise ValueError(f"keys and values must have shape {expected}, got {keys.shape} and {values.shape}")
         if keys.dtype != self.dtype or values.dtype != self.dtype:
             raise ValueError(f"keys and values must be {self.dtype}, got {keys.dtype} and {values.dtype}")
-        rows_per_block = self.num_kv_heads * self.block_size
-        rows = mx.array(list(ids), dtype=mx.int32)[:, None] * rows_per_block + mx.arange(rows_per_block)
-        self._keys[rows] = keys.reshape(len(ids), rows_per_block, self.head_dim)
-        self._values[rows] = values.reshape(len(ids), rows_per_block, self.head_dim)
-
-    def _blocks(self, pool: mx.array) -> mx.array:
-        return pool.reshape(self.num_blocks + 1, self.num_kv_heads, self.block_size, self.head_dim)
+        self._pool.write_blocks(ids, keys, values)
 
     def _check_meta(self, meta: AttentionMetadata) -> None:
         if meta.block_size != self.block_size:
             raise ValueError(f"metadata is for blocks of {meta.block_size} tokens, the pool has {self.block_size}")
         if meta.max_block >= self.num_blocks:
             raise ValueError(f"block id {meta.max_block} is out of range: the pool has {self.num_blocks} blocks")
+
+    def _check_targets(self, ids: Sequence[int]) -> None:
+        self._check_blocks(ids)
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"a block is written twice: {list(ids)}")
 
     def _check_blocks(self, ids: Sequence[int]) -> None:
         for block in ids:

@@ -1,0 +1,85 @@
+"""The Metal kernels as Python sees them: where their sources are, how they are built, the limits of a launch.
+
+What each kernel computes, and the shapes it takes, stands at the top of its file in metal_kernels/.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+Size3 = tuple[int, int, int]
+Template = Sequence[tuple[str, int | bool | mx.Dtype]]
+
+MAX_THREADGROUP_MEMORY = 32 * 1024
+MAX_THREADS = 1024
+
+INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
+    "paged_attention": (
+        ["queries", "keys", "values", "block_tables", "items", "sinks", "scale", "window", "softcap", "after"],
+        ["out", "done"],
+    ),
+    "merge_partials": (["partials", "ranges", "sinks"], ["out"]),
+    "kv_write": (["new_keys", "new_values", "slot_mapping", "key_pool", "value_pool", "after"], ["done"]),
+    "kv_gather": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),
+    "block_copy": (["pairs", "key_pool", "value_pool", "after"], ["done"]),
+    "block_read": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),
+    "block_write": (["keys", "values", "blocks", "key_pool", "value_pool", "after"], ["done"]),
+}
+
+
+def kernel_directory() -> Path:
+    """The .metal files: inside the package where a wheel was installed, beside it in a checkout."""
+    package = Path(__file__).parent.parent
+    for directory in (package / "metal_kernels", package.parent / "metal_kernels"):
+        if directory.is_dir():
+            return directory
+    raise FileNotFoundError(f"the Metal sources are missing: neither in {package} nor beside it")
+
+
+def can_run() -> bool:
+    """Whether kernels run here: on a Metal device, or because something else stands in for `mx.fast.metal_kernel`."""
+    native: Any = mx.fast.rope
+    found: Any = mx.fast.metal_kernel
+    return mx.metal.is_available() or type(found) is not type(native)
+
+
+def launch(
+    name: str,
+    inputs: Sequence[mx.array | int | float],
+    template: Template,
+    grid: Size3,
+    threadgroup: Size3,
+    outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
+    threadgroup_memory: int = 0,
+) -> list[mx.array]:
+    """Run the kernel of that name over `grid` threads. Raises ValueError for a launch that Metal would refuse."""
+    threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
+    if threads > MAX_THREADS:
+        raise ValueError(f"{name}: {threads} threads in a threadgroup, Metal has {MAX_THREADS}")
+    if threadgroup_memory > MAX_THREADGROUP_MEMORY:
+        raise ValueError(
+            f"{name}: {threadgroup_memory} bytes of threadgroup memory, Metal has {MAX_THREADGROUP_MEMORY}"
+        )
+    results: list[mx.array] = _build(mx.fast.metal_kernel, name)(
+        inputs=inputs,
+        template=template,
+        grid=grid,
+        threadgroup=threadgroup,
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
+    )
+    return results
+
+
+@functools.cache
+def _build(metal_kernel: Callable[..., Any], name: str) -> Any:
+    """Once per kernel; MLX compiles it once per template arguments. The factory is a key, so that a stand-in that was
+    put in the place of `mx.fast.metal_kernel` gets kernels of its own."""
+    inputs, outputs = INPUTS_AND_OUTPUTS[name]
+    source = (kernel_directory() / f"{name}.metal").read_text()
+    return metal_kernel(name=name, input_names=inputs, output_names=outputs, source=source)

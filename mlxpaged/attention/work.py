@@ -1,0 +1,73 @@
+"""Cuts a step's query tokens and their keys into work items, one for a threadgroup of paged_attention.metal each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpaged.attention.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class Work:
+    """items[num_items, 8] and ranges[max(num_rows, 2), 4] as the kernels read them; ranges is None where every tile's
+    keys are in one item, whose output needs no merging. num_rows: query tokens; num_partials: rows before merging."""
+
+    items: mx.array
+    ranges: mx.array | None
+    num_items: int
+    num_rows: int
+    num_partials: int
+
+
+def make_work(
+    meta: AttentionMetadata, members: npt.NDArray[np.int64], window: int | None, queries: int, partition: int
+) -> Work:
+    """The sequences `members` in tiles of up to `queries` tokens, the keys of a tile in parts of up to `partition`."""
+    query_lens = np.asarray(meta.host_query_lens)
+    starts = np.concatenate(([0], np.cumsum(query_lens)))
+    lens = query_lens[members]
+    tiles = -(-lens // queries)
+    sequence = np.repeat(members, tiles)
+    offset = counts_from_zero(tiles) * queries  # of a tile's first token among its sequence's query tokens
+    count = np.minimum(queries, query_lens[sequence] - offset)
+    position = np.asarray(meta.host_context_lens)[sequence] - query_lens[sequence] + offset
+    first_key = np.zeros_like(position) if window is None else np.maximum(0, position + 1 - window)
+    end_key = position + count
+    parts = -(-(end_key - first_key) // partition)
+    first_partial = np.cumsum(parts * count) - parts * count
+
+    tile = np.repeat(np.arange(len(sequence)), parts)
+    part = counts_from_zero(parts)
+    begin = first_key[tile] + part * partition
+    items = np.stack(
+        [
+            sequence[tile],
+            (starts[sequence] + offset)[tile],
+            count[tile],
+            position[tile],
+            begin,
+            np.minimum(begin + partition, end_key[tile]),
+            first_partial[tile] + part * count[tile],
+            np.zeros_like(tile),
+        ],
+        axis=1,
+    )
+    num_rows = int(lens.sum())
+    ranges = None
+    if parts.max() > 1:
+        row_tile = np.repeat(np.arange(len(sequence)), count)
+        table = np.zeros((max(num_rows, 2), 4), np.int32)  # MLX passes fewer than 8 numbers in another address space
+        table[:num_rows, 0] = first_partial[row_tile] + counts_from_zero(count)
+        table[:num_rows, 1] = count[row_tile]
+        table[:num_rows, 2] = parts[row_tile]
+        ranges = mx.array(table)
+    return Work(mx.array(items.astype(np.int32)), ranges, len(items), num_rows, int((parts * count).sum()))
+
+
+def counts_from_zero(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """0, 1, ..., n - 1 for each n of `counts`, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,0 +1,150 @@
+"""A random ragged batch on the Metal backend, and what attention over it is in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpaged.attention import AttentionMetadata, LayerKVCache
+from mlxpaged.attention.metal import MetalPool
+
+Array = npt.NDArray[np.float64]
+
+TOLERANCE = {mx.float32: 4e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+"""Largest difference from float64, absolute, for outputs up to about 3. Half types: the rounding of the output (2^-11
+and 2^-8 of it) and no more, because everything before it is float32."""
+
+SPARE = 3
+"""Blocks of the pool that belong to nobody and hold NaN."""
+
+
+@dataclass
+class Case:
+    """Sequences as (query_len, context_len). All that no sequence owns is NaN: other blocks, and the slots behind a
+    context. Blocks are handed out in random order.
+
+    decode_partition, ragged_partition: keys in one work item, None for the backend's own. sharpness: factor on the
+    queries; in the hundreds, only a running maximum keeps the softmax finite.
+    """
+
+    lens: Sequence[tuple[int, int]]
+    dtype: mx.Dtype = mx.float32
+    head_dim: int = 64
+    block_size: int = 32
+    kv_heads: int = 2
+    group: int = 2
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    decode_partition: int | None = None
+    ragged_partition: int | None = None
+    sharpness: float = 1.0
+    seed: int = 0
+    kv: LayerKVCache = field(init=False)
+    meta: AttentionMetadata = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        needed = [-(-context // self.block_size) for _, context in self.lens]
+        blocks = sum(needed) + SPARE
+        order = rng.permutation(blocks).tolist()
+        self.tables: list[list[int]] = []
+        for count in needed:
+            self.tables.append([order.pop() for _ in range(count)])
+        self.meta = AttentionMetadata.build(
+            [query for query, _ in self.lens], [context for _, context in self.lens], self.tables, self.block_size
+        )
+        shape = (self.kv_heads, self.head_dim)
+        self.queries, self.keys, self.values = [], [], []
+        for query, context in self.lens:
+            heads = self.kv_heads * self.group
+            self.queries.append(self.rounded(rng.standard_normal((query, heads, self.head_dim)) * self.sharpness))
+            self.keys.append(self.rounded(rng.standard_normal((context, *shape))))
+            self.values.append(self.rounded(rng.standard_normal((context, *shape))))
+        self.sinks = rng.standard_normal(self.kv_heads * self.group).astype(np.float32)
+        self.scale = self.head_dim**-0.5
+        self.kv = LayerKVCache(blocks, self.kv_heads, self.head_dim, self.dtype, self.block_size, backend="metal")
+        if self.decode_partition or self.ragged_partition:
+            self.kv._pool = MetalPool(
+                blocks,
+                self.kv_heads,
+                self.head_dim,
+                self.dtype,
+                self.block_size,
+                self.decode_partition or 512,
+                self.ragged_partition or 4096,
+            )
+        self.fill(blocks)
+
+    def fill(self, blocks: int) -> None:
+        """Earlier tokens go in block by block, the step's own through `write`."""
+        pools = np.full((2, blocks, self.kv_heads, self.block_size, self.head_dim), np.nan)
+        for i, (query, context) in enumerate(self.lens):
+            for pool, rows in zip(pools, (self.keys[i], self.values[i]), strict=True):
+                at = np.arange(context - query)
+                pool[np.asarray(self.tables[i])[at // self.block_size], :, at % self.block_size] = rows[at]
+        self.kv.write_blocks(range(blocks), *(self.array(pool) for pool in pools))
+        self.kv.write(self.of_step(self.keys), self.of_step(self.values), self.meta)
+        mx.eval(self.kv.arrays)
+
+    def of_step(self, rows: Sequence[Array]) -> mx.array:
+        return self.array(np.concatenate([part[-query:] for part, (query, _) in zip(rows, self.lens, strict=True)]))
+
+    def array(self, numbers: Array) -> mx.array:
+        return mx.array(numbers.astype(np.float32)).astype(self.dtype)
+
+    def rounded(self, numbers: Array) -> Array:
+        return np.array(self.array(numbers).astype(mx.float32)).astype(np.float64)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        sinks = mx.array(self.sinks) if self.has_sinks else None
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": sinks}
+
+    def attend(self) -> Array:
+        out = self.kv.attend(self.array(np.concatenate(self.queries)), self.meta, **self.options)
+        assert out.dtype == self.dtype
+        return np.array(out.astype(mx.float32)).astype(np.float64)
+
+    def expected(self) -> Array:
+        return np.concatenate([self._expected(i) for i in range(len(self.lens))])
+
+    def _expected(self, i: int) -> Array:
+        query_len, context = self.lens[i]
+        at = np.arange(context - query_len, context)[:, None, None, None]
+        key_at = np.arange(context)
+        queries = self.queries[i].reshape(query_len, self.kv_heads, self.group, self.head_dim)
+        scores = np.einsum("qhgd,khd->qhgk", queries, self.keys[i]) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * np.tanh(scores / self.softcap)
+        visible = key_at <= at
+        if self.window is not None:
+            visible &= key_at > at - self.window
+        scores = np.where(visible, scores, -np.inf)
+        sinks = np.full(self.kv_heads * self.group, -np.inf) if not self.has_sinks else self.sinks.astype(np.float64)
+        sinks = sinks.reshape(1, self.kv_heads, self.group, 1)
+        peak = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        weights = np.exp(scores - peak)
+        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - peak)
+        out = np.einsum("qhgk,khd->qhgd", weights, self.values[i])
+        return out.reshape(query_len, self.kv_heads * self.group, self.head_dim)
+
+    def error(self) -> float:
+        """Largest difference from float64; inf where there is NaN."""
+        difference = np.abs(self.attend() - self.expected())
+        return float(difference.max()) if np.isfinite(difference).all() else float("inf")
+
+    def check(self) -> None:
+        error = self.error()
+        assert error <= TOLERANCE[self.dtype], f"{error:.2e}: {self}"
+
+    @property
+    def elements(self) -> int:
+        """Key elements that the batch attends to, each counted once; as many of values."""
+        visible = (min(context, context if self.window is None else self.window + q - 1) for q, context in self.lens)
+        return sum(visible) * self.kv_heads * self.head_dim

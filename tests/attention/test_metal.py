@@ -1,0 +1,311 @@
+"""The Metal backend against float64: every type and size it takes, ragged batches, windows, softcap, sinks, and what
+must never be read."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxpaged.attention import AttentionMetadata, LayerKVCache, resolve_backend
+from mlxpaged.attention.metal import BLOCK_SIZES, DTYPES, HEAD_DIMS
+from tests.attention.metal_cases import Case
+from tests.metal_on_cpu import Interpreter, is_supported
+
+on_cpu = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
+
+LENGTHS = (1, 31, 32, 33, 511, 512, 513)
+DECODE = [(1, n) for n in LENGTHS]
+SHORT_DECODE = [(1, 1), (1, 33), (1, 70)]
+MIXED = [(1, 33), (5, 5), (20, 50), (1, 1), (33, 64), (2, 140)]
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"window": 20},
+    {"softcap": 2.0},
+    {"has_sinks": True},
+    {"window": 9, "softcap": 3.0, "has_sinks": True},
+]
+GROUPS = (1, 2, 3, 4, 7, 8)
+
+TYPES_AND_SIZES = [(i, *both) for i, both in enumerate(itertools.product(DTYPES, HEAD_DIMS))]
+CHECKERED = [entry for entry in TYPES_AND_SIZES if (entry[0] + entry[0] // len(HEAD_DIMS)) % 2 == 0]
+"""Half of them, each type and each size among them."""
+
+
+def nth(choices: Any, i: int) -> Any:
+    return choices[i % len(choices)]
+
+
+@pytest.mark.parametrize(("i", "dtype", "head_dim"), TYPES_AND_SIZES)
+def test_decode_is_exact_for_every_type_and_head_size(metal: None, i: int, dtype: mx.Dtype, head_dim: int) -> None:
+    """Beside them block sizes, groups and extras in turns; the slow tests take the product."""
+    options = {
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "block_size": nth(BLOCK_SIZES, i),
+        "group": nth(GROUPS, i),
+        "seed": i,
+    }
+    Case(SHORT_DECODE, decode_partition=nth((512, 32), i), **options, **nth(EXTRAS, i)).check()
+
+
+@pytest.mark.parametrize(("i", "dtype", "head_dim"), CHECKERED)
+def test_chunks_are_exact_for_every_type_and_head_size(metal: None, i: int, dtype: mx.Dtype, head_dim: int) -> None:
+    options = {"dtype": dtype, "head_dim": head_dim, "block_size": nth(BLOCK_SIZES, i + 1), "seed": i, "kv_heads": 1}
+    lens = nth(([(5, 5), (20, 50)], [(33, 64), (2, 140)], [(2, 33), (13, 13)]), i)
+    group = nth(GROUPS, i + 2)
+    Case(lens, ragged_partition=nth((4096, 48), i), group=group, **options, **nth(EXTRAS, i + 1)).check()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_decode_at_the_edges_of_blocks_and_partitions(metal: None, length: int) -> None:
+    Case([(1, length), (1, length + 1)], kv_heads=1, head_dim=32).check()
+
+
+def test_decode_of_all_lengths_together(metal: None) -> None:
+    Case([*DECODE, (1, 4097), (1, 1)], kv_heads=1, group=4, head_dim=64).check()
+
+
+def test_decode_over_128k_tokens(unchecked: None) -> None:
+    Case([(1, 131072), (1, 7)], head_dim=32, kv_heads=1).check()
+
+
+@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+@pytest.mark.parametrize("decode_partition", [64, 512])
+def test_extras_in_decode(metal: None, extras: dict[str, Any], decode_partition: int) -> None:
+    Case([(1, 5), (1, 64), (1, 200)], head_dim=32, decode_partition=decode_partition, **extras).check()
+
+
+@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+@pytest.mark.parametrize("ragged_partition", [32, 4096])
+def test_extras_in_a_mixed_batch(metal: None, extras: dict[str, Any], ragged_partition: int) -> None:
+    Case(MIXED, head_dim=32, ragged_partition=ragged_partition, **extras).check()
+
+
+@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+def test_long_chunks_are_exact(metal: None, extras: dict[str, Any]) -> None:
+    Case([(130, 150), (128, 128)], head_dim=32, **extras).check()
+    Case([(130, 150)], head_dim=32, block_size=8, **extras).check()
+
+
+def test_long_chunks_go_through_mlx_attention(metal_on_cpu: Interpreter) -> None:
+    Case([(1, 40), (130, 150), (3, 9), (128, 128)], head_dim=32).check()
+    kernels = [launch.kernel for launch in metal_on_cpu.launches]
+    assert kernels.count("kv_gather") == 2
+    assert kernels.count("paged_attention") == 2, "one for the decoding sequence, one for the short chunk"
+
+
+@pytest.mark.parametrize("group", [12, 16, 33, 71])
+def test_any_group_size_up_to_multi_query_attention(metal: None, group: int) -> None:
+    Case(SHORT_DECODE, kv_heads=1, group=group, head_dim=64).check()
+    Case(MIXED[:3], kv_heads=1, group=group, head_dim=64, ragged_partition=32).check()
+
+
+@pytest.mark.parametrize("decode_partition", [64, 512])
+def test_scores_in_the_hundreds(metal: None, decode_partition: int) -> None:
+    """Their exponentials overflow without a running maximum."""
+    case = Case([(1, 300), (1, 33)], sharpness=300, decode_partition=decode_partition)
+    assert case.error() < 1e-3
+
+
+def test_weights_of_other_ranges_of_keys_vanish(metal: None) -> None:
+    """One key far above all others, in one partition of many."""
+    case = Case([(1, 200)], sharpness=1000, decode_partition=32, window=50)
+    assert case.error() < 1e-3
+
+
+@pytest.mark.parametrize("company", [[(1, 33), (1, 600)], [(9, 40), (3, 3)], [(130, 140)]], ids=str)
+@pytest.mark.parametrize("extras", [{}, EXTRAS[-1]], ids=str)
+def test_the_bits_of_an_answer_do_not_depend_on_its_company(
+    metal: None, company: list[tuple[int, int]], extras: dict[str, Any]
+) -> None:
+    case = Case([(1, 70), *company], **extras)
+    alone = AttentionMetadata.build([1], [70], case.tables[:1], case.block_size)
+    out = case.kv.attend(case.array(case.queries[0]), alone, **case.options)
+    assert np.array_equal(np.array(out), case.attend()[:1])
+
+
+@on_cpu
+@pytest.mark.parametrize("lens", [DECODE[:4], MIXED], ids=["decode", "mixed"])
+def test_any_order_of_threads_gives_the_same(lens: list[tuple[int, int]]) -> None:
+    with Interpreter(seeds=range(3)).installed():
+        Case(lens, head_dim=32, window=30, decode_partition=32, ragged_partition=48).check()
+
+
+@on_cpu
+def test_unchecked_execution_gives_the_same_numbers() -> None:
+    with Interpreter().installed():
+        checked = Case(MIXED).attend()
+    with Interpreter(checked=False).installed():
+        assert np.array_equal(Case(MIXED).attend(), checked)
+
+
+# Reading no more than there is
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("window", [None, 100])
+def test_decode_reads_every_key_and_value_once(metal_on_cpu: Interpreter, group: int, window: int | None) -> None:
+    case = Case([(1, 1), (1, 33), (1, 600)], group=group, head_dim=128, dtype=mx.float16, window=window)
+    case.check()
+    launch = metal_on_cpu.last_launch("paged_attention")
+    for pool in ("keys", "values"):
+        assert case.elements <= launch.loads[pool] <= 1.05 * case.elements
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_a_mixed_batch_reads_keys_and_values_once_per_query_tile(metal_on_cpu: Interpreter, group: int) -> None:
+    case = Case([(1, 100), (40, 90), (9, 9)], group=group, head_dim=32)
+    case.check()
+    launches = [launch for launch in metal_on_cpu.launches if launch.kernel == "paged_attention"]
+    assert len(launches) == 2
+    queries = 32 // group
+    tiles = sum(-(-query // queries) * context for query, context in case.lens) * case.kv_heads * case.head_dim
+    for pool in ("keys", "values"):
+        assert sum(launch.loads[pool] for launch in launches) <= 1.05 * tiles
+
+
+def test_nothing_that_belongs_to_another_is_read(metal_on_cpu: Interpreter) -> None:
+    """All that is not the sequences' own is NaN. What a block held before shows neither in scores nor in values."""
+    for lens in (SHORT_DECODE, MIXED):
+        out = Case(lens, window=25, block_size=16).attend()
+        assert np.isfinite(out).all()
+
+
+def test_a_nan_among_later_tokens_does_not_reach_earlier_ones(metal: None) -> None:
+    case = Case([(12, 40)], head_dim=32)
+    before = case.attend()
+    case.keys[0][-1] = case.values[0][-1] = np.nan
+    case.kv.write(case.of_step(case.keys), case.of_step(case.values), case.meta)
+    after = case.attend()
+    assert np.array_equal(after[:-1], before[:-1])
+    assert np.isnan(after[-1]).all()
+
+
+# Writing
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_write_fills_its_slots_and_nothing_else(metal: None, dtype: mx.Dtype) -> None:
+    kv = LayerKVCache(5, 2, 80, dtype, block_size=8, backend="metal")
+    keys = mx.random.normal((5, 2, 80)).astype(dtype)
+    meta = AttentionMetadata.build([3, 2], [10, 2], [[4, 1], [0]], block_size=8)
+    kv.write(keys, -keys, meta)
+    got_keys, got_values = kv.read_blocks(range(5))
+    expected = np.zeros((5, 2, 8, 80), np.float32)
+    rows = np.array(keys.astype(mx.float32))
+    for row, (block, slot) in enumerate([(4, 7), (1, 0), (1, 1), (0, 0), (0, 1)]):
+        expected[block, :, slot] = rows[row]
+    assert np.array_equal(np.array(got_keys.astype(mx.float32)), expected)
+    assert np.array_equal(np.array(got_values.astype(mx.float32)), -expected)
+
+
+def test_a_write_is_in_place(metal: None) -> None:
+    kv = LayerKVCache(5, 2, 64, mx.float32, backend="metal")
+    mx.eval(kv.arrays)
+    places = [np.asarray(array).ctypes.data for array in kv.arrays[:2]]
+    meta = AttentionMetadata.build([3], [3], [[4]])
+    rows = mx.ones((3, 2, 64))
+    kv.write(rows, rows, meta)
+    mx.eval(kv.arrays)
+    assert [np.asarray(array).ctypes.data for array in kv.arrays[:2]] == places
+    assert float(kv.arrays[0].sum().item()) == rows.size  # type: ignore[arg-type]
+
+
+def test_no_step_copies_a_pool(metal: None) -> None:
+    kv = LayerKVCache(1000, 2, 64, mx.float32, backend="metal")
+    mx.eval(kv.arrays)
+    rows = mx.ones((3, 2, 64))
+    meta = AttentionMetadata.build([1, 2], [600, 40], [list(range(900, 920)), [7, 8]])
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    kv.write(rows, rows, meta)
+    kv.attend(rows, meta, scale=1.0)
+    kv.copy_blocks([(7, 5)])
+    mx.eval(kv.arrays)
+    assert mx.get_peak_memory() - before < kv.nbytes / 50
+
+
+def test_slot_minus_one_leaves_the_pool_untouched(metal: None) -> None:
+    kv = LayerKVCache(5, 2, 64, mx.float32, backend="metal")
+    meta = AttentionMetadata.build([8], [8], [[4]])
+    skipping = mx.where(mx.arange(8) == 3, -1, meta.slot_mapping)
+    object.__setattr__(meta, "slot_mapping", skipping)
+    rows = mx.ones((8, 2, 64))
+    kv.write(rows, rows, meta)
+    keys, values = kv.read_blocks(range(5))
+    assert float(keys.sum().item()) == float(values.sum().item()) == rows.size * 7 / 8  # type: ignore[arg-type]
+    assert not keys[4, :, 3].any().item()
+    everything = mx.full((8,), -1, dtype=mx.int32)
+    object.__setattr__(meta, "slot_mapping", everything)
+    kv.write(-rows, -rows, meta)
+    assert mx.array_equal(kv.read_blocks(range(5))[0], keys)
+
+
+def test_keys_that_are_not_contiguous_are_written_as_they_are_seen(metal: None) -> None:
+    kv = LayerKVCache(2, 2, 32, mx.float32, backend="metal")
+    both = mx.random.normal((3, 32, 2)).swapaxes(1, 2)
+    kv.write(both, both, AttentionMetadata.build([3], [3], [[1]]))
+    assert mx.array_equal(kv.read_blocks([1])[0][0, :, :3], both.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pairs", [[(0, 3)], [(0, 3), (0, 4), (2, 5)], [(0, 1), (1, 2), (2, 0)], [(1, 1)]], ids=str)
+def test_block_copy_reads_the_pool_as_it_was(metal: None, dtype: mx.Dtype, pairs: list[tuple[int, int]]) -> None:
+    kv = LayerKVCache(6, 2, 32, dtype, block_size=8, backend="metal")
+    keys, values = (mx.random.normal((6, 2, 8, 32)).astype(dtype) for _ in range(2))
+    kv.write_blocks(range(6), keys, values)
+    kv.copy_blocks(pairs)
+    source = list(range(6))
+    for src, dst in pairs:
+        source[dst] = src
+    got_keys, got_values = kv.read_blocks(range(6))
+    assert mx.array_equal(got_keys, keys[mx.array(source)])
+    assert mx.array_equal(got_values, values[mx.array(source)])
+
+
+def test_blocks_come_back_as_they_were_read(metal: None) -> None:
+    kv = LayerKVCache(6, 3, 112, mx.float16, block_size=16, backend="metal")
+    keys, values = (mx.random.normal((2, 3, 16, 112)).astype(mx.float16) for _ in range(2))
+    kv.write_blocks([4, 1], keys, values)
+    got_keys, got_values = kv.read_blocks([1, 0, 4, 1])
+    assert mx.array_equal(got_keys, mx.stack([keys[1], mx.zeros_like(keys[0]), keys[0], keys[1]]))
+    assert mx.array_equal(got_values, mx.stack([values[1], mx.zeros_like(keys[0]), values[0], values[1]]))
+    kv.write_blocks([], keys[:0], values[:0])
+    assert kv.read_blocks([])[0].shape == (0, 3, 16, 112)
+    kv.clear()
+    assert not kv.read_blocks(range(6))[0].any().item()
+
+
+def test_a_moved_sequence_attends_the_same(metal: None) -> None:
+    """Swapped out, its blocks poisoned, and swapped in elsewhere."""
+    case = Case([(1, 70), (6, 40)])
+    before = case.attend()
+    blocks = [block for table in case.tables for block in table]
+    keys, values = case.kv.read_blocks(blocks)
+    nan = mx.full(keys.shape, mx.nan)
+    case.kv.write_blocks(blocks, nan, nan)
+    moved = blocks[1:] + blocks[:1]
+    case.kv.write_blocks(moved, keys, values)
+    place = dict(zip(blocks, moved, strict=True))
+    tables = [[place[block] for block in table] for table in case.tables]
+    case.meta = AttentionMetadata.build([1, 6], [70, 40], tables)
+    assert np.array_equal(case.attend(), before)
+
+
+# Where it cannot run
+
+
+@on_cpu
+def test_without_metal_the_backend_is_refused_with_a_reason() -> None:
+    with pytest.raises(ValueError, match="'metal' is not available: it needs a Mac with a Metal device"):
+        resolve_backend("metal")
+    assert resolve_backend("auto") == resolve_backend("gather") == "gather"
+
+
+def test_with_metal_it_is_taken_when_asked_for(metal: None) -> None:
+    assert resolve_backend("metal") == "metal"
+    assert LayerKVCache(2, 1, 64, mx.float32, backend="metal").backend == "metal"

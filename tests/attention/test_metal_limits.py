@@ -1,0 +1,201 @@
+"""What a launch may use, and that what is not supported never gets as far as one."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxpaged.attention import AttentionMetadata, LayerKVCache, kernels
+from mlxpaged.attention.metal import BLOCK_SIZES, DTYPES, HEAD_DIMS, ROWS, THREADS, choose_variant
+from mlxpaged.attention.pool import Options
+from mlxpaged.attention.work import make_work
+from tests.attention.metal_cases import Case
+from tests.metal_on_cpu import Interpreter
+
+
+@pytest.mark.parametrize("single_queries", [True, False])
+def test_every_variant_keeps_to_the_limits_of_a_threadgroup(single_queries: bool) -> None:
+    for dtype, head_dim, block_size, group in itertools.product(DTYPES, HEAD_DIMS, BLOCK_SIZES, range(1, 130)):
+        variant = choose_variant(dtype, head_dim, block_size, 2, group, single_queries)
+        assert variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY
+        assert THREADS <= kernels.MAX_THREADS
+        assert variant.heads * variant.head_tiles >= group > variant.heads * (variant.head_tiles - 1)
+        assert 1 <= variant.rows <= ROWS
+        assert head_dim % variant.vec == 0
+        assert head_dim // variant.vec <= THREADS, "a thread per column"
+        assert variant.rows * variant.vec <= 64, "sums in the registers of a thread"
+        if group <= 16:
+            assert variant.head_tiles == 1, "all heads of a KV head in one threadgroup"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "lens"),
+    [
+        (mx.float32, 256, 16, [(1, 40)]),
+        (mx.float32, 256, 2, [(9, 40)]),
+        (mx.float32, 192, 8, [(9, 40)]),
+        (mx.bfloat16, 128, 32, [(1, 40)]),
+        (mx.float16, 80, 1, [(1, 40)]),
+        (mx.float16, 112, 3, [(20, 40)]),
+    ],
+    ids=str,
+)
+def test_threadgroup_memory_is_what_was_calculated(
+    metal_on_cpu: Interpreter, dtype: mx.Dtype, head_dim: int, group: int, lens: list[tuple[int, int]]
+) -> None:
+    Case(lens, dtype=dtype, head_dim=head_dim, group=group, kv_heads=1).check()
+    variant = choose_variant(dtype, head_dim, 32, 1, group, lens[0][0] == 1)
+    used = metal_on_cpu.last_launch("paged_attention").threadgroup_memory
+    assert variant.threadgroup_memory - 64 <= used <= variant.threadgroup_memory
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_dim": 48}, "head sizes .*, not 48"),
+        ({"head_dim": 512}, "head sizes .*, not 512"),
+        ({"block_size": 64}, "blocks of .* tokens, not 64"),
+        ({"block_size": 4}, "blocks of .* tokens, not 4"),
+        ({"dtype": mx.int8}, "int8"),
+    ],
+    ids=str,
+)
+def test_unsupported_sizes_and_types_are_named_before_any_launch(
+    metal_on_cpu: Interpreter, options: dict[str, object], message: str
+) -> None:
+    arguments = {"num_kv_heads": 2, "head_dim": 64, "dtype": mx.float32, "block_size": 32} | options
+    with pytest.raises(ValueError, match=message):
+        LayerKVCache(4, backend="metal", **arguments)  # type: ignore[arg-type]
+    assert metal_on_cpu.launches == []
+
+
+def test_bad_arguments_are_named_before_any_launch(metal_on_cpu: Interpreter) -> None:
+    kv = LayerKVCache(4, 2, 64, mx.float32, backend="metal")
+    meta = AttentionMetadata.build([1], [1], [[3]])
+    outside = AttentionMetadata.build([1], [1], [[4]])
+    row = mx.zeros((1, 2, 64))
+    with pytest.raises(ValueError, match="block id 4 is out of range"):
+        kv.write(row, row, outside)
+    with pytest.raises(ValueError, match="block id 4 is out of range"):
+        kv.attend(row, outside, scale=1.0)
+    with pytest.raises(ValueError, match=r"must be .*float32"):
+        kv.attend(row.astype(mx.float16), meta, scale=1.0)
+    with pytest.raises(ValueError, match="a block is written twice"):
+        kv.copy_blocks([(0, 1), (2, 1)])
+    with pytest.raises(ValueError, match="block id 4 is out of range"):
+        kv.copy_blocks([(4, 1)])
+    assert metal_on_cpu.launches == []
+
+
+def test_a_launch_beyond_metals_limits_is_refused(metal_on_cpu: Interpreter) -> None:
+    with pytest.raises(ValueError, match="kv_write: 2048 threads in a threadgroup, Metal has 1024"):
+        kernels.launch("kv_write", [], [], (2048, 1, 1), (1024, 2, 1), [])
+    with pytest.raises(ValueError, match="paged_attention: 32769 bytes of threadgroup memory, Metal has 32768"):
+        kernels.launch("paged_attention", [], [], (128, 1, 1), (128, 1, 1), [], threadgroup_memory=32769)
+
+
+def test_a_kernel_is_built_once(metal_on_cpu: Interpreter) -> None:
+    case = Case([(1, 5)])
+    builds = kernels._build.cache_info().misses
+    for _ in range(3):
+        case.check()
+    assert kernels._build.cache_info().misses == builds + 1, "paged_attention; the writes had been built before"
+
+
+def test_every_kernel_file_has_its_names_and_a_header() -> None:
+    files = {path.stem: path.read_text() for path in kernels.kernel_directory().glob("*.metal")}
+    assert files.keys() == kernels.INPUTS_AND_OUTPUTS.keys()
+    for name, source in files.items():
+        head = source[: source.index("\nconst")]
+        assert all(line.startswith("//") for line in head.splitlines()), name
+        assert "// grid (" in head, name
+        for word in itertools.chain(*kernels.INPUTS_AND_OUTPUTS[name]):
+            assert word in head or word in ("scale", "softcap", "window"), f"{name}: {word}"
+
+
+def test_mlx_takes_our_launches_and_generates_the_source_that_was_tested(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX's own metal_kernel, traced without running: it prints its source. Ours for the same inputs is compiled."""
+    ours = []
+    theirs: Any = mx.fast.metal_kernel
+
+    def both(**built: Any) -> Any:
+        def call(**launched: Any) -> Any:
+            arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in launched["inputs"]]
+            kernel = Interpreter().metal_kernel(**built)
+            ours.append(kernel.signature(arrays, launched["output_dtypes"], launched["template"]).source)
+            return theirs(**built)(**launched, verbose=True)
+
+        return call
+
+    def step(queries: mx.array, rows: mx.array) -> mx.array:
+        kv = LayerKVCache(8, 2, 64, mx.bfloat16, backend="metal")
+        kv.write_blocks([4], *kv.read_blocks([3]))
+        kv.copy_blocks([(4, 5)])
+        mixed = AttentionMetadata.build([1, 128, 2], [33, 128, 7], [[6, 7], [0, 1, 2, 3], [4]])
+        kv.write(rows, rows, mixed)
+        sinks = mx.zeros((4,))
+        return (
+            kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks)
+            + kv._pool.attend(  # type: ignore[no-any-return]
+                queries[:1], AttentionMetadata.build([1], [1000], [[0] * 32]), Options(0.1, None, 5.0, sinks)
+            )
+        )
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", both)
+    capfd.readouterr()
+    arrays = mx.zeros((131, 4, 64), mx.bfloat16), mx.zeros((131, 2, 64), mx.bfloat16)
+    mx.export_function(str(tmp_path / "step.mlxfn"), step, *arrays)
+    printed = capfd.readouterr().out.split("```\n")[1::2]
+    assert [source.rstrip("\n") for source in printed] == [source.rstrip("\n") for source in ours]
+    launched = {name for name in kernels.INPUTS_AND_OUTPUTS for source in ours if f"custom_kernel_{name}" in source}
+    assert launched == kernels.INPUTS_AND_OUTPUTS.keys()
+
+
+# Work items
+
+
+@pytest.mark.parametrize("window", [None, 50, 5000])
+@pytest.mark.parametrize("queries", [1, 4, 32])
+@pytest.mark.parametrize("partition", [64, 512])
+def test_work_items_cover_every_visible_key_of_every_query_once(
+    window: int | None, queries: int, partition: int
+) -> None:
+    lens = [(1, 1), (7, 700), (1, 2048), (100, 100), (33, 131072), (3, 3)]
+    tables = [list(range(-(-context // 32))) for _, context in lens]
+    meta = AttentionMetadata.build([q for q, _ in lens], [c for _, c in lens], tables)
+    members = np.array([0, 1, 2, 4, 5])
+    work = make_work(meta, members, window, queries, partition)
+    items = np.array(work.items)
+    assert len(items) == work.num_items
+    starts = np.concatenate(([0], np.cumsum([q for q, _ in lens])))
+    seen: dict[int, list[tuple[int, int, int]]] = {}
+    rows_of_out = []
+    for sequence, row, count, position, begin, end, first, _ in items.tolist():
+        assert 1 <= count <= queries
+        assert 0 < end - begin <= partition
+        assert position == lens[sequence][1] - lens[sequence][0] + row - starts[sequence]
+        for j in range(count):
+            seen.setdefault(row + j, []).append((begin, end, first + j))
+            rows_of_out.append(first + j)
+    assert sorted(rows_of_out) == list(range(work.num_partials))
+    order = [row for i in members for row in range(starts[i], starts[i + 1])]
+    assert sorted(seen) == sorted(order)
+    for place, row in enumerate(order):
+        sequence = int(np.searchsorted(starts, row, side="right")) - 1
+        position = lens[sequence][1] - lens[sequence][0] + row - starts[sequence]
+        parts = sorted(seen[row])
+        assert parts[0][0] <= (0 if window is None else max(0, position + 1 - window))
+        assert parts[-1][1] > position
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+        if work.ranges is None:
+            assert [first for _, _, first in parts] == [place]
+        else:
+            begin, stride, count, _ = np.array(work.ranges)[place].tolist()
+            assert [begin + stride * i for i in range(count)] == [first for _, _, first in parts]

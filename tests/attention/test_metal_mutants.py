@@ -1,0 +1,279 @@
+"""Mutants of our kernels: each a mistake one could make in them, and each caught by the numbers or by a check.
+
+A mutant that no test catches is a hole in the tests; a new line in a kernel deserves a line here.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxpaged.attention import AttentionMetadata, LayerKVCache, kernels
+from tests.attention.metal_cases import TOLERANCE, Case
+from tests.metal_on_cpu import (
+    DataRace,
+    Divergence,
+    Interpreter,
+    MetalCompileError,
+    MetalError,
+    MetalRunError,
+    OutOfBounds,
+    ResourceLimit,
+    UninitialisedOutput,
+    is_supported,
+)
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
+
+
+# What is run, and whether its numbers are right.
+
+
+def decode() -> bool:
+    """Tiles of 128 keys: three of them, in one work item."""
+    case = Case([(1, 300), (1, 33), (1, 1)], head_dim=32, group=3)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def sharp_decode() -> bool:
+    return Case([(1, 300), (1, 33)], head_dim=32, sharpness=1000).error() < 1e-3
+
+
+def split_decode() -> bool:
+    case = Case([(1, 150), (1, 33)], head_dim=32, decode_partition=32, has_sinks=True)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def many_ranges() -> bool:
+    """More than the simdgroups that merge them."""
+    case = Case([(1, 150), (1, 33)], head_dim=32, decode_partition=8)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def sharp_split_decode() -> bool:
+    return Case([(1, 300), (1, 33)], head_dim=32, sharpness=1000, decode_partition=32).error() < 1e-3
+
+
+def mixed() -> bool:
+    """Tiles of 64 keys and 10 queries."""
+    case = Case([(2, 33), (13, 140), (5, 5)], head_dim=32, group=3, window=40, softcap=2.0, has_sinks=True)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def split_mixed() -> bool:
+    """The first query of a tile sees nothing of the tile's last range."""
+    case = Case([(2, 33), (13, 140), (5, 5)], head_dim=32, window=20, ragged_partition=4)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def bfloat_decode() -> bool:
+    case = Case([(1, 40)], head_dim=32, dtype=mx.bfloat16)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def two_head_tiles() -> bool:
+    case = Case([(1, 40)], head_dim=32, group=33)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def nan_in_a_later_token() -> bool:
+    case = Case([(5, 20)], head_dim=32)
+    case.keys[0][-1] = case.values[0][-1] = np.nan
+    case.kv.write(case.of_step(case.keys), case.of_step(case.values), case.meta)
+    return bool(np.isfinite(case.attend()[:-1]).all())
+
+
+def nan_in_a_later_range() -> bool:
+    case = Case([(5, 20)], head_dim=32, ragged_partition=17)
+    case.keys[0][-1] = case.values[0][-1] = np.nan
+    case.kv.write(case.of_step(case.keys), case.of_step(case.values), case.meta)
+    return bool(np.isfinite(case.attend()[:-1]).all())
+
+
+def full_blocks() -> bool:
+    """Nothing comes after the last sequence's table."""
+    case = Case([(1, 33), *[(1, 64)] * 4], head_dim=32)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def long_chunk() -> bool:
+    case = Case([(128, 150)], head_dim=32, window=100)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def write() -> bool:
+    kv = LayerKVCache(4, 2, 32, mx.float32, block_size=8, backend="metal")
+    rows = mx.random.normal((8, 2, 32))
+    meta = AttentionMetadata.build([8], [12], [[3, 1]], block_size=8)
+    object.__setattr__(meta, "slot_mapping", mx.where(mx.arange(8) == 2, -1, meta.slot_mapping))
+    kv.write(rows, -rows, meta)
+    expected = np.zeros((4, 2, 8, 32), np.float32)
+    for row in (0, 1, 3, 4, 5, 6, 7):
+        expected[3 if row < 4 else 1, :, (row + 4) % 8] = np.array(rows[row])
+    keys, values = (np.array(pool).reshape(5, 2, 8, 32)[:4] for pool in kv.arrays[:2])
+    return np.array_equal(keys, expected) and np.array_equal(values, -expected)
+
+
+def swap() -> bool:
+    kv = LayerKVCache(4, 2, 32, mx.float32, block_size=8, backend="metal")
+    keys = mx.random.normal((2, 2, 8, 32))
+    kv.write_blocks([3, 1], keys, -keys)
+    kv.copy_blocks([(3, 0), (1, 2)])
+    got = kv.read_blocks([2, 0, 1, 3])
+    expected = mx.stack([keys[1], keys[0], keys[1], keys[0]])
+    return bool(mx.array_equal(got[0], expected) and mx.array_equal(got[1], -expected))
+
+
+BARRIER = "  threadgroup_barrier(mem_flags::mem_threadgroup);\n\n"
+SOFTMAX = "#pragma clang loop unroll(full)\n  for (int i = 0; i < ROWS_EACH; i++)"
+AT_KEYS = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * D + lane"
+AT_VALUES = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * D;"
+TOKEN = "if (me == 0 && threadgroup_position_in_grid.y == 0 && threadgroup_position_in_grid.z == 0)"
+
+Mutant = tuple[str, str, str, Callable[[], bool], type[MetalError] | None]
+
+# Kernel, what is replaced, by what, where it shows, what must be said of it. None: it runs, and the numbers are off.
+MUTANTS: dict[str, Mutant] = {
+    "no barrier before the softmax": ("paged_attention", BARRIER + SOFTMAX, SOFTMAX, decode, DataRace),
+    "no barrier before the values": (
+        "paged_attention", BARRIER + "  if (split", "  if (split", decode, DataRace),
+    "no barrier after the values": (
+        "paged_attention", "  threadgroup_barrier(mem_flags::mem_threadgroup);  // the weights are used up\n", "",
+        decode, DataRace),
+    "no barrier after the query tile": (
+        "paged_attention", "threadgroup_barrier(mem_flags::mem_threadgroup);\n\nfor (int start", "for (int start",
+        decode, DataRace),
+    "no barrier before the splits are summed": (
+        "paged_attention", "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  for (int i = me; i < ROWS", 
+        "  for (int i = me; i < ROWS", decode, DataRace),
+    "no barrier between rows of the splits": (
+        "paged_attention", "  if (first > 0) {", "  if (false) {", decode, DataRace),
+    "a fence for the wrong memory": (
+        "paged_attention", BARRIER + SOFTMAX, BARRIER.replace("mem_threadgroup", "mem_device") + SOFTMAX,
+        decode, DataRace),
+    "a simdgroup barrier for a threadgroup one": (
+        "paged_attention", BARRIER + SOFTMAX, BARRIER.replace("threadgroup_b", "simdgroup_b") + SOFTMAX,
+        decode, DataRace),
+    "a shuffle that some lanes skip": (
+        "paged_attention", "for (int distance", "if (key < count) for (int distance", decode, Divergence),
+    "a reduction that some lanes skip": (
+        "paged_attention", "best = simd_max(best);", "if (lane < count) { best = simd_max(best); }",
+        decode, Divergence),
+    "a lane that returns": (
+        "paged_attention", "const int key_end", "if (lane == 31) { return; }\nconst int key_end", decode, Divergence),
+    "a thread without a column that returns": (
+        "paged_attention", "const int key_end", "if (me / COLUMNS >= 2) { return; }\nconst int key_end",
+        decode, Divergence),
+    "one key too many": ("paged_attention", "min(TILE, key_end - start);", "min(TILE, key_end + 1 - start);",
+                         full_blocks, OutOfBounds),
+    "sees the future": ("paged_attention", "position <= here && ", "", mixed, None),
+    "a window one too wide": ("paged_attention", "position > here - window", "position >= here - window", mixed, None),
+    "a masked score has weight": (
+        "paged_attention", "weights[t] == MASKED ? 0.0f : ", "", nan_in_a_later_range, None),
+    "a masked value is multiplied by zero": (
+        "paged_attention", "if (weight != 0.0f) {", "if (true) {", nan_in_a_later_token, None),
+    "no rescaling": ("paged_attention", "acc[row * VEC + e] *= factor;", "", decode, None),
+    "sum not rescaled": ("paged_attention", "sums[i] = sums[i] * factor +", "sums[i] = sums[i] +", sharp_decode, None),
+    "no maximum": ("paged_attention", "best = simd_max(best);", "best = 0.0f;", sharp_decode, None),
+    "maximum of the last tile alone": (
+        "paged_attention", "float best = maxima[i];", "float best = MASKED;", sharp_decode, None),
+    "softcap left out": ("paged_attention", "if (SOFTCAP) {", "if (false) {", mixed, None),
+    "softcap on one side": ("paged_attention", "tanh(weights[t] / softcap)", "tanh(weights[t])", mixed, None),
+    "scale left out": ("paged_attention", "+ key] * scale;", "+ key];", mixed, None),
+    "sink left out": ("paged_attention", "if (SINKS) {", "if (false) {", mixed, None),
+    "wrong KV head of the keys": ("paged_attention", AT_KEYS, AT_KEYS.replace(" + kv_head", ""), decode, None),
+    "wrong KV head of the values": ("paged_attention", AT_VALUES, AT_VALUES.replace(" + kv_head", ""), decode, None),
+    "the next slot": (
+        "paged_attention", AT_VALUES, AT_VALUES.replace("position %", "(position + 1) %"), decode, None),
+    "the next block": (
+        "paged_attention", AT_KEYS, AT_KEYS.replace("/ BLOCK]", "/ BLOCK + 1]"), decode, MetalRunError),
+    "another sequence's table": (
+        "paged_attention", "block_tables + size_t(item[0]) *", "block_tables + size_t(0) *", decode, None),
+    "a query tile one element short": (
+        "paged_attention", "query_tile[ROWS * D]", "query_tile[ROWS * D - 1]", decode, OutOfBounds),
+    "scratch for one split less": ("paged_attention", "scores[SCRATCH]", "scores[SCRATCH - D]", decode, OutOfBounds),
+    "too much threadgroup memory": (
+        "paged_attention", "scores[SCRATCH]", "scores[SCRATCH * 16]", decode, ResourceLimit),
+    "sums not cleared": ("paged_attention", "  acc[i] = 0.0f;\n", "", decode, MetalError),
+    "a split left out": ("paged_attention", "for (int s = 0; s < SPLITS", "for (int s = 1; s < SPLITS", decode, None),
+    "the last column not stored": (
+        "paged_attention", "i < ROWS_AT_ONCE * D; i += THREADS", "i < ROWS_AT_ONCE * D - 1; i += THREADS",
+        decode, UninitialisedOutput),
+    "a head beyond the group": (
+        "paged_attention", "&& in_group < GROUP) {\n      const int d", ") {\n      const int d",
+        two_head_tiles, MetalRunError),
+    "a token by every threadgroup": ("paged_attention", TOKEN, "if (me == 0)", decode, DataRace),
+    "a pointer without address space": (
+        "paged_attention", "const device int* item", "const int* item", decode, MetalCompileError),
+    "a pointer into the wrong address space": (
+        "paged_attention", "const device int* item", "const threadgroup int* item", decode, MetalCompileError),
+    "an implicit bfloat": (
+        "paged_attention", "static_cast<O>(sum / total)", "(sum / total)", bfloat_decode, MetalCompileError),
+    "a range left out": (
+        "merge_partials", "for (int i = split; i < count", "for (int i = split + 1; i < count", split_decode, None),
+    "a split left out of the sum": (
+        "merge_partials", "s = 0; s < SPLITS; s++) {\n    const", "s = 1; s < SPLITS; s++) {\n    const",
+        split_decode, None),
+    "no barrier before the splits meet": (
+        "merge_partials", "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", split_decode, DataRace),
+    "no maximum over ranges": (
+        "merge_partials", "max(best, row[D]);", "min(best, row[D]);", sharp_split_decode, None),
+    "no maximum over splits": (
+        "merge_partials", "best = max(best, split_max[s]);", "best = split_max[0];", sharp_split_decode, None),
+    "ranges weigh the same": (
+        "merge_partials", "values[e] * factor;", "values[e];", many_ranges, None),
+    "an earlier range not rescaled": (
+        "merge_partials", "acc[c * 4 + e] * before +", "acc[c * 4 + e] +", many_ranges, None),
+    "the sum of an earlier range not rescaled": (
+        "merge_partials", "total = total * before +", "total = total +", many_ranges, None),
+    "no sink after merging": ("merge_partials", "if (SINKS) {", "if (false) {", split_decode, None),
+    "a thread per column too few": ("merge_partials", "if (me < D) {", "if (me < D - 1) {", split_decode,
+                                    UninitialisedOutput),
+    "wrong rows merged": ("merge_partials", "size_t(range[1]) *", "size_t(1) *", split_mixed, None),
+    "skipped slot not skipped": ("kv_write", "if (slot >= 0)", "if (true)", write, OutOfBounds),
+    "two rows in one slot": ("kv_write", "slot % BLOCK) * D", "0) * D", write, DataRace),
+    "slot for block": ("kv_write", "size_t(slot / BLOCK)", "size_t(slot)", write, OutOfBounds),
+    "no token": ("kv_write", "  done[0] = 1;\n", "", write, UninitialisedOutput),
+    "const not cast away": (
+        "kv_write", "(device vec<T, 4>*)(const_cast<device T*>(key_pool) + to)",
+        "(const device vec<T, 4>*)(key_pool + to)", write, MetalCompileError),
+    "values for keys": ("kv_write", "(new_keys + from)", "(new_values + from)", write, None),
+    "first block for all": ("kv_gather", "blocks[key / BLOCK]", "blocks[0]", long_chunk, None),
+    "gathered heads side by side": (
+        "kv_gather", "(kv_head * threads_per_grid.y + key)", "(kv_head + key)", long_chunk, DataRace),
+    "copied the other way": ("block_copy", "size_t(pairs[pair * 2])", "size_t(pairs[pair * 2 + 1])", swap, None),
+    "half a block written": ("block_write", "blocks[row]) * SIZE", "blocks[row]) * (SIZE / 2)", swap, None),
+    "blocks in order": ("block_read", "size_t(blocks[row])", "size_t(row)", swap, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, old, new, scenario, error = MUTANTS[name]
+    directory = shutil.copytree(kernels.kernel_directory(), tmp_path / "kernels")
+    path = directory / f"{kernel}.metal"
+    source = path.read_text()
+    assert old in source
+    path.write_text(source.replace(old, new, 1))
+    monkeypatch.setattr(kernels, "kernel_directory", lambda: directory)
+    with Interpreter().installed():
+        if error is None:
+            try:
+                assert not scenario(), "the numbers are right"
+            except MetalError:
+                pytest.fail("a check catches it: say which")
+        else:
+            with pytest.raises(error, match=kernel):
+                scenario()
+
+
+@pytest.mark.parametrize(
+    "scenario", list(dict.fromkeys(mutant[3] for mutant in MUTANTS.values())), ids=lambda s: s.__name__
+)
+def test_without_a_mutant_all_is_well(scenario: Callable[[], bool], metal_on_cpu: Interpreter) -> None:
+    assert scenario()

@@ -1,0 +1,97 @@
+"""The whole engine on the Metal backend: token for token what the gather backend gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.models import ServedModel, load_model
+from mlxpaged.models.layers import bytes_per_token
+from tests.metal_on_cpu import Interpreter
+from tests.support import make_tiny_model, poison_new_blocks, run_requests
+
+MODELS: dict[str, dict[str, Any]] = {
+    "demo": {},
+    "llama": {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+}
+
+SHARED = list(range(100, 170))  # two full blocks and a bit
+PROMPTS = [
+    SHARED,
+    [5],
+    [*SHARED, 7, 8],
+    list(range(40, 100)),
+    [9] * 31,
+    [10, 11] * 16,
+    list(range(200, 233)),
+    [1, 2, 3],
+]
+BLOCKS = 12
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    name = request.param
+    if name == "demo":
+        return load_model("demo")
+    return load_model(str(make_tiny_model(tmp_path_factory.mktemp(name), name, **MODELS[name])))
+
+
+@pytest.fixture
+def interpreter() -> Iterator[Interpreter | None]:
+    """On a Mac, None: the kernels run for real."""
+    if mx.metal.is_available():
+        yield None
+        return
+    with Interpreter().installed() as interpreter:
+        yield interpreter
+
+
+def make_core(served: ServedModel, backend: str) -> EngineCore:
+    cache = BLOCKS * 32 * bytes_per_token(served.layers)
+    core = EngineCore(EngineConfig(kv_cache_bytes=cache, attention_backend=backend, max_num_batched_tokens=100), served)
+    poison_new_blocks(core)
+    return core
+
+
+def test_the_engine_gives_the_same_tokens_on_either_backend(
+    served: ServedModel, interpreter: Interpreter | None
+) -> None:
+    """Eight prompts, chunked and mixed with decoding, in a pool too small for them: one hits another's prefix, some
+    are preempted. Every block is poisoned when it is handed out."""
+    metal, gather = make_core(served, "metal"), make_core(served, "gather")
+    assert metal.runner.backend == "metal"
+    expected = run_requests(gather, PROMPTS, max_tokens=12)
+    assert run_requests(metal, PROMPTS, max_tokens=12) == expected
+    for core in (metal, gather):
+        stats = core.stats().scheduler
+        assert stats.preemptions_total > 0
+        assert stats.prefix_hit_tokens_total >= 64
+    if interpreter is not None:
+        kernels = {launch.kernel for launch in interpreter.launches}
+        assert {"paged_attention", "kv_write", "block_write"} <= kernels
+
+
+def test_a_long_prompt_takes_the_path_of_long_chunks(served: ServedModel, interpreter: Interpreter | None) -> None:
+    prompts = [[(7 * i) % 250 for i in range(150)], [3, 4]]
+    config = {"kv_cache_bytes": 20 * 32 * bytes_per_token(served.layers), "max_num_batched_tokens": 300}
+    outputs = [
+        run_requests(EngineCore(EngineConfig(attention_backend=backend, **config), served), prompts, max_tokens=4)
+        for backend in ("gather", "metal")
+    ]
+    assert outputs[0] == outputs[1]
+    if interpreter is not None:
+        assert "kv_gather" in {launch.kernel for launch in interpreter.launches}
