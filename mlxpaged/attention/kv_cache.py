@@ -20,9 +20,10 @@ KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def resolve_backend(backend: str) -> str:
-    """The backend that serves when `backend` is asked for.
+    """The backend of a pool that is made with `backend`; "auto" is gather, which runs anywhere.
 
-    Raises ValueError for one that does not exist or cannot run here.
+    The engine does not leave it at that: it resolves "auto" with a self-check first (self_check.py). Raises ValueError
+    for a backend that does not exist or cannot run here.
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {backend!r}")

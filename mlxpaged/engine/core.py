@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
+from mlxpaged.attention import choose_backend
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import kv_blocks
@@ -81,7 +82,9 @@ class EngineCore:
                 cache_seed=f"{served.name}|{kv_type}".encode(),
             )
         )
-        self.runner = ModelRunner(served, num_blocks, config.block_size, config.attention_backend)
+        shapes = [spec.attention_shape(config.block_size) for spec in served.layers]
+        backend = choose_backend(config.attention_backend, shapes)
+        self.runner = ModelRunner(served, num_blocks, config.block_size, backend)
         self.sampler = Sampler(served.vocab_size)
         self._ids = itertools.count()
         self._requests: dict[int, RunningRequest] = {}

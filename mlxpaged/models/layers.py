@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from mlxpaged.attention import route_attention
+from mlxpaged.attention import AttentionShape, route_attention
 from mlxpaged.models.errors import UnsupportedModelError
 
 REASONS = {
@@ -23,12 +23,28 @@ REASONS = {
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What the KV pool of a layer must hold. window: keys a query sees, None for all of them."""
+    """What the KV pool of a layer must hold, and how it is attended to. window: keys a query sees, None for all.
+
+    num_query_heads and sinks are known once a probe has seen the layer at work.
+    """
 
     num_kv_heads: int
     head_dim: int
     dtype: mx.Dtype
     window: int | None = None
+    num_query_heads: int = 0
+    sinks: bool = False
+
+    def attention_shape(self, block_size: int) -> AttentionShape:
+        return AttentionShape(
+            self.num_query_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.dtype,
+            block_size,
+            self.window,
+            self.sinks,
+        )
 
     @property
     def bytes_per_token(self) -> int:

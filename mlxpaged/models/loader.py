@@ -88,9 +88,8 @@ def load_model(name: str, served_name: str | None = None) -> ServedModel:
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
     model.eval()
     try:
-        layers = layer_specs(model)
-        vocab_size = probe(model, layers)
-        rows = select_rows_before_head(model, vocab_size, lambda rows: is_head(model, layers, rows))
+        probed = probe(model, layer_specs(model))
+        rows = select_rows_before_head(model, probed.vocab_size, lambda rows: is_head(model, probed.layers, rows))
     except UnsupportedModelError as error:
         kind = config.get("model_type", "this")
         raise UnsupportedModelError(
@@ -100,9 +99,9 @@ def load_model(name: str, served_name: str | None = None) -> ServedModel:
         name=served_name or name,
         model=model,
         tokenizer=Tokenizer(wrapped),
-        layers=layers,
+        layers=probed.layers,
         rows=rows,
-        vocab_size=vocab_size,
+        vocab_size=probed.vocab_size,
         context_length=context_length(config),
         weight_bytes=weight_bytes(model),
     )

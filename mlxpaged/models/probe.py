@@ -8,6 +8,7 @@ wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -24,18 +25,37 @@ MIN_COSINE = {mx.float32: 0.9999}
 MIN_COSINE_HALF = 0.98  # batch shapes change the rounding of half types, and with it an expert router's close calls
 
 
-def probe(model: Module, layers: Sequence[LayerSpec], rows: RowSelection | None = None) -> int:
+class ProbedLayer(PagedLayer):
+    """Remembers what the model asks of its attention."""
+
+    num_query_heads = 0
+    sinks = False
+
+    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        self.num_query_heads = int(queries.shape[1])
+        self.sinks = sinks is not None
+        return super().attend(queries, scale, mask, sinks)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe finds out: the size of the vocabulary, and how each layer attends."""
+
+    vocab_size: int
+    layers: list[LayerSpec]
+
+
+def probe(model: Module, layers: Sequence[LayerSpec], rows: RowSelection | None = None) -> Probed:
     """Compare both ways, the second sequence of the paged batch decoding while the first is prefilled.
 
-    With `rows`, only the last token's row is projected. Returns the number of logits (the vocabulary's size).
-    Raises UnsupportedModelError where the two disagree.
+    With `rows`, only the last token's row is projected. Raises UnsupportedModelError where the two disagree.
     """
     if rows is not None:
         rows.rows = None
     expected = model(mx.array([TOKENS]), cache=make_prompt_cache(model))[0, -1].astype(mx.float32)
     step = StepContext()
     caches = [
-        PagedLayer(LayerKVCache(3, spec.num_kv_heads, spec.head_dim, spec.dtype), step, spec.window) for spec in layers
+        ProbedLayer(LayerKVCache(3, spec.num_kv_heads, spec.head_dim, spec.dtype), step, spec.window) for spec in layers
     ]
     head = len(TOKENS) - 1
     run(model, caches, step, TOKENS[:head], AttentionMetadata.build([head], [head], [[2]]))
@@ -55,11 +75,15 @@ def probe(model: Module, layers: Sequence[LayerSpec], rows: RowSelection | None 
     worst = float(cosine.min())
     if not worst >= MIN_COSINE.get(layers[0].dtype, MIN_COSINE_HALF):
         raise UnsupportedModelError(f"paged attention does not reproduce its logits (cosine similarity {worst:.4f})")
-    return int(expected.shape[0])
+    seen = [
+        replace(spec, num_query_heads=cache.num_query_heads, sinks=cache.sinks)
+        for spec, cache in zip(layers, caches, strict=True)
+    ]
+    return Probed(int(expected.shape[0]), seen)
 
 
 def run(
-    model: Any, caches: list[PagedLayer], step: StepContext, tokens: list[int], meta: AttentionMetadata
+    model: Any, caches: Sequence[PagedLayer], step: StepContext, tokens: list[int], meta: AttentionMetadata
 ) -> mx.array:
     step.begin(meta)
     try:
