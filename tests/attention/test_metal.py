@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache, resolve_backend
+from mlxpaged.attention import AttentionMetadata, LayerKVCache, kernels, resolve_backend
 from mlxpaged.attention.metal import BLOCK_SIZES, DTYPES, HEAD_DIMS
 from tests.attention.metal_cases import Case
 from tests.metal_on_cpu import Interpreter, is_supported
@@ -93,9 +93,9 @@ def test_long_chunks_are_exact(metal: None, extras: dict[str, Any]) -> None:
 
 def test_long_chunks_go_through_mlx_attention(metal_on_cpu: Interpreter) -> None:
     Case([(1, 40), (130, 150), (3, 9), (128, 128)], head_dim=32).check()
-    kernels = [launch.kernel for launch in metal_on_cpu.launches]
-    assert kernels.count("kv_gather") == 2
-    assert kernels.count("paged_attention") == 2, "one for the decoding sequence, one for the short chunk"
+    names = [launch.kernel for launch in metal_on_cpu.launches]
+    assert names.count("kv_gather") == 2
+    assert names.count("paged_attention") == 2, "one for the decoding sequence, one for the short chunk"
 
 
 @pytest.mark.parametrize("group", [12, 16, 33, 71])
@@ -250,6 +250,33 @@ def test_keys_that_are_not_contiguous_are_written_as_they_are_seen(metal: None) 
     both = mx.random.normal((3, 32, 2)).swapaxes(1, 2)
     kv.write(both, both, AttentionMetadata.build([3], [3], [[1]]))
     assert mx.array_equal(kv.read_blocks([1])[0][0, :, :3], both.swapaxes(0, 1))
+
+
+def test_readers_wait_for_the_write_before_them_and_a_writer_for_every_reader(
+    metal: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tokens that pass between the kernels: MLX knows of no other order."""
+    calls: list[tuple[str, mx.array, mx.array]] = []
+    launch = kernels.launch
+
+    def recording(name: str, inputs: list[Any], *rest: Any, **options: Any) -> list[mx.array]:
+        results = launch(name, inputs, *rest, **options)
+        if name != "merge_partials":  # it does not touch the pools
+            calls.append((name, inputs[-1], results[-1]))
+        return results
+
+    case = Case([(1, 600), (5, 40), (130, 140)], head_dim=32)
+    monkeypatch.setattr(kernels, "launch", recording)
+    case.kv.write(case.of_step(case.keys), case.of_step(case.values), case.meta)
+    case.attend()
+    case.kv.copy_blocks([(0, 1)])
+    case.kv.read_blocks([1])
+    names, after, done = zip(*calls, strict=True)
+    assert names == ("kv_write", "paged_attention", "paged_attention", "kv_gather", "block_copy", "block_read")
+    assert after[1] is after[2] is after[3] is done[0]
+    assert int(after[4].item()) == 3, "the sum of three tokens"  # type: ignore[arg-type]
+    assert after[5] is done[4]
+    assert case.kv.arrays[2] is done[5]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
