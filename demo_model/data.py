@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from demo_model import tasks
@@ -53,10 +54,10 @@ class PasskeyMix:
 class Batch:
     """Rows of tokens, and flat positions in them whose next token is to be predicted."""
 
-    tokens: np.ndarray  # (rows, length), int32
-    positions: np.ndarray  # (n,), int32: index into the flattened rows
-    targets: np.ndarray  # (n,), int32
-    weights: np.ndarray  # (n,), float32
+    tokens: npt.NDArray[np.int32]  # (rows, length), int32
+    positions: npt.NDArray[np.int32]  # (n,), int32: index into the flattened rows
+    targets: npt.NDArray[np.int32]  # (n,), int32
+    weights: npt.NDArray[np.float32]  # (n,), float32
 
 
 class RowMaker:
@@ -130,7 +131,7 @@ class RowMaker:
             np.array(weights, dtype=np.float32),
         )
 
-    def examples(self, examples: Sequence[tasks.Example], pad_to: int = 64) -> tuple[Batch, np.ndarray]:
+    def examples(self, examples: Sequence[tasks.Example], pad_to: int = 64) -> tuple[Batch, npt.NDArray[np.int32]]:
         """One padded row for each single-turn example, and for each predicted token the example's index."""
         rows: list[list[int]] = []
         flat: list[tuple[int, int, int]] = []
