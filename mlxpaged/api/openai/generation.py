@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,17 +95,18 @@ class Generation:
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(choice, output) as they come. The first failure ends them all; so does leaving early."""
         try:
-            async for index, output in self._merged() if len(self.streams) > 1 else self._single():
-                self._last[index] = output
-                yield index, output
+            async with aclosing(self._merged() if len(self.streams) > 1 else self._single()) as outputs:
+                async for index, output in outputs:
+                    self._last[index] = output
+                    yield index, output
         finally:
             self.close()
 
-    async def _single(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def _single(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         async for output in self.streams[0]:
             yield 0, output
 
-    async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         merged: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
 
         async def pump(index: int, stream: RequestStream) -> None:
