@@ -116,12 +116,14 @@ class LayerKVCache:
             raise ValueError(f"{num_heads} query heads do not divide among {self.num_kv_heads} KV heads")
         if queries.dtype != self.dtype:
             raise ValueError(f"queries must be {self.dtype}, the type of the pool, got {queries.dtype}")
-        if window is not None and window < 1:
-            raise ValueError(f"window must be positive, got {window}")
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise ValueError(f"window must be positive, a whole number, got {window}")
         if softcap is not None and softcap <= 0:
             raise ValueError(f"softcap must be positive, got {softcap}")
         if sinks is not None and sinks.shape != (num_heads,):
             raise ValueError(f"sinks must have shape ({num_heads},), got {sinks.shape}")
+        if sinks is not None and not mx.issubdtype(sinks.dtype, mx.floating):
+            raise ValueError(f"sinks must be of a float type, got {sinks.dtype}")
         return self._pool.attend(queries, meta, Options(scale, window, softcap, sinks))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -161,5 +163,5 @@ class LayerKVCache:
 
     def _check_blocks(self, ids: Sequence[int]) -> None:
         for block in ids:
-            if not 0 <= block < self.num_blocks:
+            if not isinstance(block, int) or not 0 <= block < self.num_blocks:
                 raise ValueError(f"block id {block} is out of range: the pool has {self.num_blocks} blocks")

@@ -67,19 +67,23 @@ class AttentionMetadata:
                 f"query_lens, context_lens and block_tables must have one entry per sequence, "
                 f"got {sequences}, {len(context_lens)} and {len(block_tables)}"
             )
-        if block_size < 1:
-            raise ValueError(f"block_size must be positive, got {block_size}")
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {block_size}")
         tables: IntArray = np.full((sequences, max(map(len, block_tables), default=0)), UNUSED, dtype=np.int32)
         for i, (query_len, context_len, table) in enumerate(zip(query_lens, context_lens, block_tables, strict=True)):
+            row = np.asarray([query_len, context_len, *table])
+            if row.dtype.kind not in "iu":
+                raise ValueError(f"sequence {i}: lengths and block ids must be whole numbers")
             if not 1 <= query_len <= context_len:
                 raise ValueError(f"sequence {i}: query_len must be in 1..context_len={context_len}, got {query_len}")
             if len(table) * block_size < context_len:
                 raise ValueError(f"sequence {i}: {len(table)} blocks of {block_size} cannot hold {context_len} tokens")
-            if min(table) < 0:
-                raise ValueError(f"sequence {i}: negative block id {min(table)}")
-            if max(table) > MAX_SLOT // block_size:
-                raise ValueError(f"sequence {i}: block id {max(table)} is out of range")
-            tables[i, : len(table)] = table
+            blocks = row[2:]
+            if blocks.min() < 0:
+                raise ValueError(f"sequence {i}: negative block id {blocks.min()}")
+            if blocks.max() > MAX_SLOT // block_size:
+                raise ValueError(f"sequence {i}: block id {blocks.max()} is out of range")
+            tables[i, : len(table)] = blocks
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
         starts = np.concatenate(([0], np.cumsum(query))).astype(np.int32)

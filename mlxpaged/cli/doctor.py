@@ -15,7 +15,7 @@ from mlxpaged import __version__, blas
 from mlxpaged.attention import kernels
 from mlxpaged.attention.self_check import KernelCheck, self_check
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
-from mlxpaged.cli.flags import Flags, positive_int
+from mlxpaged.cli.flags import Flags, block_size
 from mlxpaged.models import DEMO_MODEL, ModelNotFoundError, UnsupportedModelError, load_model
 
 
@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
     )
     flags = Flags(parser)
     flags.value("model", str, DEMO_MODEL, "model whose layers decide (default demo)", nargs="?", metavar="MODEL")
-    flags.value("--block-size", positive_int, DEFAULT_BLOCK_SIZE, f"one of {SUPPORTED_BLOCK_SIZES} (default 32)")
+    flags.value("--block-size", block_size, DEFAULT_BLOCK_SIZE, f"one of {SUPPORTED_BLOCK_SIZES} (default 32)")
     parser.set_defaults(run=run)
 
 

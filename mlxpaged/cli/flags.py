@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
+
 TRUE, FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
@@ -45,6 +47,13 @@ def positive_int(text: str) -> int:
 
 def natural_int(text: str) -> int:
     return _int_from(text, 0)
+
+
+def block_size(text: str) -> int:
+    value = positive_int(text)
+    if value not in SUPPORTED_BLOCK_SIZES:
+        raise argparse.ArgumentTypeError(f"must be one of {SUPPORTED_BLOCK_SIZES}, got {value}")
+    return value
 
 
 def port(text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from mlxpaged.api import create_app
 from mlxpaged.attention import BACKENDS
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
-from mlxpaged.cli.flags import Flags, checked, natural_int, one_of, port, positive_int, seconds
+from mlxpaged.cli.flags import Flags, block_size, checked, natural_int, one_of, port, positive_int, seconds
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.engine import EngineConfig
 from mlxpaged.engine.memory import parse_size
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
     )
     flags.value(
         "--block-size",
-        positive_int,
+        block_size,
         DEFAULTS.block_size,
         f"tokens per KV block, one of {SUPPORTED_BLOCK_SIZES} (default 32)",
     )

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from mlxpaged.cache import blocks_for
+from mlxpaged.cache import BlockUsage, blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
 from mlxpaged.engine.engine_thread import Abort, Callbacks, EngineThread, Stop, Submit
@@ -74,8 +74,9 @@ class EngineInfo:
 class RequestStream:
     """The outputs of one request. Whoever does not read them to the last one must close it."""
 
-    def __init__(self, request: Request, abort: Callable[[str], None]) -> None:
+    def __init__(self, request: Request, abort: Callable[[str], None], state: Callable[[], EngineState]) -> None:
         self.request = request
+        self._state = state
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self._abort = abort
         self._finished = False
@@ -90,13 +91,17 @@ class RequestStream:
             self._abort(self.request.request_id)
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Raises RequestFailedError where the engine ends the request without completing it."""
+        """Raises RequestFailedError where the engine ends the request without completing it, and EngineUnavailableError
+        where that is because the engine itself ends."""
         while not self._finished:
             output = await self._outputs.get()
             if output.finish_reason is not None:
                 self._finished = True
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                raise RequestFailedError(output.error or "the request was cancelled")
+                error = output.error or "the request was cancelled"
+                if self._state() in (EngineState.DRAINING, EngineState.DEAD):
+                    raise EngineUnavailableError(self._state(), error)
+                raise RequestFailedError(error)
             yield output
 
 
@@ -205,7 +210,7 @@ class AsyncEngine:
             max_tokens = min(max_tokens, default_max_tokens)
         params = dataclasses.replace(params, max_tokens=max_tokens)
         request = Request(request_id, prompt_token_ids, params, arrival_time)
-        stream = RequestStream(request, self._abort)
+        stream = RequestStream(request, self._abort, lambda: self.state)
         self._streams[request_id] = stream
         self._idle.clear()
         self._thread.send(Submit(request))
@@ -242,7 +247,8 @@ class AsyncEngine:
         self._thread.send(Stop())
         ended = await asyncio.to_thread(self._thread.join, timeout)
         if not ended:
-            logger.error("the engine thread did not end within %.0f s", timeout)
+            doing = "loads the model" if self.info is None else "is busy"
+            logger.warning("the engine thread still %s after %.0f s; not waiting for it", doing, timeout)
         return ended
 
     # -- from the engine thread --------------------------------------------------------------------------------------
@@ -308,5 +314,8 @@ class AsyncEngine:
             for request_id in self._streams
         ]
         if self.stats is not None:
-            self._dispatch(ends, self.stats)
+            blocks = self.stats.scheduler.blocks
+            nothing = BlockUsage(used=0, cached=0, free=blocks.used + blocks.cached + blocks.free)
+            scheduler = dataclasses.replace(self.stats.scheduler, running=0, waiting=0, blocks=nothing)
+            self._dispatch(ends, dataclasses.replace(self.stats, scheduler=scheduler))
         self._settled.set()

@@ -193,7 +193,7 @@ def test_a_dead_engine_ends_every_request_and_says_so() -> None:
             received = list(events(iter(stream.result().text.splitlines())))
         assert "injected death" in received[-1]["error"]["message"]
         for other in others:
-            assert other.result().status_code == 500
+            assert other.result().status_code == 503
             assert "injected death" in other.result().json()["error"]["message"]
         wait_until(lambda: server.engine.state is EngineState.DEAD)
         assert server.engine.num_unfinished == 0

@@ -495,7 +495,7 @@ def test_queries_that_do_not_fit_are_refused(queries: mx.array, message: str) ->
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"window": 0}, "window must be positive, got 0"),
+        ({"window": 0}, "window must be positive, a whole number, got 0"),
         ({"softcap": 0.0}, "softcap must be positive, got 0"),
         ({"sinks": mx.zeros((2,))}, r"sinks must have shape \(4,\), got \(2,\)"),
     ],

@@ -11,12 +11,12 @@ from mlxpaged.engine import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
 MAX_LIST = 10_000
 """Messages of a conversation, or parts of a message."""
 MAX_TOKEN_ID_DIGITS = 9
 
 Probability = Annotated[float, Field(ge=0, le=1)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -47,9 +47,9 @@ class SamplingFields(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: list[str] | None = None  # as `_stop_is_a_list` leaves it
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     # Accepted for what they are: labels that change nothing.
@@ -59,6 +59,22 @@ class SamplingFields(Body):
     prompt_cache_key: str | None = None
     # Only one answer per prompt is supported so far.
     n: Literal[1] | None = None
+
+    @field_validator("stop", mode="plain")
+    @classmethod
+    def _stop_is_a_list(cls, value: Any) -> list[str] | None:
+        if value is None:
+            return None
+        strings = [value] if isinstance(value, str) else value
+        if not isinstance(strings, list):
+            raise bad_parameter("stop", "must be a string or a list of strings")
+        if len(strings) > MAX_STOP_STRINGS:
+            raise bad_parameter("stop", f"has {len(strings)} strings; the limit is {MAX_STOP_STRINGS}")
+        for i, text in enumerate(strings):
+            field = "stop" if isinstance(value, str) else f"stop.{i}"
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise bad_parameter(field, f"must be a string of 1 to {MAX_STOP_LENGTH} characters")
+        return strings
 
     @field_validator("logit_bias")
     @classmethod
@@ -80,7 +96,6 @@ class SamplingFields(Body):
 
     def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters; OpenAI's defaults where a field is missing."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -93,9 +108,9 @@ class SamplingFields(Body):
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             seed=self.seed,
             logprobs=logprobs,
-            stop=stop,
+            stop=tuple(self.stop or ()),
             stop_token_ids=frozenset(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
         )
 
 
@@ -142,28 +157,52 @@ class ChatRequest(SamplingFields):
         return self.sampling_params(self.max_completion_tokens or self.max_tokens, logprobs)
 
 
+MAX_PROMPTS = 128
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def check_token_list(field: str, ids: list[Any]) -> None:
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise bad_parameter(field, f"must be a list of token ids, got {str(token_id)[:40]!r}")
+
+
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions. Chat has none: an answer may fill the context."""
 
 
 class CompletionRequest(SamplingFields):
-    prompt: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=128)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
-    )
+    prompt: list[str] | list[list[int]]  # as `_one_kind_of_prompt` leaves it
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     # Not supported beyond the value that asks for nothing.
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _one_kind_of_prompt(cls, value: Any) -> list[str] | list[list[int]]:
+        """A string, token ids, or a list of either, as a list.
+
+        By hand: of a union of these four, pydantic collects the errors of every branch at every element, which takes
+        half a minute for a long list.
+        """
+        if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+            value = [value]
+        if not isinstance(value, list) or not value:
+            raise bad_parameter("prompt", "must be a string, a list of strings, token ids, or a list of lists of them")
+        if len(value) > MAX_PROMPTS:
+            raise bad_parameter("prompt", f"has {len(value)} prompts; the limit is {MAX_PROMPTS}")
+        for i, prompt in enumerate(value):
+            if not isinstance(prompt, (str, list)) or type(prompt) is not type(value[0]):
+                raise bad_parameter(f"prompt.{i}", "must be of the same kind as the others, text or token ids")
+            if not prompt:
+                raise bad_parameter(f"prompt.{i}", "must not be empty")
+            if isinstance(prompt, list):
+                check_token_list(f"prompt.{i}", prompt)
+        return value
+
     def prompts(self) -> list[str] | list[list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
         return self.prompt
 
     def params(self) -> SamplingParams:
