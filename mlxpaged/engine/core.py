@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlxpaged.attention import choose_backend
 from mlxpaged.cache import blocks_for
@@ -45,6 +46,14 @@ class EngineStats:
     generated_tokens_total: int = 0
 
 
+class HeldLogprobs(NamedTuple):
+    """Log-probabilities of a token whose text covers characters `start` to `end` of the answer."""
+
+    token: TokenLogprobs
+    start: int
+    end: int
+
+
 class RunningRequest:
     """A request inside the engine: its sequence and the state of its text."""
 
@@ -53,6 +62,9 @@ class RunningRequest:
         self.sequence = sequence
         self.detokenizer = tokenizer.detokenizer()
         self.stop_strings = StopStrings(request.params.stop)
+        self.made_chars = 0  # of the answer's text, those that are held back included
+        self.sent_chars = 0
+        self.held_logprobs: list[HeldLogprobs] = []
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
 
     def sampling_row(self) -> SamplingRow:
@@ -203,6 +215,10 @@ class EngineCore:
         piece = "" if reason is FinishReason.STOP else running.detokenizer.add(sampled.token_id)
         if reason is not None:
             piece += running.detokenizer.finish()
+        if sampled.logprobs is not None:
+            span = (running.made_chars, running.made_chars + len(piece))
+            running.held_logprobs.append(HeldLogprobs(sampled.logprobs, *span))
+        running.made_chars += len(piece)
         text, stopped = running.stop_strings.feed(piece)
         if stopped:
             if reason is None:
@@ -210,11 +226,23 @@ class EngineCore:
             reason = FinishReason.STOP
         elif reason is not None:
             text += running.stop_strings.finish()
-        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+        running.sent_chars += len(text)
+        logprobs = self._release_logprobs(running, reason, stopped)
         output = self._output(running, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
         if reason is not None:
             self._release(running)
         return output
+
+    @staticmethod
+    def _release_logprobs(
+        running: RunningRequest, reason: FinishReason | None, stopped: bool
+    ) -> tuple[TokenLogprobs, ...]:
+        """Those of the text that is out. They go with it: tokens of a stop string must not leak through them either."""
+        held, sent = running.held_logprobs, running.sent_chars
+        if reason is None:
+            running.held_logprobs = [entry for entry in held if entry.end > sent]
+            return tuple(entry.token for entry in held if entry.end <= sent)
+        return tuple(entry.token for entry in held if not stopped or entry.start < sent or entry.end <= sent)
 
     def _forget(self, running: RunningRequest, error: str | None) -> RequestOutput:
         """The last output of a request that ended without completing its answer."""

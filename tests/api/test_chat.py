@@ -298,3 +298,24 @@ def test_two_clients_get_their_own_answers(demo_server: RunningServer) -> None:
         for i, (question, _) in enumerate(ANSWERS)
     ]
     assert [request.text for request in pending] == [answer for _, answer in ANSWERS]
+
+
+@pytest.mark.parametrize("stop", ["river stone", "ver", " ", "stone!"])
+def test_a_stop_string_does_not_leak_through_the_logprobs(demo_server: RunningServer, stop: str) -> None:
+    body = ask("Repeat: blue river stone", logprobs=True, stop=stop)
+    whole = post(demo_server, body)["choices"][0]
+    expected = "blue river stone".partition(stop)[0]
+    assert whole["message"]["content"] == expected
+    tokens = [token["token"] for token in whole["logprobs"]["content"] if token["token"] != "<|im_end|>"]
+    # A token that the stop string begins inside of is listed whole, those behind it not at all.
+    assert "".join(tokens).startswith(expected)
+    assert len("".join(tokens[:-1])) < max(1, len(expected))
+    text = listed = ""
+    for chunk in stream_events(demo_server, "/v1/chat/completions", body):
+        if chunk == "[DONE]":
+            break
+        choice = chunk["choices"][0]
+        text += choice["delta"].get("content") or ""
+        listed += "".join(token["token"] for token in (choice["logprobs"] or {"content": []})["content"])
+        assert len(listed.removesuffix("<|im_end|>")) <= len(text) + len("river"), "listed before its text is out"
+    assert text == expected
