@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mlxpaged.attention import resolve_backend
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.models import DEMO_MODEL
+from mlxpaged.scheduler import SchedulerConfig
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,19 @@ class EngineConfig:
         resolve_backend(self.attention_backend)
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs})"
-            )
+        self.scheduler_config(num_blocks=1, cache_seed=b"")  # refuses what the scheduler would
         if self.max_queue < 0:
             raise ValueError(f"max_queue must not be negative, got {self.max_queue}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
             raise ValueError(f"kv_cache_bytes must be positive, got {self.kv_cache_bytes}")
+
+    def scheduler_config(self, num_blocks: int, cache_seed: bytes) -> SchedulerConfig:
+        """The scheduler's part, once the size of the pool is known. Raises ValueError."""
+        return SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            prefix_caching=self.prefix_caching,
+            cache_seed=cache_seed,
+        )

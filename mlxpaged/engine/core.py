@@ -26,7 +26,6 @@ from mlxpaged.scheduler import (
     FinishReason,
     ScheduledSequence,
     Scheduler,
-    SchedulerConfig,
     SchedulerStats,
     Sequence,
     SequenceStatus,
@@ -84,16 +83,7 @@ class EngineCore:
         kv_type = ",".join(sorted({str(spec.dtype) for spec in served.layers}))
         self.served = served
         self.kv_cache_bytes = num_blocks * per_block
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                num_blocks=num_blocks,
-                block_size=config.block_size,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                prefix_caching=config.prefix_caching,
-                cache_seed=f"{served.name}|{kv_type}".encode(),
-            )
-        )
+        self.scheduler = Scheduler(config.scheduler_config(num_blocks, f"{served.name}|{kv_type}".encode()))
         shapes = [spec.attention_shape(config.block_size) for spec in served.layers]
         backend = choose_backend(config.attention_backend, shapes)
         self.runner = ModelRunner(served, num_blocks, config.block_size, backend)

@@ -182,7 +182,11 @@ def test_repetition_penalty_counts_prompt_tokens() -> None:
 
 
 def test_forgetting_an_unknown_request_is_no_error() -> None:
-    Sampler(VOCAB).forget(12345)
+    sampler = Sampler(VOCAB)
+    sampler.forget(12345)
+    logits = logits_of(1)
+    [token] = sampler.sample(logits, [row(temperature=0.0, frequency_penalty=1.0)])
+    assert token.token_id == int(np.array(logits)[0].argmax())
 
 
 def test_logit_bias_forces_and_bans_tokens_of_its_own_row_only() -> None:
