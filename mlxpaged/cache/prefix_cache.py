@@ -52,10 +52,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int]) -> None:
-        """Append to `keys` the hashes of the full blocks of `token_ids` that it lacks."""
+    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], num_tokens: int) -> None:
+        """Append to `keys` the hashes that it lacks of the full blocks of the first `num_tokens` tokens."""
         size = self._pool.block_size
-        for index in range(len(keys), len(token_ids) // size):
+        for index in range(len(keys), num_tokens // size):
             parent_key = keys[-1] if keys else self._root
             keys.append(hash_block(parent_key, token_ids[index * size : (index + 1) * size]))
 

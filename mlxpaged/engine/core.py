@@ -11,13 +11,15 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import mlx.core as mx
+
 from mlxpaged.attention import choose_backend
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import kv_blocks
-from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
 from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
-from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
+from mlxpaged.engine.sampler import SampledToken, Sampler, Samples, SamplingRow
 from mlxpaged.engine.stop_strings import StopStrings
 from mlxpaged.models import ServedModel, Tokenizer
 from mlxpaged.models.layers import bytes_per_token
@@ -66,11 +68,42 @@ class RunningRequest:
         self.held_logprobs: list[HeldLogprobs] = []
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
 
-    def sampling_row(self) -> SamplingRow:
-        sequence = self.sequence
+    def sampling_row(self, position: int) -> SamplingRow:
+        """To draw the token at `position`."""
+        sequence, params = self.sequence, self.request.params
         return SamplingRow(
-            sequence.sequence_id, self.request.params, self.seed, sequence.token_ids, sequence.num_prompt_tokens
+            sequence.sequence_id, params, self.seed, sequence.token_ids, sequence.num_prompt_tokens, position
         )
+
+
+@dataclass(frozen=True)
+class StepUnderWay:
+    """A step that the device works on. peaks: the largest logit of every row, which shows whether they are finite."""
+
+    batch: Batch
+    peaks: mx.array
+    samples: Samples | None
+
+    @property
+    def drawn(self) -> DrawnTokens | None:
+        if self.samples is None:
+            return None
+        return DrawnTokens(self.samples.tokens, sampling_ids(self.batch))
+
+    @property
+    def results(self) -> list[mx.array]:
+        return [self.peaks, *(self.samples.arrays if self.samples is not None else ())]
+
+    def read(self) -> dict[int, SampledToken]:
+        """Sampled tokens by sequence id. Waits for the device. Raises FloatingPointError."""
+        if not all(map(math.isfinite, self.peaks.tolist())):  # type: ignore[arg-type]
+            raise FloatingPointError("the model's logits are not finite")
+        sampled = [] if self.samples is None else self.samples.read()
+        return dict(zip(sampling_ids(self.batch), sampled, strict=True))
+
+
+def sampling_ids(batch: Batch) -> list[int]:
+    return [row.sequence.sequence_id for row in batch.rows if row.samples]
 
 
 class EngineCore:
@@ -91,6 +124,7 @@ class EngineCore:
         self._ids = itertools.count()
         self._requests: dict[int, RunningRequest] = {}
         self._sequence_of: dict[str, int] = {}
+        self._under_way: StepUnderWay | None = None
         self._steps = 0
         self._generated = 0
 
@@ -120,33 +154,76 @@ class EngineCore:
         return [output for request_id in list(self._sequence_of) for output in self.abort(request_id, error)]
 
     def has_work(self) -> bool:
-        return self.scheduler.has_unfinished()
+        return self.scheduler.has_unfinished() or self._under_way is not None
 
     def step(self) -> list[RequestOutput]:
         """Run one batch. A failing forward pass ends the requests that cause it; everything else raised here means that
         the engine's own books are wrong, and is for the caller to treat as the end of the engine."""
         batch = self.scheduler.schedule()
-        if not batch.rows:
+        if batch.rows:
+            self._steps += 1
+        elif self._under_way is None:
             raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
-        self._steps += 1
+        return self._overlapped_step(batch) if self.runner.overlaps else self._plain_step(batch)
+
+    def _plain_step(self, batch: Batch) -> list[RequestOutput]:
+        """Run a batch to its end."""
         failures: list[RequestOutput] = []
-        tokens = self._run(batch, batch.rows, failures)
+        tokens = self._run(batch.rows, failures)
         for row in batch.rows:
             if row.sequence.status is SequenceStatus.PREEMPTED and row.sequence.sequence_id in tokens:
                 del tokens[row.sequence.sequence_id]  # its values were lost after it had run: it runs again
                 self.sampler.forget(row.sequence.sequence_id)
+        return failures + self._settle(batch, tokens)
+
+    def _overlapped_step(self, batch: Batch) -> list[RequestOutput]:
+        """Start a batch, then end the one before it: its tokens are read and turned into text behind the device's work.
+
+        The tokens go from one step into the next on the device. A sequence that turns out to have ended has a row in
+        the step that was started already; what it draws is dropped. Where a step fails, both are run again, one after
+        the other, to find out which request is to blame.
+        """
+        before, self._under_way = self._under_way, None
+        try:
+            if batch.rows:
+                self._under_way = self._dispatch(batch, before)
+            if before is None:
+                return []
+            tokens = before.read()
+        except Exception:
+            logger.exception("a step failed, it is run again")
+            self._under_way = None
+            return self._repeat([*([before.batch] if before else ()), batch])
+        return self._settle(before.batch, tokens)
+
+    def _repeat(self, batches: ListOf[Batch]) -> list[RequestOutput]:
+        """Run batches of which one failed under way. The values of a sequence that has ended since then cannot be
+        computed again: where others may have taken its blocks over, everything starts over."""
+        rows = [row for batch in batches for row in batch.rows]
+        for row in rows:
+            self.sampler.forget(row.sequence.sequence_id)  # the tokens of failed steps are among its counts
+        outputs = []
+        if not self.runner.recover():
+            message = "the step failed and the KV pools were lost"
+            outputs = [self._fail(row, message) for row in rows if not row.sequence.finish_reason]
+            self._lose_pools()
+        elif any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
+            self.scheduler.reset_cache()
+        return outputs + [output for batch in batches for output in self._plain_step(batch)]
+
+    def _settle(self, batch: Batch, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
+        """Book the tokens of a batch that is done, and make text of them."""
         self.scheduler.update(batch, {sequence_id: token.token_id for sequence_id, token in tokens.items()})
-        return failures + [self._output_of(self._requests[number], token) for number, token in tokens.items()]
+        alive = [(self._requests[number], token) for number, token in tokens.items() if number in self._requests]
+        return [self._output_of(running, token) for running, token in alive]
 
     def stats(self) -> EngineStats:
         return EngineStats(
             self.scheduler.stats(), self._steps, self.runner.model_calls, self.runner.attention_calls, self._generated
         )
 
-    def _run(
-        self, batch: Batch, rows: ListOf[ScheduledSequence], failures: list[RequestOutput]
-    ) -> dict[int, SampledToken]:
-        """Sampled tokens by sequence id, of the given rows of the step's batch.
+    def _run(self, rows: ListOf[ScheduledSequence], failures: list[RequestOutput]) -> dict[int, SampledToken]:
+        """Sampled tokens by sequence id, of the given rows of a step's batch.
 
         Rows that fail together are run again in halves, down to the request that causes it: writing the same keys and
         values twice changes nothing, and nobody is lost for a neighbour's failure.
@@ -155,36 +232,45 @@ class EngineCore:
         if not rows:
             return {}
         try:
-            return self._execute(Batch(tuple(rows)))
+            step = self._dispatch(Batch(tuple(rows)))
+            self.runner.finish_step(*step.results)
+            return step.read()
         except Exception as error:
             logger.exception("a step with %d sequences failed", len(rows))
+            for row in rows:
+                self.sampler.forget(row.sequence.sequence_id)
             intact = self.runner.recover()
             if len(rows) == 1 or not intact:
                 message = f"the step failed: {type(error).__name__}: {error}"
-                failures += [self._fail(batch, row, message) for row in rows if not row.sequence.finish_reason]
+                failures += [self._fail(row, message) for row in rows if not row.sequence.finish_reason]
                 if not intact:
-                    logger.error("the KV pools were lost: every other running sequence starts over")
-                    self.scheduler.reset_cache()
+                    self._lose_pools()
                 return {}
         half = len(rows) // 2
-        return {**self._run(batch, rows[:half], failures), **self._run(batch, rows[half:], failures)}
+        return {**self._run(rows[:half], failures), **self._run(rows[half:], failures)}
 
-    def _execute(self, batch: Batch) -> dict[int, SampledToken]:
-        logits = self.runner.forward(batch, self.scheduler.get_block_tables(batch.sequence_ids))
-        peaks = logits.max(axis=-1)
-        self.runner.finish_step(logits, peaks)
-        if not all(map(math.isfinite, peaks.tolist())):  # type: ignore[arg-type]
-            raise FloatingPointError("the model's logits are not finite")
-        sampling = [self._requests[row.sequence.sequence_id].sampling_row() for row in batch.rows if row.samples]
-        sampled = self.sampler.sample(logits, sampling) if sampling else []
-        return {row.sequence_id: token for row, token in zip(sampling, sampled, strict=True)}
+    def _dispatch(self, batch: Batch, before: StepUnderWay | None = None) -> StepUnderWay:
+        """Start a step. before: the step under way that draws its pending tokens."""
+        tables = self.scheduler.get_block_tables(batch.sequence_ids)
+        logits = self.runner.forward(batch, tables, before.drawn if before is not None else None)
+        rows = [
+            self._requests[row.sequence.sequence_id].sampling_row(row.context_len) for row in batch.rows if row.samples
+        ]
+        step = StepUnderWay(batch, logits.max(axis=-1), self.sampler.sample(logits, rows) if rows else None)
+        self.runner.start_step(*step.results)
+        return step
 
-    def _fail(self, batch: Batch, row: ScheduledSequence, message: str) -> RequestOutput:
+    def _lose_pools(self) -> None:
+        logger.error("the KV pools were lost: every other running sequence starts over")
+        self.scheduler.reset_cache()
+
+    def _fail(self, row: ScheduledSequence, message: str) -> RequestOutput:
+        sequence_id = row.sequence.sequence_id
         if row.sequence.status is SequenceStatus.RUNNING:
-            self.scheduler.fail(batch, row)
+            self.scheduler.fail(sequence_id)
         else:  # preempted, because it shared blocks with a row that failed just before
-            self.scheduler.finish(row.sequence.sequence_id, FinishReason.ERROR)
-        return self._forget(self._requests[row.sequence.sequence_id], message)
+            self.scheduler.finish(sequence_id, FinishReason.ERROR)
+        return self._forget(self._requests[sequence_id], message)
 
     def _output_of(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
         """Text is a matter of one request: where making it fails, that request ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,29 @@ import numpy as np
 from mlxpaged.attention import AttentionMetadata, LayerKVCache, PagedLayer, StepContext
 from mlxpaged.models import ServedModel
 from mlxpaged.scheduler import Batch
+from mlxpaged.scheduler.sequence import PENDING
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """tokens[R], on the device: the last token of each of R sequences, in their order."""
+
+    tokens: mx.array
+    sequence_ids: Sequence[int]
+
+
+def input_ids(batch: Batch, token_ids: Sequence[int], drawn: DrawnTokens | None) -> mx.array:
+    """The batch's tokens [T], int32. Only a row's last token can be pending: it is taken from `drawn`."""
+    known = np.asarray(token_ids, dtype=np.int32)
+    if PENDING not in token_ids:
+        return mx.array(known)
+    assert drawn is not None
+    place = {sequence_id: i for i, sequence_id in enumerate(drawn.sequence_ids)}
+    ends = np.cumsum([row.num_tokens for row in batch.rows]) - 1
+    source = np.zeros_like(known)
+    source[ends] = [place.get(row.sequence.sequence_id, 0) for row in batch.rows]
+    uploaded = mx.array(np.stack([known, source]))
+    return mx.where(uploaded[0] == PENDING, drawn.tokens[uploaded[1]], uploaded[0])
 
 
 class ModelRunner:
@@ -42,10 +66,22 @@ class ModelRunner:
     def backend(self) -> str:
         return self.layers[0].kv.backend
 
-    def forward(self, batch: Batch, block_tables: Mapping[int, Sequence[int]]) -> mx.array:
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be dispatched while the one before it is under way.
+
+        The Metal backend writes its pools in place whatever else is under way. With MLX's own operations a pool that an
+        unfinished step still reads would be copied whole by the next write: a step must end before the next one.
+        """
+        return self.backend == "metal"
+
+    def forward(
+        self, batch: Batch, block_tables: Mapping[int, Sequence[int]], drawn: DrawnTokens | None = None
+    ) -> mx.array:
         """Logits [R, V] of the R rows that sample, in the order of the batch; not yet evaluated.
 
-        Writes the keys and values of the batch's tokens into their blocks.
+        Writes the keys and values of the batch's tokens into their blocks. drawn: of the step under way, where tokens
+        of the batch are still pending.
         """
         if threading.get_ident() != self._thread:
             raise RuntimeError("the model runs on the engine thread only")
@@ -68,7 +104,7 @@ class ModelRunner:
         try:
             if self._rows is not None:
                 self._rows.rows = wanted
-            logits: mx.array = self._model(mx.array(np.asarray(token_ids, dtype=np.int32)[:, None]), cache=self.layers)
+            logits: mx.array = self._model(input_ids(batch, token_ids, drawn)[:, None], cache=self.layers)
             self.model_calls += 1
         finally:
             self._step.end()
@@ -76,12 +112,12 @@ class ModelRunner:
                 self._rows.rows = None
         return logits[:, -1] if self._rows is not None else logits[wanted, -1]
 
-    def finish_step(self, *results: mx.array) -> None:
-        """Wait until the results are known and the pools are written.
+    def start_step(self, *results: mx.array) -> None:
+        """Let the device begin, and return at once."""
+        mx.async_eval(results, [layer.kv.arrays for layer in self.layers])
 
-        On the CPU a step must end before the next one writes: a pool that an unfinished step still reads cannot be
-        written in place and is copied whole.
-        """
+    def finish_step(self, *results: mx.array) -> None:
+        """Wait until the results are known and the pools are written."""
         mx.eval(results, [layer.kv.arrays for layer in self.layers])
 
     def recover(self) -> bool:

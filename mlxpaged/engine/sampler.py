@@ -20,19 +20,39 @@ from mlxpaged.engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One row of logits. token_ids: prompt and answer so far; the token drawn now gets position len(token_ids)."""
+    """One row of logits. position: of the token that is drawn now. token_ids: prompt and answer, of which the tokens
+    from `position` on, and the one before it while a step is under way, may be unknown."""
 
     sequence_id: int
     params: SamplingParams
     seed: int
     token_ids: Sequence[int]
     num_prompt_tokens: int
+    position: int
 
 
 @dataclass(frozen=True)
 class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was drawn for R rows, on the device until it is read. tokens[R]: int32. logprobs: of the rows that asked."""
+
+    tokens: mx.array
+    logprobs: RowLogprobs | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.tokens, *(self.logprobs.arrays if self.logprobs is not None else ())]
+
+    def read(self) -> list[SampledToken]:
+        """Waits for the device."""
+        tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
+        logprobs = {} if self.logprobs is None else self.logprobs.read(tokens)
+        return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(tokens)]
 
 
 class Sampler:
@@ -42,24 +62,22 @@ class Sampler:
         self._counts = TokenCounts(vocab_size)
 
     def forget(self, sequence_id: int) -> None:
-        """Drop what is kept for a sequence that ended."""
+        """Drop what is kept for a sequence that ended, or whose last tokens turned out not to be."""
         self._counts.forget(sequence_id)
 
-    def sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    def sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Samples:
         """logits[R, V] of any float type, one row of logits per entry of `rows`."""
         if all(row.params.plain for row in rows):
-            return [SampledToken(token) for token in mx.argmax(logits, axis=-1).tolist()]  # type: ignore[union-attr, arg-type]
+            return Samples(mx.argmax(logits, axis=-1).astype(mx.int32))
         raw = logits.astype(mx.float32)
         scores = self._counts.penalize(biased(raw, rows), rows)
-        tokens = mx.argmax(scores, axis=-1)
+        tokens = mx.argmax(scores, axis=-1).astype(mx.int32)
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if drawn:
             index = mx.array(drawn)
-            tokens[index] = draw(scores[index], [rows[i] for i in drawn])
-        logprobs = token_logprobs(raw, tokens, rows)
-        sampled: list[int] = tokens.tolist()  # type: ignore[assignment]
-        self._counts.add(rows, sampled)
-        return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(sampled)]
+            tokens[index] = draw(scores[index], [rows[i] for i in drawn]).astype(mx.int32)
+        self._counts.add(rows, tokens)
+        return Samples(tokens, token_logprobs(raw, tokens, rows))
 
 
 def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
@@ -108,16 +126,12 @@ class TokenCounts:
         penalized[index] = scores
         return penalized
 
-    def add(self, rows: Sequence[SamplingRow], tokens: Sequence[int]) -> None:
-        pairs = [
-            (self._row_of[row.sequence_id], token)
-            for row, token in zip(rows, tokens, strict=True)
-            if row.sequence_id in self._row_of
-        ]
-        if pairs:
-            at, ids = zip(*pairs, strict=True)
-            self._answer = self._answer.at[mx.array(at), mx.array(ids)].add(1)
-            mx.eval(self._answer)
+    def add(self, rows: Sequence[SamplingRow], tokens: mx.array) -> None:
+        where = [i for i, row in enumerate(rows) if row.sequence_id in self._row_of]
+        if where:
+            at = mx.array([self._row_of[rows[i].sequence_id] for i in where])
+            self._answer = self._answer.at[at, tokens[mx.array(where)]].add(1)
+            mx.async_eval(self._answer)
 
     def _count_afresh(self, row: SamplingRow) -> None:
         if not self._unused:
@@ -130,7 +144,7 @@ class TokenCounts:
         self._row_of[row.sequence_id] = at
         for counts, token_ids in (
             (self._prompt, row.token_ids[: row.num_prompt_tokens]),
-            (self._answer, row.token_ids[row.num_prompt_tokens :]),
+            (self._answer, row.token_ids[row.num_prompt_tokens : row.position]),
         ):
             occurrences = np.bincount(np.asarray(token_ids, dtype=np.int64), minlength=self._vocab_size)
             counts[at] = mx.array(occurrences.astype(np.int32))
@@ -143,7 +157,7 @@ def column(values: Sequence[float]) -> mx.array:
 def draw(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """One token per row of logits[n, V], every row with a temperature above zero."""
     scaled = logits / column([row.params.temperature for row in rows])
-    noise = gumbel_noise([row.seed for row in rows], [len(row.token_ids) for row in rows], logits.shape[-1])
+    noise = gumbel_noise([row.seed for row in rows], [row.position for row in rows], logits.shape[-1])
     where = [i for i, row in enumerate(rows) if row.params.filters]
     if where:
         index = mx.array(where)
@@ -206,21 +220,40 @@ def most_likely(scores: mx.array, count: int) -> mx.array:
     return mx.take_along_axis(best, order, axis=-1)
 
 
-def token_logprobs(logits: mx.array, tokens: mx.array, rows: Sequence[SamplingRow]) -> dict[int, TokenLogprobs]:
-    """Row number -> log-probabilities, for the rows that asked."""
+@dataclass(frozen=True)
+class RowLogprobs:
+    """Log-probabilities of n of the rows of a step. rows[n]: which; counts[n]: how many of the most likely tokens each
+    asked for. sampled[n]: of the token drawn; best[n, k] and best_logprobs[n, k]: the most likely ones."""
+
+    rows: Sequence[int]
+    counts: Sequence[int]
+    sampled: mx.array
+    best: mx.array
+    best_logprobs: mx.array
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return self.sampled, self.best, self.best_logprobs
+
+    def read(self, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
+        """By row number; `tokens` are those of all rows of the step."""
+        tables: list[list[Any]] = [array.tolist() for array in self.arrays]  # type: ignore[misc]
+        found = {}
+        for i, count, logprob, top, top_logprobs in zip(self.rows, self.counts, *tables, strict=True):
+            best = tuple(zip(top[:count], top_logprobs[:count], strict=True))
+            found[i] = TokenLogprobs(tokens[i], logprob, best)
+        return found
+
+
+def token_logprobs(logits: mx.array, tokens: mx.array, rows: Sequence[SamplingRow]) -> RowLogprobs | None:
+    """Of the rows that asked; None where none did."""
     where = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not where:
-        return {}
+        return None
+    counts = [rows[i].params.logprobs or 0 for i in where]
     index = mx.array(where)
     chosen = logits[index]
     logprobs = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
-    sampled = mx.take_along_axis(logprobs, tokens[index][:, None].astype(mx.int32), axis=-1)[:, 0]
-    most = max(rows[i].params.logprobs or 0 for i in where)
-    best = most_likely(logprobs, most)
-    best_logprobs = mx.take_along_axis(logprobs, best, axis=-1)
-    tables: list[list[Any]] = [array.tolist() for array in (tokens[index], sampled, best, best_logprobs)]  # type: ignore[misc]
-    found = {}
-    for i, token, logprob, top, top_logprobs in zip(where, *tables, strict=True):
-        count = rows[i].params.logprobs
-        found[i] = TokenLogprobs(token, logprob, tuple(zip(top[:count], top_logprobs[:count], strict=True)))
-    return found
+    sampled = mx.take_along_axis(logprobs, tokens[index][:, None], axis=-1)[:, 0]
+    best = most_likely(logprobs, max(counts))
+    return RowLogprobs(where, counts, sampled, best, mx.take_along_axis(logprobs, best, axis=-1))

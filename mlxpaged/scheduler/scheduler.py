@@ -5,6 +5,9 @@ sequences, then to newcomers. All orders are by arrival. So a newcomer is only l
 computed to its end in this step, with all its blocks published: requests that share a prefix and arrive together, or
 while it is being computed, wait for it and never compute it twice.
 
+A step may be scheduled while the one before it is still under way, its tokens unknown: a sequence is then scheduled on
+with PENDING in the place of its last token. What the device does is ordered, so blocks may change hands at once.
+
 Two rules keep any load from wedging it: a sequence is only accepted if it could run alone in the pool, and a running
 sequence that needs a block takes it from the newest one.
 """
@@ -122,6 +125,7 @@ class Scheduler:
         (self._running if sequence.status is SequenceStatus.RUNNING else self._waiting).remove(sequence)
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
+        sequence.drop_pending_tokens()
         self._give_back(sequence)
         del self._sequences[sequence_id]
         return sequence
@@ -132,8 +136,10 @@ class Scheduler:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch:
-        """Choose the next step's tokens and take the blocks they need. Empty only where nothing is unfinished."""
+        """Choose the next step's tokens and take the blocks they need. Each call needs its `update`; at most one other
+        call may come in between. Empty only where nothing is unfinished, or all of it waits for that `update`."""
         budget = self.config.max_num_batched_tokens
+        preemptions = self._preemptions
         rows: list[ScheduledSequence] = []
         in_step: set[int] = set()
         starved = False
@@ -144,11 +150,14 @@ class Scheduler:
             end = start + num_tokens
             sequence.num_computed_tokens = end
             self._publish(sequence)
-            rows.append(ScheduledSequence(sequence, start, num_tokens, samples=end == len(sequence.token_ids)))
+            samples = end == len(sequence.token_ids)
+            if samples:
+                sequence.expect_token()
+            rows.append(ScheduledSequence(sequence, start, num_tokens, samples))
             in_step.add(sequence.sequence_id)
             budget -= num_tokens
 
-        running = list(self._running)
+        running = [sequence for sequence in self._running if not sequence.awaits_last_token]
         for sequence in running:
             decoding = sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens == 1
             if decoding and self._grow(sequence, 1, in_step):
@@ -162,6 +171,7 @@ class Scheduler:
                     add(sequence, num_tokens)
                 else:
                     starved = True
+        starved |= self._preemptions > preemptions  # who gave way just now must not come straight back
         while budget > 0 and not starved and len(self._running) < self.config.max_num_seqs:
             newcomer = self._admit(budget)
             if newcomer is None:
@@ -170,45 +180,59 @@ class Scheduler:
         return Batch(tuple(rows))
 
     def update(self, batch: Batch, token_ids: dict[int, int]) -> list[Sequence]:
-        """Append the sampled tokens (sequence id -> token) and end the sequences whose answer they complete.
+        """The batch is done: these are its sampled tokens (sequence id -> token). End the sequences whose answer they
+        complete, and return those.
 
-        Sequences that ended since `schedule` are passed over. Returns those that ended now.
+        Sequences that ended since `schedule` are passed over; so are preempted ones that have no token here, which will
+        draw it again.
         """
         ended = []
         for row in batch.rows:
             sequence = row.sequence
-            if not row.samples or sequence.status is not SequenceStatus.RUNNING:
+            if sequence.status is SequenceStatus.RUNNING:
+                sequence.num_settled_tokens = row.context_len
+            elif sequence.status is SequenceStatus.FINISHED:
+                continue
+            elif sequence.sequence_id not in token_ids:
+                sequence.drop_pending_tokens()
+                continue
+            if not row.samples:
                 continue
             token_id = token_ids[sequence.sequence_id]
-            sequence.token_ids.append(token_id)
+            sequence.fill_token(token_id)
             reason = sequence.finish_reason_after(token_id)
+            if sequence.status is SequenceStatus.RUNNING:
+                self._publish(sequence)  # the token may be the last of a block that the step under way computes
             if reason is not None:
                 ended.append(self.finish(sequence.sequence_id, reason))
         return ended
 
-    def fail(self, batch: Batch, row: ScheduledSequence) -> list[Sequence]:
-        """End the sequence of a row whose step failed. What the step should have written is unpublished.
+    def fail(self, sequence_id: int) -> list[Sequence]:
+        """End a sequence whose step failed. What the steps under way should have written for it is unpublished.
 
-        Returns the sequences that had already adopted such blocks in this step: they are preempted and start over.
+        Returns the sequences that had already adopted such blocks: they are preempted and start over.
         """
-        table = row.sequence.block_table
-        assert table is not None
-        tainted = set(table.retract(row.start // self.config.block_size))
-        self.finish(row.sequence.sequence_id, FinishReason.ERROR)
+        sequence = self.get(sequence_id)
+        tainted = self._retract(sequence)
+        self.finish(sequence_id, FinishReason.ERROR)
         dependants = []
-        for other in batch.rows:
-            blocks = other.sequence.block_table.block_ids if other.sequence.block_table else ()
-            if other.sequence.status is SequenceStatus.RUNNING and not tainted.isdisjoint(blocks):
-                assert other.sequence.block_table is not None
-                tainted |= set(other.sequence.block_table.retract(other.start // self.config.block_size))
-                self._preempt(other.sequence)
-                dependants.append(other.sequence)
+        for other in list(self._running):
+            assert other.block_table is not None
+            if not tainted.isdisjoint(other.block_table.block_ids):
+                tainted |= self._retract(other)
+                self._start_over(other)
+                dependants.append(other)
         return dependants
+
+    def _retract(self, sequence: Sequence) -> set[int]:
+        if sequence.block_table is None:
+            return set()
+        return set(sequence.block_table.retract(sequence.num_settled_tokens // self.config.block_size))
 
     def reset_cache(self) -> None:
         """Forget every computed value: running sequences start over, the prefix cache is emptied."""
         for sequence in reversed(list(self._running)):
-            self._preempt(sequence)
+            self._start_over(sequence)
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
 
@@ -261,11 +285,16 @@ class Scheduler:
         sequence.transition(SequenceStatus.PREEMPTED)
         self._running.remove(sequence)
         self._give_back(sequence)
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_settled_tokens = 0
         sequence.num_preemptions += 1
         self._preemptions += 1
         bisect.insort(self._waiting, sequence, key=arrival)
         logger.info("preempted sequence %d (preemption %d)", sequence.sequence_id, sequence.num_preemptions)
+
+    def _start_over(self, sequence: Sequence) -> None:
+        """Preempt a sequence because its values are lost; what the steps under way draw from them is void."""
+        self._preempt(sequence)
+        sequence.drop_pending_tokens()
 
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.block_table is not None:
@@ -276,7 +305,7 @@ class Scheduler:
 
     def _admit(self, budget: int) -> Sequence | None:
         """Move the first waiting sequence to RUNNING, with blocks for its first chunk; None where it has to wait on."""
-        if not self._waiting:
+        if not self._waiting or self._waiting[0].num_pending_tokens:
             return None
         sequence = self._waiting[0]
         hit = self._find_prefix(sequence)
@@ -289,7 +318,7 @@ class Scheduler:
     def _find_prefix(self, sequence: Sequence) -> PrefixHit:
         if self.prefix_cache is None:
             return PrefixHit()
-        self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids)
+        self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, len(sequence.token_ids))
         return self.prefix_cache.match(self._reusable_keys(sequence), sequence.token_ids)
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
@@ -316,7 +345,7 @@ class Scheduler:
         table.grow(cached + min(budget, len(sequence.token_ids) - cached))
         sequence.transition(SequenceStatus.RUNNING)
         sequence.block_table = table
-        sequence.num_computed_tokens = cached
+        sequence.num_computed_tokens = sequence.num_settled_tokens = cached
         if first_time:
             sequence.num_cached_tokens = cached
             self._prefix_hit_tokens += cached
@@ -331,5 +360,6 @@ class Scheduler:
         if self.prefix_cache is None:
             return
         assert sequence.block_table is not None
-        self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids)
-        sequence.block_table.publish(sequence.token_ids, sequence.num_computed_tokens, sequence.block_keys)
+        num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
+        self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, num_tokens)
+        sequence.block_table.publish(sequence.token_ids, num_tokens, sequence.block_keys)

@@ -33,6 +33,10 @@ LEGAL_TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 }
 
 
+PENDING = -1
+"""Stands for a token that the device draws and the host has not read yet, while the next step is under way."""
+
+
 class IllegalTransitionError(RuntimeError):
     """A sequence was moved along an edge that its state machine does not have."""
 
@@ -40,8 +44,9 @@ class IllegalTransitionError(RuntimeError):
 class Sequence:
     """Tokens, progress and blocks of one request.
 
-    `num_computed_tokens` counts the leading tokens whose KV lies in the blocks of `block_table`; the last token of a
-    decoding sequence was sampled but not yet run through the model, so exactly one is uncomputed.
+    `num_computed_tokens` counts the leading tokens whose KV lies in the blocks of `block_table`, or will once the steps
+    under way are done; the last token of a decoding sequence was sampled but not yet run through the model, so exactly
+    one is uncomputed. A token that a step under way will draw has its place already, as PENDING.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class Sequence:
         self.block_table: BlockTable | None = None  # set while it holds blocks
         self.block_keys: list[bytes] = []  # hashes of its full blocks, for the prefix cache
         self.num_computed_tokens = 0
+        self.num_settled_tokens = 0  # of those, the ones that no step under way still has to compute
+        self.num_pending_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
@@ -78,8 +85,17 @@ class Sequence:
         return self._status
 
     @property
+    def num_known_tokens(self) -> int:
+        return len(self.token_ids) - self.num_pending_tokens
+
+    @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_known_tokens - self.num_prompt_tokens
+
+    @property
+    def awaits_last_token(self) -> bool:
+        """The answer is as long as it may be once the pending token is read: there is nothing left to run."""
+        return len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -98,8 +114,23 @@ class Sequence:
             )
         self._status = to
 
+    def expect_token(self) -> None:
+        """A step was given the task to draw the next token."""
+        self.token_ids.append(PENDING)
+        self.num_pending_tokens += 1
+
+    def fill_token(self, token_id: int) -> None:
+        """The first pending token is read. It is that of the step that finishes now."""
+        self.token_ids[self.num_known_tokens] = token_id
+        self.num_pending_tokens -= 1
+
+    def drop_pending_tokens(self) -> None:
+        """Nobody will read them: their step failed, or the sequence ended before."""
+        del self.token_ids[self.num_known_tokens :]
+        self.num_pending_tokens = 0
+
     def finish_reason_after(self, token_id: int) -> FinishReason | None:
-        """Whether the answer ends with `token_id`, already appended."""
+        """Whether the answer ends with `token_id`, its last known token."""
         if token_id in self.stop_token_ids:
             return FinishReason.STOP
         if self.num_output_tokens >= self.max_tokens:

@@ -16,7 +16,7 @@ def make(num_blocks: int = 16, block_size: int = 4) -> tuple[BlockPool[Any], Pre
 
 def fill(table: BlockTable, cache: PrefixCache, tokens: list[int]) -> None:
     keys: list[bytes] = []
-    cache.extend_keys(keys, tokens)
+    cache.extend_keys(keys, tokens, len(tokens))
     table.grow(len(tokens))
     table.publish(tokens, len(tokens), keys)
 
@@ -72,7 +72,7 @@ def test_adopted_blocks_are_shared_with_a_reference_count_of_two() -> None:
     first = BlockTable(pool, cache)
     fill(first, cache, list(range(10)))
     keys: list[bytes] = []
-    cache.extend_keys(keys, list(range(10)))
+    cache.extend_keys(keys, list(range(10)), 10)
     second = BlockTable(pool, cache)
     second.adopt(cache.match(keys, list(range(10))))
     assert second.block_ids == first.block_ids[:2]
@@ -87,7 +87,7 @@ def test_retract_unpublishes_own_blocks_but_not_adopted_ones() -> None:
     fill(first, cache, list(range(8)))
     keys: list[bytes] = []
     tokens = list(range(16))
-    cache.extend_keys(keys, tokens)
+    cache.extend_keys(keys, tokens, len(tokens))
     second = BlockTable(pool, cache)
     second.adopt(cache.match(keys, tokens))
     second.grow(16)

@@ -20,7 +20,7 @@ def make(seed: bytes = b"", num_blocks: int = 64, block_size: int = 4) -> tuple[
 
 def keys_of(cache: PrefixCache, tokens: Tokens) -> list[bytes]:
     keys: list[bytes] = []
-    cache.extend_keys(keys, tokens)
+    cache.extend_keys(keys, tokens, len(tokens))
     return keys
 
 
@@ -62,7 +62,7 @@ def test_keys_are_extended_without_hashing_again() -> None:
     _, cache = make()
     keys = keys_of(cache, list(range(8)))
     longer = list(keys)
-    cache.extend_keys(longer, list(range(12)))
+    cache.extend_keys(longer, list(range(12)), 12)
     assert longer[:2] == keys
     assert longer == keys_of(cache, list(range(12)))
 

@@ -39,7 +39,7 @@ PROMPTS = [
     list(range(200, 233)),
     [1, 2, 3],
 ]
-BLOCKS = 12
+BLOCKS = 10
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -29,11 +29,11 @@ def row(
 ) -> SamplingRow:
     options = SamplingParams(**params)
     seed = options.seed if options.seed is not None else 0
-    return SamplingRow(sequence_id, options, seed, [*prompt, *answer], len(prompt))
+    return SamplingRow(sequence_id, options, seed, [*prompt, *answer], len(prompt), len(prompt) + len(answer))
 
 
 def sample(logits: mx.array, rows: list[SamplingRow]) -> list[int]:
-    return [token.token_id for token in Sampler(logits.shape[-1]).sample(logits, rows)]
+    return [token.token_id for token in Sampler(logits.shape[-1]).sample(logits, rows).read()]
 
 
 def softmax(logits: Array) -> Array:
@@ -149,8 +149,11 @@ def test_penalties_follow_the_reference_while_requests_join_and_leave() -> None:
         # Few tokens stand out, so that penalties on them decide.
         logits = rng.normal(scale=0.3, size=(len(running), VOCAB)).astype(np.float32)
         logits[:, :5] += 2
-        rows = [SamplingRow(i, params[i], 0, prompts[i] + answers[i], len(prompts[i])) for i in running]
-        got = [token.token_id for token in sampler.sample(mx.array(logits), rows)]
+        rows = [
+            SamplingRow(i, params[i], 0, prompts[i] + answers[i], len(prompts[i]), len(prompts[i]) + len(answers[i]))
+            for i in running
+        ]
+        got = [token.token_id for token in sampler.sample(mx.array(logits), rows).read()]
         for i, token, scores in zip(running, got, logits.astype(np.float64), strict=True):
             assert token == penalized_by_reference(scores, prompts[i], answers[i], params[i]).argmax()
             changed += int(token != scores.argmax())
@@ -165,7 +168,7 @@ def test_counts_start_from_prompt_and_answer_of_a_request_that_comes_back() -> N
     sampler = Sampler(3)
     first = row(1, prompt=(2,), answer=(0, 0), temperature=0.0, frequency_penalty=0.1)
     for _ in range(2):
-        assert sampler.sample(logits, [first])[0].token_id == 1
+        assert sampler.sample(logits, [first]).read()[0].token_id == 1
         sampler.forget(1)
 
 
@@ -185,7 +188,7 @@ def test_forgetting_an_unknown_request_is_no_error() -> None:
     sampler = Sampler(VOCAB)
     sampler.forget(12345)
     logits = logits_of(1)
-    [token] = sampler.sample(logits, [row(temperature=0.0, frequency_penalty=1.0)])
+    [token] = sampler.sample(logits, [row(temperature=0.0, frequency_penalty=1.0)]).read()
     assert token.token_id == int(np.array(logits)[0].argmax())
 
 
@@ -323,7 +326,7 @@ def test_extreme_logits_still_give_a_token_and_leave_the_neighbours_alone(value:
 
 
 def with_logprobs(logits: mx.array, rows: list[SamplingRow]) -> list[SampledToken]:
-    return Sampler(logits.shape[-1]).sample(logits, rows)
+    return Sampler(logits.shape[-1]).sample(logits, rows).read()
 
 
 def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 
-from mlxpaged.scheduler import Batch, FinishReason, Scheduler, SchedulerConfig, Sequence, SequenceStatus
+from mlxpaged.scheduler import (
+    Batch,
+    FinishReason,
+    ScheduledSequence,
+    Scheduler,
+    SchedulerConfig,
+    Sequence,
+    SequenceStatus,
+)
+from mlxpaged.scheduler.sequence import PENDING
 
 
 def make_scheduler(num_blocks: int = 64, block_size: int = 4, **options: int | bool) -> Scheduler:
@@ -28,15 +38,25 @@ def answer(seq: Sequence) -> list[int]:
 
 def next_token(seq: Sequence) -> int:
     """Depends on the tokens so far and on nothing else, as a greedy model's answer does."""
-    return hash(tuple(seq.token_ids)) % 997
+    return token_after(seq.token_ids[: seq.num_known_tokens])
+
+
+def token_after(token_ids: list[int]) -> int:
+    return hash(tuple(token_ids)) % 997
 
 
 class Simulation:
-    """Keeps what a KV pool would hold, so that a wrong or unwritten block is noticed when it is read."""
+    """Keeps what a KV pool would hold, so that a wrong or unwritten block is noticed when it is read.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    overlap: a step's tokens are read after the next step has been scheduled and run.
+    """
+
+    def __init__(self, scheduler: Scheduler, overlap: bool = False) -> None:
         self.scheduler = scheduler
+        self.overlap = overlap
+        self.under_way: Batch | None = None
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> the tokens up to this one
+        self.drawn: dict[tuple[int, int], int] = {}  # (sequence, position) -> token, on the device
         self.ended: dict[int, FinishReason] = {}
         self.computed: Counter[int] = Counter()
         self.batches: list[list[tuple[int, int]]] = []
@@ -45,33 +65,97 @@ class Simulation:
         for seq in sequences:
             self.scheduler.add(seq)
 
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished() or self.under_way is not None
+
     def step(self) -> Batch:
-        batch = self.scheduler.schedule()
-        self.check_books()
-        tables = self.scheduler.get_block_tables(batch.sequence_ids)
-        size = self.scheduler.config.block_size
-        for row in batch.rows:
-            table = tables[row.sequence.sequence_id]
-            for position in range(row.start, row.context_len):
-                self.slots[table[position // size], position % size] = tuple(row.sequence.token_ids[: position + 1])
-        for row in batch.rows:
-            table = tables[row.sequence.sequence_id]
-            for position in range(row.context_len):
-                held = self.slots[table[position // size], position % size]
-                assert held == tuple(row.sequence.token_ids[: position + 1]), f"{row.sequence} reads foreign KV"
-            self.computed[row.sequence.sequence_id] += row.num_tokens
+        batch, due = self.schedule()
+        self.compute(batch.rows)
         self.batches.append([(row.sequence.sequence_id, row.num_tokens) for row in batch.rows])
-        tokens = {row.sequence.sequence_id: next_token(row.sequence) for row in batch.rows if row.samples}
+        for each in due:
+            self.settle(each)
+        return batch
+
+    def schedule(self) -> tuple[Batch, list[Batch]]:
+        """The next batch, and those whose tokens are to be read once it runs."""
+        batch, before = self.scheduler.schedule(), self.under_way
+        self.check_books()
+        assert batch.rows or before is not None, "nothing was scheduled while sequences wait"
+        if not self.overlap:
+            return batch, [batch]
+        self.under_way = batch if batch.rows else None
+        return batch, [] if before is None else [before]
+
+    def fail(self, choose: Callable[[list[Sequence]], Sequence]) -> None:
+        """What is under way fails because of one sequence, and is run again as the engine does."""
+        batch, due = self.schedule()
+        self.compute(batch.rows)
+        failed = [*due, batch] if self.overlap else due
+        self.under_way = None
+        rows = [row for each in failed for row in each.rows]
+        for row in rows:
+            self.forget(row)
+        running = [row.sequence for row in rows if row.sequence.status is SequenceStatus.RUNNING]
+        culprit = choose(running) if running else None
+        if any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
+            self.scheduler.reset_cache()
+        for each in failed:
+            for row in each.rows:
+                if row.sequence is culprit and culprit.status is SequenceStatus.RUNNING:
+                    self.scheduler.fail(culprit.sequence_id)
+                    self.note_end(culprit)
+            alive = [row for row in each.rows if row.sequence.status is SequenceStatus.RUNNING]
+            self.compute(alive)
+            self.settle(each, alive)
+
+    def forget(self, row: ScheduledSequence) -> None:
+        """A step wrote nothing, or nothing right. Blocks that were given back meanwhile may hold anything."""
+        table = row.sequence.block_table
+        size = self.scheduler.config.block_size
+        for position in range(row.start, row.context_len) if table is not None else ():
+            assert table is not None
+            if position // size < len(table.block_ids):
+                self.slots.pop((table.block_ids[position // size], position % size), None)
+        self.drawn.pop((row.sequence.sequence_id, row.context_len), None)
+
+    def compute(self, rows: Iterable[ScheduledSequence]) -> None:
+        """What the device does: write, read, draw. The tokens that it drew before are known to it alone."""
+        size = self.scheduler.config.block_size
+        contexts = []
+        for row in rows:
+            seq = row.sequence
+            assert seq.block_table is not None
+            tokens = [
+                self.drawn[seq.sequence_id, position] if token == PENDING else token
+                for position, token in enumerate(seq.token_ids[: row.context_len])
+            ]
+            places = [(seq.block_table.block_ids[p // size], p % size) for p in range(row.context_len)]
+            for position in range(row.start, row.context_len):
+                self.slots[places[position]] = tuple(tokens[: position + 1])
+            contexts.append((row, tokens, places))
+        for row, tokens, places in contexts:
+            for position, place in enumerate(places):
+                assert self.slots[place] == tuple(tokens[: position + 1]), f"{row.sequence} reads foreign KV"
+            self.computed[row.sequence.sequence_id] += row.num_tokens
+            if row.samples:
+                self.drawn[row.sequence.sequence_id, row.context_len] = token_after(tokens)
+
+    def settle(self, batch: Batch, rows: Iterable[ScheduledSequence] | None = None) -> None:
+        tokens = {
+            row.sequence.sequence_id: self.drawn[row.sequence.sequence_id, row.context_len]
+            for row in (batch.rows if rows is None else rows)
+            if row.samples
+        }
         for seq in self.scheduler.update(batch, tokens):
             self.note_end(seq)
         self.check_books()
-        return batch
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):
-            if not self.scheduler.has_unfinished():
+            if not self.has_work:
                 return
-            assert self.step().rows, "nothing was scheduled while sequences wait"
+            self.step()
         raise AssertionError(f"not done after {max_steps} steps")
 
     def abort(self, sequence_id: int) -> None:
@@ -90,6 +174,7 @@ class Simulation:
         assert usage.used + usage.cached + usage.free == pool.num_blocks
         holders: Counter[int] = Counter()
         for seq in unfinished(self.scheduler):
+            assert seq.num_pending_tokens == seq.token_ids.count(PENDING) <= 1 + self.overlap
             assert (seq.block_table is not None) == (seq.status is SequenceStatus.RUNNING)
             assert seq.block_table is not None or seq.num_computed_tokens == 0
             if seq.block_table is not None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlxpaged.scheduler import FinishReason, PromptTooLongError
-from tests.scheduler.simulation import Simulation, make_scheduler, next_token, sequence, unfinished
+from tests.scheduler.simulation import Simulation, make_scheduler, sequence, unfinished
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -18,12 +18,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         cap=st.integers(1, 6),
         budget=st.integers(6, 24),
         prefix_caching=st.booleans(),
+        overlap=st.booleans(),
     )
-    def start(self, num_blocks: int, cap: int, budget: int, prefix_caching: bool) -> None:
+    def start(self, num_blocks: int, cap: int, budget: int, prefix_caching: bool, overlap: bool) -> None:
         self.simulation = Simulation(
             make_scheduler(
                 num_blocks, 4, max_num_seqs=cap, max_num_batched_tokens=budget, prefix_caching=prefix_caching
-            )
+            ),
+            overlap,
         )
         self.accepted: dict[int, tuple[list[int], int]] = {}
         self.number = 0
@@ -41,12 +43,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_with_common_prefix(self, prefix: int, tail: list[int]) -> None:
         self.submit([7] * prefix + tail, 5)
 
-    @precondition(lambda self: self.simulation.scheduler.has_unfinished())
+    @precondition(lambda self: self.simulation.has_work)
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
         for _ in range(steps):
-            if self.simulation.scheduler.has_unfinished():
-                assert self.simulation.step().rows
+            if self.simulation.has_work:
+                self.simulation.step()
 
     @precondition(lambda self: self.simulation.scheduler.has_unfinished())
     @rule(data=st.data())
@@ -54,25 +56,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         numbers = sorted(s.sequence_id for s in unfinished(self.simulation.scheduler))
         self.simulation.abort(data.draw(st.sampled_from(numbers)))
 
-    @precondition(lambda self: self.simulation.scheduler.has_unfinished())
+    @precondition(lambda self: self.simulation.has_work)
     @rule(data=st.data())
-    def fail_one_row(self, data: st.DataObject) -> None:
-        """The step that fails writes nothing for its culprit; the others of the batch are run as the engine would."""
-        scheduler = self.simulation.scheduler
-        batch = scheduler.schedule()
-        culprit = data.draw(st.sampled_from(list(batch.rows)))
-        scheduler.fail(batch, culprit)
-        self.simulation.note_end(culprit.sequence)
-        alive = [row for row in batch.rows if row.sequence.block_table is not None]
-        for row in alive:
-            assert row.sequence.block_table is not None
-            for position in range(row.start, row.context_len):
-                slot = (row.sequence.block_table.block_ids[position // 4], position % 4)
-                self.simulation.slots[slot] = tuple(row.sequence.token_ids[: position + 1])
-        tokens = {row.sequence.sequence_id: next_token(row.sequence) for row in alive if row.samples}
-        for ended in scheduler.update(batch, tokens):
-            self.simulation.note_end(ended)
+    def fail_one_sequence(self, data: st.DataObject) -> None:
+        self.simulation.fail(lambda running: data.draw(st.sampled_from(running)))
 
+    @precondition(lambda self: self.simulation.under_way is None)
     @rule()
     def lose_the_pools(self) -> None:
         self.simulation.scheduler.reset_cache()

@@ -310,7 +310,7 @@ def test_a_failed_sequence_takes_back_what_it_published_in_that_step_and_its_dep
     simulation.add(culprit, dependant, stranger)
     batch = simulation.scheduler.schedule()
     assert dependant.num_cached_tokens == 40
-    assert simulation.scheduler.fail(batch, batch.rows[0]) == [dependant]
+    assert simulation.scheduler.fail(1) == [dependant]
     assert culprit.finish_reason is FinishReason.ERROR
     assert dependant.status is SequenceStatus.PREEMPTED
     assert stranger.status is SequenceStatus.RUNNING
