@@ -125,7 +125,6 @@ class Scheduler:
         (self._running if sequence.status is SequenceStatus.RUNNING else self._waiting).remove(sequence)
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
-        sequence.drop_pending_tokens()
         self._give_back(sequence)
         del self._sequences[sequence_id]
         return sequence
@@ -171,7 +170,7 @@ class Scheduler:
                     add(sequence, num_tokens)
                 else:
                     starved = True
-        starved |= self._preemptions > preemptions  # who gave way just now must not come straight back
+        starved |= self._preemptions > preemptions  # who gave way in this step does not come back in it
         while budget > 0 and not starved and len(self._running) < self.config.max_num_seqs:
             newcomer = self._admit(budget)
             if newcomer is None:
@@ -183,8 +182,7 @@ class Scheduler:
         """The batch is done: these are its sampled tokens (sequence id -> token). End the sequences whose answer they
         complete, and return those.
 
-        Sequences that ended since `schedule` are passed over; so are preempted ones that have no token here, which will
-        draw it again.
+        Sequences that ended since `schedule` are passed over. Preempted ones without a token here will draw it again.
         """
         ended = []
         for row in batch.rows:
@@ -220,7 +218,7 @@ class Scheduler:
             assert other.block_table is not None
             if not tainted.isdisjoint(other.block_table.block_ids):
                 tainted |= self._retract(other)
-                self._start_over(other)
+                self._preempt(other)
                 dependants.append(other)
         return dependants
 
@@ -232,7 +230,7 @@ class Scheduler:
     def reset_cache(self) -> None:
         """Forget every computed value: running sequences start over, the prefix cache is emptied."""
         for sequence in reversed(list(self._running)):
-            self._start_over(sequence)
+            self._preempt(sequence)
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
 
@@ -291,11 +289,6 @@ class Scheduler:
         bisect.insort(self._waiting, sequence, key=arrival)
         logger.info("preempted sequence %d (preemption %d)", sequence.sequence_id, sequence.num_preemptions)
 
-    def _start_over(self, sequence: Sequence) -> None:
-        """Preempt a sequence because its values are lost; what the steps under way draw from them is void."""
-        self._preempt(sequence)
-        sequence.drop_pending_tokens()
-
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.block_table is not None:
             sequence.block_table.release()
@@ -305,7 +298,7 @@ class Scheduler:
 
     def _admit(self, budget: int) -> Sequence | None:
         """Move the first waiting sequence to RUNNING, with blocks for its first chunk; None where it has to wait on."""
-        if not self._waiting or self._waiting[0].num_pending_tokens:
+        if not self._waiting:
             return None
         sequence = self._waiting[0]
         hit = self._find_prefix(sequence)

@@ -125,7 +125,7 @@ class Sequence:
         self.num_pending_tokens -= 1
 
     def drop_pending_tokens(self) -> None:
-        """Nobody will read them: their step failed, or the sequence ended before."""
+        """Nobody will read them: their step failed."""
         del self.token_ids[self.num_known_tokens :]
         self.num_pending_tokens = 0
 

@@ -181,6 +181,24 @@ def test_a_failing_step_whose_prefix_was_shared_and_whose_owner_was_aborted_spoi
     assert [token for output in outputs["sharer"] for token in output.token_ids] == expected
 
 
+def test_tokens_of_a_step_that_failed_do_not_count_for_penalties(
+    served: ServedModel, overlapped: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlapped(True)
+    prompts = [[i + 1] * 5 for i in range(4)]
+    params = {"temperature": 0.9, "seed": 5, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
+    expected = run_requests(make_core(served), prompts, **params)
+    read, reads = StepUnderWay.read, iter(range(1000))
+
+    def failing(step: StepUnderWay) -> Any:
+        if next(reads) in (1, 7):
+            raise RuntimeError("injected")
+        return read(step)
+
+    monkeypatch.setattr(StepUnderWay, "read", failing)
+    assert run_requests(make_core(served), prompts, **params) == expected
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_answers_are_those_of_requests_alone(
     served: ServedModel, overlapped: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, seed: int

@@ -321,6 +321,54 @@ def test_a_failed_sequence_takes_back_what_it_published_in_that_step_and_its_dep
     assert (2, 41) in [(row.sequence.sequence_id, row.num_tokens) for row in batch.rows]
 
 
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_a_failure_leaves_those_alone_with_whom_only_settled_blocks_were_shared(culprit: int) -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=64))
+    simulation.add(sequence(1, [*PREFIX, 1], max_tokens=9))
+    simulation.step()
+    simulation.add(sequence(2, [*PREFIX, 2], max_tokens=9))
+    simulation.step()
+    simulation.fail(lambda running: next(seq for seq in running if seq.sequence_id == culprit))
+    simulation.run()
+    assert simulation.scheduler.stats().preemptions_total == 0
+    assert simulation.ended == {culprit: FinishReason.ERROR, 3 - culprit: FinishReason.LENGTH}
+    assert simulation.scheduler.prefix_cache is not None
+    assert len(simulation.scheduler.prefix_cache) >= len(PREFIX) // 4
+
+
+# -- overlapped steps ------------------------------------------------------------------------------------------------
+
+
+def test_a_sequence_preempted_with_its_token_under_way_gets_it_and_comes_back_in_a_later_step() -> None:
+    simulation = Simulation(make_scheduler(num_blocks=5), overlap=True)
+    first, second = sequence(1, 7, max_tokens=9), sequence(2, 7, max_tokens=9)
+    simulation.add(first, second)
+    while second.status is not SequenceStatus.PREEMPTED:
+        batch = simulation.step()
+    assert second not in [row.sequence for row in batch.rows]
+    assert second.num_pending_tokens == 0, "the step before it was preempted has ended since"
+    simulation.run()
+    assert answer(second) == undisturbed(7, 2, 9)
+
+
+def test_a_sequence_preempted_with_its_token_under_way_draws_it_again_if_that_step_fails() -> None:
+    preempted = 0
+    for steps in range(1, 10):
+        simulation = Simulation(make_scheduler(num_blocks=5), overlap=True)
+        first, second = sequence(1, 7, max_tokens=9), sequence(2, 7, max_tokens=9)
+        simulation.add(first, second)
+        for _ in range(steps):
+            simulation.step()
+        was_running = second.status is SequenceStatus.RUNNING
+        simulation.fail(lambda running, first=first: first)
+        preempted += was_running and second.status is SequenceStatus.PREEMPTED
+        assert second.num_pending_tokens == 0
+        simulation.run()
+        assert simulation.ended == {1: FinishReason.ERROR, 2: FinishReason.LENGTH}
+        assert answer(second) == undisturbed(7, 2, 9)
+    assert preempted == 1
+
+
 def test_after_a_reset_everything_is_computed_again() -> None:
     simulation = Simulation(make_scheduler(max_num_batched_tokens=64))
     sequences = [sequence(number, PREFIX) for number in (1, 2)]
