@@ -138,7 +138,6 @@ class Scheduler:
         """Choose the next step's tokens and take the blocks they need. Each call needs its `update`; at most one other
         call may come in between. Empty only where nothing is unfinished, or all of it waits for that `update`."""
         budget = self.config.max_num_batched_tokens
-        preemptions = self._preemptions
         rows: list[ScheduledSequence] = []
         in_step: set[int] = set()
         starved = False
@@ -170,7 +169,6 @@ class Scheduler:
                     add(sequence, num_tokens)
                 else:
                     starved = True
-        starved |= self._preemptions > preemptions  # who gave way in this step does not come back in it
         while budget > 0 and not starved and len(self._running) < self.config.max_num_seqs:
             newcomer = self._admit(budget)
             if newcomer is None:

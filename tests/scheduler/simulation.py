@@ -79,7 +79,10 @@ class Simulation:
 
     def schedule(self) -> tuple[Batch, list[Batch]]:
         """The next batch, and those whose tokens are to be read once it runs."""
+        preemptions = {seq.sequence_id: seq.num_preemptions for seq in unfinished(self.scheduler)}
         batch, before = self.scheduler.schedule(), self.under_way
+        for row in batch.rows:
+            assert row.sequence.num_preemptions == preemptions[row.sequence.sequence_id], "it gave way in this step"
         self.check_books()
         assert batch.rows or before is not None, "nothing was scheduled while sequences wait"
         if not self.overlap:

@@ -327,7 +327,6 @@ def test_a_failure_leaves_those_alone_with_whom_only_settled_blocks_were_shared(
     simulation.add(sequence(1, [*PREFIX, 1], max_tokens=9))
     simulation.step()
     simulation.add(sequence(2, [*PREFIX, 2], max_tokens=9))
-    simulation.step()
     simulation.fail(lambda running: next(seq for seq in running if seq.sequence_id == culprit))
     simulation.run()
     assert simulation.scheduler.stats().preemptions_total == 0
