@@ -79,6 +79,11 @@ class LayerKVCache:
     def nbytes(self) -> int:
         return self._pool.nbytes
 
+    @property
+    def bytes_per_block(self) -> int:
+        """Keys and values of one block."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * int(self.dtype.size)
+
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         """Store the keys and values [T, num_kv_heads, head_dim] of the step's query tokens in their slots."""
         self._check_meta(meta)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
@@ -83,6 +84,12 @@ def seconds(text: str) -> float:
     return value
 
 
+def directory(text: str) -> Path:
+    if not text.strip() or not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"not a directory: {text!r}")
+    return Path(text)
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     def check(text: str) -> str:
         if text.lower() not in choices:
@@ -102,3 +109,8 @@ def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return check
+
+
+def or_off(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """0 as well, for off: so that the command line can turn off what the environment turns on."""
+    return lambda text: 0 if text.strip() == "0" else parse(text)

@@ -11,7 +11,18 @@ from typing import Any
 from mlxpaged.api import create_app
 from mlxpaged.attention import BACKENDS
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
-from mlxpaged.cli.flags import Flags, block_size, checked, natural_int, one_of, port, positive_int, seconds
+from mlxpaged.cli.flags import (
+    Flags,
+    block_size,
+    checked,
+    directory,
+    natural_int,
+    one_of,
+    or_off,
+    port,
+    positive_int,
+    seconds,
+)
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.engine import EngineConfig
 from mlxpaged.engine.memory import parse_size
@@ -47,6 +58,14 @@ def add_parser(commands: Any) -> None:
         None,
         "memory for keys and values, for example 256MB or 8GB (default: what is left after the weights)",
     )
+    flags.value(
+        "--swap-space",
+        or_off(checked(parse_size)),
+        DEFAULTS.swap_space_bytes,
+        "room for keys and values of requests that give way, for example 4GB (default 0: they are computed again)",
+        metavar="SIZE",
+    )
+    flags.value("--swap-dir", directory, None, "directory for --swap-space (default: it is in memory)", metavar="DIR")
     flags.value(
         "--block-size",
         block_size,
@@ -87,6 +106,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig | None:
         model=args.model,
         served_model_name=args.served_model_name,
         kv_cache_bytes=args.kv_cache_memory,
+        swap_space_bytes=args.swap_space,
+        swap_dir=args.swap_dir,
         block_size=args.block_size,
         max_num_seqs=1 if args.no_batching else args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mlxpaged.attention import resolve_backend
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
@@ -13,7 +14,9 @@ from mlxpaged.scheduler import SchedulerConfig
 @dataclass(frozen=True)
 class EngineConfig:
     """model: directory, hub repository or "demo". kv_cache_bytes: size of the KV pools, None to size them from what the
-    device has left after the weights. max_queue: requests that may wait beyond max_num_seqs running ones.
+    device has left after the weights. swap_space_bytes: size of the swap space, in memory or in a file in swap_dir; 0
+    for none, because nobody's memory or disk is taken unasked. max_queue: requests that may wait beyond max_num_seqs
+    running ones.
 
     Raises ValueError where a value is out of range.
     """
@@ -21,6 +24,8 @@ class EngineConfig:
     model: str = DEMO_MODEL
     served_model_name: str | None = None
     kv_cache_bytes: int | None = None
+    swap_space_bytes: int = 0
+    swap_dir: Path | None = None
     block_size: int = DEFAULT_BLOCK_SIZE
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
@@ -37,6 +42,10 @@ class EngineConfig:
             raise ValueError(f"max_queue must not be negative, got {self.max_queue}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
             raise ValueError(f"kv_cache_bytes must be positive, got {self.kv_cache_bytes}")
+        if self.swap_space_bytes < 0:
+            raise ValueError(f"swap_space_bytes must not be negative, got {self.swap_space_bytes}")
+        if self.swap_dir is not None and not self.swap_space_bytes:
+            raise ValueError("swap_dir is the place of a swap space: it needs swap_space_bytes (--swap-space) too")
 
     def scheduler_config(self, num_blocks: int, cache_seed: bytes) -> SchedulerConfig:
         """The scheduler's part, once the size of the pool is known. Raises ValueError."""

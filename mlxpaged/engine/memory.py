@@ -1,4 +1,4 @@
-"""How large the KV pools become."""
+"""How large the KV pools and the swap space become."""
 
 from __future__ import annotations
 
@@ -96,3 +96,13 @@ def kv_blocks(bytes_per_block: int, wanted_bytes: int | None, most_useful_blocks
     if blocks < 1:
         raise MemoryError(f"no KV block fits: {limit}, and one block takes {bytes_per_block / 1e6:.1f} MB")
     return blocks
+
+
+def swap_slots(bytes_per_block: int, wanted_bytes: int) -> int:
+    """Number of slots of the swap space, a KV block of all layers each. Raises MemoryError where not even one fits."""
+    slots = wanted_bytes // bytes_per_block
+    if slots < 1:
+        raise MemoryError(
+            f"--swap-space is {wanted_bytes / 1e6:.1f} MB, and one KV block takes {bytes_per_block / 1e6:.1f} MB"
+        )
+    return slots

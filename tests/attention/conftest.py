@@ -8,24 +8,14 @@ import mlx.core as mx
 import pytest
 
 from tests.metal_on_cpu import Interpreter
-from tests.metal_on_cpu.fixtures import metal_on_cpu
+from tests.metal_on_cpu.fixtures import metal, metal_on_cpu
 
-__all__ = ["metal_on_cpu"]
-
-
-@pytest.fixture
-def metal() -> Iterator[None]:
-    """For tests that look at results only, and so run on a Mac as well."""
-    if mx.metal.is_available():
-        yield
-        return
-    with Interpreter().installed():
-        yield
+__all__ = ["metal", "metal_on_cpu"]
 
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """The same without the checks of loads and stores, for large cases."""
+    """The fixture `metal` without the checks of loads and stores, for large cases."""
     if mx.metal.is_available():
         yield
         return

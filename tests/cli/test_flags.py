@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--host", "127.0.0.2", "127.0.0.3", "host", "127.0.0.2", "127.0.0.3"),
     ("--served-model-name", "a", "b", "served_model_name", "a", "b"),
     ("--kv-cache-memory", "256MB", "1.5GiB", "kv_cache_bytes", 256_000_000, 1_610_612_736),
+    ("--swap-space", "4GB", "512MiB", "swap_space_bytes", 4_000_000_000, 536_870_912),
+    ("--swap-space", "0", "1GB", "swap_space_bytes", 0, 1_000_000_000),
     ("--block-size", "8", "16", "block_size", 8, 16),
     ("--max-num-seqs", "3", "4", "max_num_seqs", 3, 4),
     ("--max-num-batched-tokens", "99", "77", "max_num_batched_tokens", 99, 77),
@@ -30,7 +33,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
 
 SWITCHES = [("--no-prefix-cache", "prefix_caching", False), ("--no-batching", "max_num_seqs", 1)]
 
-ALL_FLAGS = [setting[0] for setting in SETTINGS] + [switch for switch, _, _ in SWITCHES] + ["--port"]
+ALL_FLAGS = [setting[0] for setting in SETTINGS] + [switch for switch, _, _ in SWITCHES] + ["--port", "--swap-dir"]
 
 
 def variable(flag: str) -> str:
@@ -133,6 +136,30 @@ def test_the_port_and_the_model_can_be_variables_too(started: dict[str, Any], mo
     assert started["config"] is None
 
 
+def test_the_swap_directory_can_be_a_variable_too(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLXPAGED_SWAP_SPACE", "1GB")
+    assert main(["serve", "--swap-dir", str(tmp_path)]) == 0
+    assert started["swap_dir"] == tmp_path
+    monkeypatch.setenv("MLXPAGED_SWAP_DIR", str(tmp_path))
+    assert main(["serve"]) == 0
+    assert started["swap_dir"] == tmp_path
+    assert main(["serve", "--swap-dir", str(tmp_path.parent)]) == 0
+    assert started["swap_dir"] == tmp_path.parent
+
+
+@pytest.mark.parametrize("size", [[], ["--swap-space", "0"]], ids=["no size", "off"])
+def test_a_swap_directory_without_a_size_is_refused(
+    started: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, size: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--swap-dir", str(tmp_path), *size])
+    assert end.value.code == 2
+    assert "swap_dir is the place of a swap space: it needs swap_space_bytes (--swap-space)" in capsys.readouterr().err
+    assert "config" not in started
+
+
 @pytest.mark.parametrize("address", ["::1", "localhost"])
 def test_the_server_listens_on_ipv6_and_on_names_too(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     try:
@@ -153,6 +180,13 @@ BAD = [
     ("--kv-cache-memory", "-5GB"),
     ("--kv-cache-memory", "5 bananas"),
     ("--kv-cache-memory", " "),
+    ("--swap-space", "lots"),
+    ("--swap-space", "-1GB"),
+    ("--swap-space", "0.1"),
+    ("--swap-space", " "),
+    ("--swap-dir", "/no/such/directory"),
+    ("--swap-dir", __file__),
+    ("--swap-dir", " "),
     ("--block-size", "24"),
     ("--block-size", "0"),
     ("--max-num-seqs", "0"),

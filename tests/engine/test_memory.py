@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.engine import memory
-from mlxpaged.engine.memory import free_device_memory, kv_blocks, parse_size
+from mlxpaged.engine.memory import free_device_memory, kv_blocks, parse_size, swap_slots
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,10 @@ def test_without_memory_left_the_error_says_how_much_there_is() -> None:
 
 def test_this_machine_has_memory_to_give() -> None:
     assert 2**20 < free_device_memory() < 2**50
+
+
+def test_the_swap_space_has_as_many_slots_as_fit() -> None:
+    assert swap_slots(1000, 5999) == 5
+    assert swap_slots(1000, 1000) == 1
+    with pytest.raises(MemoryError, match=r"--swap-space is 1\.0 MB, and one KV block takes 2\.0 MB"):
+        swap_slots(2_000_000, 1_000_000)

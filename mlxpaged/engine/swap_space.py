@@ -1,0 +1,159 @@
+"""Room for KV blocks outside the KV pools. Moves the bytes of all layers; what goes where is decided elsewhere."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpaged.attention import LayerKVCache
+from mlxpaged.engine.memory import system_free_memory
+
+PIECE_BYTES = 64 * 2**20
+"""Most that one piece of a call copies, all layers together. What a call needs beside the pools and the slots is a
+small multiple of it, however many blocks move; it is many slots of a few MB, so the device is seldom waited for."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class SwapSpaceError(OSError):
+    """The directory cannot hold the swap file; the message names both the directory and the size."""
+
+
+def bytes_per_slot(layers: Sequence[LayerKVCache]) -> int:
+    """One KV block of every layer."""
+    return sum(kv.bytes_per_block for kv in layers)
+
+
+class SwapSpace:
+    """`num_slots` slots, each for one KV block of all `layers`, as plain bytes: NumPy has no bfloat16, and a copy of
+    bits is exact for every type. A slot's bytes lie together: keys of the first layer, its values, keys of the next.
+
+    Without a directory the slots are ordinary memory, which the system commits as slots are first written. On Apple
+    Silicon it is the same memory as the pools', but not wired and not part of the GPU's working set, which is what runs
+    out first. With a directory they are a memory-mapped file in it.
+
+    Belongs to the thread of the layers. Raises ValueError for layers that do not share their block ids and for no slot,
+    MemoryError where more memory is wanted than is free, SwapSpaceError for a directory that will not do.
+    """
+
+    def __init__(self, layers: Sequence[LayerKVCache], num_slots: int, directory: Path | None = None) -> None:
+        if len({(kv.num_blocks, kv.block_size) for kv in layers}) != 1:
+            raise ValueError("the layers of a swap space must have equally many blocks of equally many tokens")
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be positive, got {num_slots}")
+        self.num_slots = num_slots
+        self.nbytes = num_slots * bytes_per_slot(layers)
+        self._layers = list(layers)
+        self._columns = list(slot_columns(layers))
+        memory = map_memory(self.nbytes) if directory is None else map_file(self.nbytes, directory)
+        self._slots: Bytes | None = memory.reshape(num_slots, -1)
+
+    def store(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block to slot for every (block, slot). The blocks may be overwritten as soon as this returns.
+
+        Raises ValueError, before anything is moved, for a block or slot out of range and a slot that is written twice.
+        """
+        memory = self._checked(blocks=[block for block, _ in pairs], slots=[slot for _, slot in pairs])
+        check_unique("slot", [slot for _, slot in pairs])
+        for blocks, slots in pieces(pairs, bytes_per_slot(self._layers)):
+            read = [[array.view(mx.uint8) for array in kv.read_blocks(blocks)] for kv in self._layers]
+            mx.eval(read)  # one wait for all layers
+            for columns, arrays in zip(self._columns, read, strict=True):
+                for column, array in zip(columns, arrays, strict=True):
+                    memory[slots, column] = np.asarray(array).reshape(len(slots), -1)
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy slot to block for every (slot, block); what the slots hold stays. Done when this returns.
+
+        Raises ValueError, before anything is moved, for a block or slot out of range and a block that is written twice.
+        """
+        memory = self._checked(blocks=[block for _, block in pairs], slots=[slot for slot, _ in pairs])
+        check_unique("block", [block for _, block in pairs])
+        for slots, blocks in pieces(pairs, bytes_per_slot(self._layers)):
+            for kv, columns in zip(self._layers, self._columns, strict=True):
+                shape = (len(blocks), kv.num_kv_heads, kv.block_size, kv.head_dim * kv.dtype.size)
+                keys, values = [mx.array(memory[slots, column].reshape(shape)).view(kv.dtype) for column in columns]
+                kv.write_blocks(blocks, keys, values)
+            mx.eval([kv.arrays for kv in self._layers])  # frees the piece's copies before the next piece makes its own
+
+    def close(self) -> None:
+        """Give the memory or the file's room back. Closing twice is no error."""
+        self._slots = None  # the array is the only owner of the mapping, and that of the file
+
+    def _checked(self, blocks: Sequence[int], slots: Sequence[int]) -> Bytes:
+        if self._slots is None:
+            raise ValueError("the swap space is closed")
+        check_range("block", blocks, self._layers[0].num_blocks)
+        check_range("slot", slots, self.num_slots)
+        return self._slots
+
+
+def check_range(name: str, ids: Sequence[int], count: int) -> None:
+    for number in ids:
+        if not isinstance(number, int) or not 0 <= number < count:
+            raise ValueError(f"{name} {number} is out of range: there are {count}")
+
+
+def check_unique(name: str, ids: Sequence[int]) -> None:
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"a {name} is written twice: {list(ids)}")
+
+
+def slot_columns(layers: Sequence[LayerKVCache]) -> Iterator[tuple[slice, slice]]:
+    """Where a slot has the keys and the values of each layer."""
+    start = 0
+    for kv in layers:
+        middle, end = start + kv.bytes_per_block // 2, start + kv.bytes_per_block
+        yield slice(start, middle), slice(middle, end)
+        start = end
+
+
+def pieces(pairs: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Sources and targets of PIECE_BYTES at a time, but of at least one pair; `size` is a pair's bytes."""
+    count = max(1, PIECE_BYTES // size)
+    for start in range(0, len(pairs), count):
+        piece = pairs[start : start + count]
+        yield [source for source, _ in piece], [target for _, target in piece]
+
+
+def map_memory(size: int) -> Bytes:
+    """Memory that nothing is committed for yet. Raises MemoryError where the machine has not as much.
+
+    Mapped, not from malloc: there it could lie among other allocations, and on Linux it would stay with the process
+    when it is freed (see mlxpaged/blas.py).
+    """
+    free = system_free_memory()  # the system would grant more, and kill the process when the slots are written
+    if size > free:
+        raise MemoryError(f"--swap-space takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB of memory are free")
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE), np.uint8)
+
+
+def map_file(size: int, directory: Path) -> Bytes:
+    """A new file in `directory`, mapped into memory. Raises SwapSpaceError.
+
+    The file has no name (from the start where the system can do that, else it is unlinked once it is open), so that its
+    room comes back whatever ends the process, kill -9 included, and nobody else can open the conversations in it.
+    A write to a mapped file for which the disk has no room ends the process with SIGBUS: the room is made sure of here.
+    """
+    try:
+        free = shutil.disk_usage(directory).free  # first: a reservation that fails has filled the disk by then
+        if size > free:
+            raise OSError(f"{free / 1e6:.1f} MB are free")
+        with tempfile.TemporaryFile(prefix="mlxpaged-swap-", dir=directory) as file:  # mode 0600
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:  # macOS: the free room is all that can be asked for, and others may still take it
+                os.ftruncate(file.fileno(), size)
+            return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)  # the mapping keeps the file
+    except OSError as error:
+        raise SwapSpaceError(
+            f"no room for a swap file of {size / 1e6:.1f} MB in {directory}: {error.strerror or error}"
+        ) from error
