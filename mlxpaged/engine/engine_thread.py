@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.memory import wire_device_memory
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, load_model
 
@@ -70,6 +71,7 @@ class EngineThread:
 
     def _main(self) -> None:
         try:
+            wire_device_memory()
             served = load_model(self._config.model, self._config.served_model_name)
             core = EngineCore(self._config, served)
             self._callbacks.on_ready(core)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -9,6 +10,8 @@ from decimal import Decimal
 from pathlib import Path
 
 import mlx.core as mx
+
+logger = logging.getLogger(__name__)
 
 UNITS = {
     "": 1,
@@ -46,6 +49,19 @@ def free_device_memory() -> int:
         limit = int(mx.device_info()["max_recommended_working_set_size"])
         return max(0, limit - int(mx.get_active_memory()))
     return system_free_memory()
+
+
+def wire_device_memory() -> None:
+    """Keep weights and KV pools resident on a GPU that shares the system's memory, up to its working-set limit.
+
+    macOS otherwise pages them out while the server is idle, and the first request after that is slow. Before macOS 15
+    there is no such limit to set, and MLX says so by raising.
+    """
+    if mx.metal.is_available():
+        try:
+            mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+        except (RuntimeError, ValueError) as error:
+            logger.warning("the model's memory is not wired: %s", error)
 
 
 CGROUP_MEMORY = (

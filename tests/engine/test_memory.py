@@ -99,3 +99,25 @@ def test_the_swap_space_has_as_many_slots_as_fit() -> None:
     assert swap_slots(1000, 1000) == 1
     with pytest.raises(MemoryError, match=r"--swap-space is 1\.0 MB, and one KV block takes 2\.0 MB"):
         swap_slots(2_000_000, 1_000_000)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("older than macOS 15")])
+def test_on_a_mac_the_memory_is_wired_up_to_the_working_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception | None
+) -> None:
+    limits = []
+
+    def set_wired_limit(limit: int) -> int:
+        if error is not None:
+            raise error
+        limits.append(limit)
+        return 0
+
+    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
+    memory.wire_device_memory()
+    assert limits == []
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 5_000})
+    memory.wire_device_memory()
+    assert limits == ([] if error else [5_000])
+    assert ("older than macOS 15" in caplog.text) == (error is not None)
