@@ -133,7 +133,14 @@ class EngineCore:
         params = request.params
         assert params.max_tokens is not None
         stop_ids = params.stop_token_ids | (frozenset() if params.ignore_eos else self.served.tokenizer.eos_token_ids)
-        sequence = Sequence(next(self._ids), request.prompt_token_ids, params.max_tokens, stop_ids)
+        sequence = Sequence(
+            next(self._ids),
+            request.prompt_token_ids,
+            params.max_tokens,
+            stop_ids,
+            request.priority,
+            request.arrival_time,
+        )
         self.scheduler.add(sequence)
         self._requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer)
         self._sequence_of[request.request_id] = sequence.sequence_id

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.scheduler import FinishReason
+from mlxpaged.scheduler import FinishReason, Priority
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it. arrival_time: seconds on the monotonic clock."""
+    """A prompt and how to continue it. arrival_time: seconds on the monotonic clock. fork_of: an earlier request with
+    the same prompt, whose blocks this one shares."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_time: float
+    priority: Priority = Priority.NORMAL
+    fork_of: str | None = None
 
 
 @dataclass(frozen=True)

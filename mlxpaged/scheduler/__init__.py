@@ -8,12 +8,13 @@ from mlxpaged.scheduler.scheduler import (
     SchedulerStats,
     UnknownSequenceError,
 )
-from mlxpaged.scheduler.sequence import FinishReason, IllegalTransitionError, Sequence, SequenceStatus
+from mlxpaged.scheduler.sequence import FinishReason, IllegalTransitionError, Priority, Sequence, SequenceStatus
 
 __all__ = [
     "Batch",
     "FinishReason",
     "IllegalTransitionError",
+    "Priority",
     "PromptTooLongError",
     "ScheduledSequence",
     "Scheduler",

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
 
 from mlxpaged.cache import BlockTable
+
+
+class Priority(IntEnum):
+    """Lower is served first."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
+AGING_RATE = 0.1
+"""Priority classes that a second of age is worth: after 10 s a sequence stands beside a fresh one of the class above."""
 
 
 class SequenceStatus(Enum):
@@ -55,6 +67,8 @@ class Sequence:
         prompt_token_ids: list[int],
         max_tokens: int,
         stop_token_ids: frozenset[int] = frozenset(),
+        priority: Priority = Priority.NORMAL,
+        arrival_time: float = 0.0,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError("a prompt needs at least one token")
@@ -65,6 +79,8 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids
+        self.priority = priority
+        self.arrival_time = arrival_time  # seconds, on the clock of the caller's choice
         self.arrival = -1  # place in the order of arrival, given by the scheduler and kept through preemption
         self.block_table: BlockTable | None = None  # set while it holds blocks
         self.block_keys: list[bytes] = []  # hashes of its full blocks, for the prefix cache
