@@ -16,7 +16,7 @@ class Priority(IntEnum):
 
 
 AGING_RATE = 0.1
-"""Priority classes that a second of age is worth: after 10 s a sequence stands beside a fresh one of the class above."""
+"""Priority classes that a second of age is worth: after 10 s a sequence stands beside a fresh one of the next class."""
 
 
 class SequenceStatus(Enum):
