@@ -12,10 +12,10 @@ from mlxpaged.attention.gather import GatherPool
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.metal import MetalPool
 from mlxpaged.attention.pool import KVPool, Options
+from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 
 Backend = Literal["auto", "metal", "gather"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
-POOLS: dict[str, type[GatherPool] | type[MetalPool]] = {"gather": GatherPool, "metal": MetalPool}
 KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
@@ -37,7 +37,8 @@ def resolve_backend(backend: str) -> str:
 class LayerKVCache:
     """Keys and values of one layer, `num_blocks` blocks of `block_size` tokens, addressed through block tables.
 
-    Raises ValueError for arguments out of range, and for a type or size that the backend is not made for.
+    tuning: how the Metal backend attends; the gather backend has one way. Raises ValueError for arguments out of range,
+    and for a type or size that the backend is not made for.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class LayerKVCache:
         dtype: mx.Dtype,
         block_size: int = 32,
         backend: str = "auto",
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
             if value < 1:
@@ -62,13 +64,13 @@ class LayerKVCache:
         self.dtype = dtype
         self.block_size = block_size
         self.backend = resolve_backend(backend)
+        self.tuning = tuning
         self.clear()
 
     def clear(self) -> None:
         """Make every block zero, in new memory."""
-        self._pool: KVPool = POOLS[self.backend](
-            self.num_blocks, self.num_kv_heads, self.head_dim, self.dtype, self.block_size
-        )
+        layout = (self.num_blocks, self.num_kv_heads, self.head_dim, self.dtype, self.block_size)
+        self._pool: KVPool = MetalPool(*layout, self.tuning) if self.backend == "metal" else GatherPool(*layout)
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:

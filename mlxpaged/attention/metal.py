@@ -9,6 +9,7 @@ across steps too.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import numpy as np
 from mlxpaged.attention import gather, kernels
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Options
+from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class
 from mlxpaged.attention.work import Work, make_work
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -27,19 +29,8 @@ BLOCK_SIZES = (8, 16, 32)
 THREADS = 128
 MERGE_THREADS = 256
 
-DECODE_PARTITION = 512
-"""Keys that one threadgroup attends to for a decoding sequence; vLLM's and mistral.rs's number."""
-
-RAGGED_PARTITION = 4096
-"""The same for a tile of a prompt chunk: many tiles fill the device already, and every range of one costs memory."""
-
 ROWS = 32
 """Rows (query tokens x heads) of a threadgroup at most: their outputs live in its registers, 32 to 64 a thread."""
-
-LONG_CHUNK = 128
-"""Query tokens from which a chunk is worth a contiguous copy of its keys for MLX's own attention: the copy costs as
-much as reading the keys once, the ragged kernel reads them once per tile of at most ROWS queries, and MLX's is near the
-device's peak there (ml-explore/mlx, steel attention)."""
 
 NO_WINDOW = 2**30
 
@@ -132,22 +123,30 @@ def choose_variant(
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a step's query tokens are attended, by the length of their sequences' chunks. Decoding sequences always take
-    the same way, so that their bits do not depend on who else is in the batch.
+class PagedPart:
+    """One launch of the paged kernel. single_queries: its sequences decode, a query tile is one token."""
 
-    order: brings the outputs of decode, ragged and chunks, in this order, back into the order of the query tokens.
+    work: Work
+    single_queries: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step's query tokens are attended: a launch for the decoding sequences and one for the chunks of each
+    partition, or one sequence after the other where its keys become contiguous.
+
+    order: brings the outputs of the parts back into the order of the query tokens.
     """
 
-    decode: Work | None
-    ragged: Work | None
-    chunks: list[gather.PromptChunk]
+    parts: list[PagedPart | gather.PromptChunk]
     order: mx.array
 
 
 class MetalPool:
-    """Keys and values as rows of `head_dim` elements, [block, kv_head, slot] in order. Raises ValueError for a type or
-    size that the kernels are not made for."""
+    """Keys and values as rows of `head_dim` elements, [block, kv_head, slot] in order. tuning: which kernels attend.
+
+    Raises ValueError for a type or size that the kernels are not made for.
+    """
 
     def __init__(
         self,
@@ -156,16 +155,14 @@ class MetalPool:
         head_dim: int,
         dtype: mx.Dtype,
         block_size: int,
-        decode_partition: int = DECODE_PARTITION,
-        ragged_partition: int = RAGGED_PARTITION,
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         check_supported(dtype, head_dim, block_size)
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
         self.block_size = block_size
-        self.decode_partition = decode_partition
-        self.ragged_partition = ragged_partition
+        self.tuning = tuning
         rows = (num_blocks + 1) * num_kv_heads * block_size
         self._keys = mx.zeros((rows, head_dim), dtype)
         self._values = mx.zeros((rows, head_dim), dtype)
@@ -194,14 +191,13 @@ class MetalPool:
         group = queries.shape[1] // self.num_kv_heads
         plan = self._plan(meta, options.window, group)
         outputs, tokens = [], []
-        for work, single_queries in ((plan.decode, True), (plan.ragged, False)):
-            if work is not None:
-                out, token = self._attend_paged(queries, meta, options, work, single_queries)
-                outputs.append(out)
-                tokens.append(token)
-        for chunk in plan.chunks:
-            keys, values, token = self._contiguous(chunk)
-            outputs.append(gather.attend_contiguous(queries[chunk.rows], keys, values, chunk, options))
+        for part in plan.parts:
+            if isinstance(part, PagedPart):
+                out, token = self._attend_paged(queries, meta, options, part.work, part.single_queries)
+            else:
+                keys, values, token = self._contiguous(part)
+                out = gather.attend_contiguous(queries[part.rows], keys, values, part, options)
+            outputs.append(out)
             tokens.append(token)
         self._token = functools.reduce(mx.add, tokens)  # readers need not wait for each other, a writer for all
         return mx.concatenate(outputs)[plan.order] if len(outputs) > 1 else outputs[0]
@@ -230,26 +226,35 @@ class MetalPool:
 
     def _plan(self, meta: AttentionMetadata, window: int | None, group: int) -> Plan:
         """Made once a step for all layers with the same window and heads."""
-        key = ("metal", window, self._variant(group, False).queries, self.decode_partition, self.ragged_partition)
+        key = ("metal", window, self._variant(group, False).queries, self.tuning)
         if key not in meta.derived:
             meta.derived[key] = self._make_plan(meta, window, group)
         plan: Plan = meta.derived[key]
         return plan
 
     def _make_plan(self, meta: AttentionMetadata, window: int | None, group: int) -> Plan:
+        """Decoding sequences share one class, and with it one way; every chunk has its own."""
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
-        single = np.flatnonzero(lens == 1)
-        short = np.flatnonzero((lens > 1) & (lens < LONG_CHUNK))
-        long = np.flatnonzero(lens >= LONG_CHUNK)
-        queries = self._variant(group, False).queries
-        rows = [np.arange(starts[i], starts[i + 1]) for i in (*single, *short, *long)]
-        return Plan(
-            decode=make_work(meta, single, window, 1, self.decode_partition) if single.size else None,
-            ragged=make_work(meta, short, window, queries, self.ragged_partition) if short.size else None,
-            chunks=[gather.prompt_chunk(meta, int(i), int(starts[i]), window) for i in long],
-            order=mx.array(np.argsort(np.concatenate(rows)).astype(np.int32)),
-        )
+        keys = np.minimum(meta.host_context_lens, NO_WINDOW if window is None else window)
+        decoding = np.flatnonzero(lens == 1)
+        members: dict[tuple[bool, int | None], list[int]] = {}
+        if decoding.size:
+            choice = self.tuning.choice(decode_class(keys[decoding]))
+            members[True, choice.partition] = decoding.tolist()
+        for i in np.flatnonzero(lens > 1).tolist():
+            choice = self.tuning.choice(chunk_class(int(lens[i]), int(keys[i])))
+            members.setdefault((False, choice.partition), []).append(i)
+        tile = self._variant(group, False).queries
+        parts: list[PagedPart | gather.PromptChunk] = []
+        for (single, partition), sequences in members.items():
+            if partition is None:
+                parts += [gather.prompt_chunk(meta, i, int(starts[i]), window) for i in sequences]
+            else:
+                work = make_work(meta, np.asarray(sequences), window, 1 if single else tile, partition)
+                parts.append(PagedPart(work, single))
+        rows = [np.arange(starts[i], starts[i + 1]) for i in itertools.chain(*members.values())]
+        return Plan(parts, mx.array(np.argsort(np.concatenate(rows)).astype(np.int32)))
 
     def _variant(self, group: int, single_queries: bool, *flags: bool) -> AttentionVariant:
         return choose_variant(

@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlxpaged.attention import kernels
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.tuning import CONTIGUOUS, DEFAULT_TUNING, Choice, Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,6 @@ TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 """Largest difference of values of about 1. Far above rounding, relaxed math included; far below a wrong key."""
 
 SPLIT_CONTEXT = 1100  # more than two ranges of keys, so that partial results are merged
-LONG_CHUNK = 130  # long enough for the contiguous path
 OVERLAPPED_STEPS = 4
 
 
@@ -56,12 +56,12 @@ class KernelCheck:
 class Exercise:
     """One backend's run of a case. Both backends' runs draw the same random numbers."""
 
-    def __init__(self, shape: AttentionShape, backend: str) -> None:
+    def __init__(self, shape: AttentionShape, backend: str, tuning: Tuning) -> None:
         self._shape = shape
         self._key = mx.random.key(0)
         self._blocks = -(-SPLIT_CONTEXT // shape.block_size) + 4
         self.kv = LayerKVCache(
-            2 * self._blocks, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.block_size, backend
+            2 * self._blocks, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.block_size, backend, tuning
         )
         # Two sequences whose blocks alternate, in reverse order.
         self._tables = [list(range(2 * self._blocks - 1 - first, -1, -2)) for first in (0, 1)]
@@ -95,9 +95,6 @@ class Exercise:
     def split_contexts(self) -> list[mx.array]:
         return [self.step([SPLIT_CONTEXT], [SPLIT_CONTEXT]), self.step([1], [SPLIT_CONTEXT + 1])]
 
-    def long_chunks(self) -> list[mx.array]:
-        return [self.step([LONG_CHUNK, 3], [LONG_CHUNK, 3])]
-
     def whole_blocks(self) -> list[mx.array]:
         shape = (2, self._shape.num_kv_heads, self._shape.block_size, self._shape.head_dim)
         self.kv.write_blocks([0, 3], self._random(*shape), self._random(*shape))
@@ -105,13 +102,17 @@ class Exercise:
         return list(self.kv.read_blocks([1, 0]))
 
 
-CASES: dict[str, Callable[[Exercise], list[mx.array]]] = {
-    "kv_write and paged_attention, overlapped steps": Exercise.overlapped_steps,
-    "paged_attention, mixed chunks": Exercise.mixed_chunks,
-    "kv_gather, long chunks": Exercise.long_chunks,
-    "merge_partials, long contexts": Exercise.split_contexts,
-    "block_write, block_copy and block_read": Exercise.whole_blocks,
+IN_RANGES = Tuning(decode=Choice(8), chunks=Choice(8))  # fewer keys than a tile of any chunk sees
+
+CASES: dict[str, tuple[Callable[[Exercise], list[mx.array]], Tuning]] = {
+    "kv_write and paged_attention, overlapped steps": (Exercise.overlapped_steps, DEFAULT_TUNING),
+    "paged_attention, mixed chunks": (Exercise.mixed_chunks, DEFAULT_TUNING),
+    "kv_gather, mixed chunks": (Exercise.mixed_chunks, Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)),
+    "merge_partials, mixed chunks": (Exercise.mixed_chunks, IN_RANGES),
+    "merge_partials, long contexts": (Exercise.split_contexts, DEFAULT_TUNING),
+    "block_write, block_copy and block_read": (Exercise.whole_blocks, DEFAULT_TUNING),
 }
+"""What is run, and how: between them every kernel variant that any tuning can pick."""
 
 
 def self_check(shapes: Iterable[AttentionShape]) -> list[KernelCheck]:
@@ -122,8 +123,8 @@ def self_check(shapes: Iterable[AttentionShape]) -> list[KernelCheck]:
 def problem(shape: AttentionShape, case: str) -> str | None:
     """What is wrong with a case on the Metal backend, in a sentence; None where nothing is."""
     try:
-        expected = CASES[case](Exercise(shape, "gather"))
-        got = CASES[case](Exercise(shape, "metal"))
+        exercise, tuning = CASES[case]
+        expected, got = (exercise(Exercise(shape, backend, tuning)) for backend in ("gather", "metal"))
         difference = max(float(mx.abs(a - b).astype(mx.float32).max()) for a, b in zip(got, expected, strict=True))
     except Exception as error:  # a kernel that does not compile, or a size that the kernels are not made for
         return f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxpaged.attention import AttentionMetadata, LayerKVCache
-from mlxpaged.attention.metal import MetalPool
+from mlxpaged.attention.tuning import Choice, Tuning
 
 Array = npt.NDArray[np.float64]
 
@@ -28,8 +28,8 @@ class Case:
     """Sequences as (query_len, context_len). All that no sequence owns is NaN: other blocks, and the slots behind a
     context. Blocks are handed out in random order.
 
-    decode_partition, ragged_partition: keys in one work item, None for the backend's own. sharpness: factor on the
-    queries; in the hundreds, only a running maximum keeps the softmax finite.
+    decode_partition, chunk_partition: keys in one work item, None for the backend's own. tuning: instead of these.
+    sharpness: factor on the queries; in the hundreds, only a running maximum keeps the softmax finite.
     """
 
     lens: Sequence[tuple[int, int]]
@@ -42,7 +42,8 @@ class Case:
     softcap: float | None = None
     has_sinks: bool = False
     decode_partition: int | None = None
-    ragged_partition: int | None = None
+    chunk_partition: int | None = None
+    tuning: Tuning | None = None
     sharpness: float = 1.0
     seed: int = 0
     kv: LayerKVCache = field(init=False)
@@ -68,17 +69,10 @@ class Case:
             self.values.append(self.rounded(rng.standard_normal((context, *shape))))
         self.sinks = rng.standard_normal(self.kv_heads * self.group).astype(np.float32)
         self.scale = self.head_dim**-0.5
-        self.kv = LayerKVCache(blocks, self.kv_heads, self.head_dim, self.dtype, self.block_size, backend="metal")
-        if self.decode_partition or self.ragged_partition:
-            self.kv._pool = MetalPool(
-                blocks,
-                self.kv_heads,
-                self.head_dim,
-                self.dtype,
-                self.block_size,
-                self.decode_partition or 512,
-                self.ragged_partition or 4096,
-            )
+        layout = (blocks, self.kv_heads, self.head_dim, self.dtype, self.block_size)
+        decode, chunks = (size and Choice(size) for size in (self.decode_partition, self.chunk_partition))
+        tuning = self.tuning or Tuning(decode=decode, chunks=chunks)
+        self.kv = LayerKVCache(*layout, backend="metal", tuning=tuning)
         self.fill(blocks)
 
     def fill(self, blocks: int) -> None:

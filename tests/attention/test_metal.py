@@ -57,7 +57,7 @@ def test_chunks_are_exact_for_every_type_and_head_size(metal: None, i: int, dtyp
     options = {"dtype": dtype, "head_dim": head_dim, "block_size": nth(BLOCK_SIZES, i + 1), "seed": i, "kv_heads": 1}
     lens = nth(([(5, 5), (20, 50)], [(33, 64), (2, 140)], [(2, 33), (13, 13)]), i)
     group = nth(GROUPS, i + 2)
-    Case(lens, ragged_partition=nth((4096, 48), i), group=group, **options, **nth(EXTRAS, i + 1)).check()
+    Case(lens, chunk_partition=nth((4096, 48), i), group=group, **options, **nth(EXTRAS, i + 1)).check()
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -80,9 +80,9 @@ def test_extras_in_decode(metal: None, extras: dict[str, Any], decode_partition:
 
 
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
-@pytest.mark.parametrize("ragged_partition", [32, 4096])
-def test_extras_in_a_mixed_batch(metal: None, extras: dict[str, Any], ragged_partition: int) -> None:
-    Case(MIXED, head_dim=32, ragged_partition=ragged_partition, **extras).check()
+@pytest.mark.parametrize("chunk_partition", [32, 4096])
+def test_extras_in_a_mixed_batch(metal: None, extras: dict[str, Any], chunk_partition: int) -> None:
+    Case(MIXED, head_dim=32, chunk_partition=chunk_partition, **extras).check()
 
 
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
@@ -101,7 +101,7 @@ def test_long_chunks_go_through_mlx_attention(metal_on_cpu: Interpreter) -> None
 @pytest.mark.parametrize("group", [12, 16, 33, 71])
 def test_any_group_size_up_to_multi_query_attention(metal: None, group: int) -> None:
     Case(SHORT_DECODE, kv_heads=1, group=group, head_dim=64).check()
-    Case(MIXED[:3], kv_heads=1, group=group, head_dim=64, ragged_partition=32).check()
+    Case(MIXED[:3], kv_heads=1, group=group, head_dim=64, chunk_partition=32).check()
 
 
 @pytest.mark.parametrize("decode_partition", [64, 512])
@@ -132,7 +132,7 @@ def test_the_bits_of_an_answer_do_not_depend_on_its_company(
 @pytest.mark.parametrize("lens", [DECODE[:4], MIXED], ids=["decode", "mixed"])
 def test_any_order_of_threads_gives_the_same(lens: list[tuple[int, int]]) -> None:
     with Interpreter(seeds=range(3)).installed():
-        Case(lens, head_dim=32, window=30, decode_partition=32, ragged_partition=48).check()
+        Case(lens, head_dim=32, window=30, decode_partition=32, chunk_partition=48).check()
 
 
 @on_cpu

@@ -67,7 +67,7 @@ def mixed() -> bool:
 
 def split_mixed() -> bool:
     """The first query of a tile sees nothing of the tile's last range."""
-    case = Case([(2, 33), (13, 140), (5, 5)], head_dim=32, window=20, ragged_partition=4)
+    case = Case([(2, 33), (13, 140), (5, 5)], head_dim=32, window=20, chunk_partition=4)
     return case.error() <= TOLERANCE[case.dtype]
 
 
@@ -89,7 +89,7 @@ def nan_in_a_later_token() -> bool:
 
 
 def nan_in_a_later_range() -> bool:
-    case = Case([(5, 20)], head_dim=32, ragged_partition=17)
+    case = Case([(5, 20)], head_dim=32, chunk_partition=17)
     case.keys[0][-1] = case.values[0][-1] = np.nan
     case.kv.write(case.of_step(case.keys), case.of_step(case.values), case.meta)
     return bool(np.isfinite(case.attend()[:-1]).all())

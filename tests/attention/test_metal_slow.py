@@ -36,7 +36,7 @@ def test_decode(
 def test_mixed_batch(
     metal: None, dtype: mx.Dtype, head_dim: int, block_size: int, group: int, extras: dict[str, Any]
 ) -> None:
-    Case(MIXED, dtype, head_dim, block_size, kv_heads=1, group=group, ragged_partition=100, **extras).check()
+    Case(MIXED, dtype, head_dim, block_size, kv_heads=1, group=group, chunk_partition=100, **extras).check()
 
 
 @pytest.mark.parametrize("lens", [[(1, 131071), (1, 7)], [(3, 131072), (1, 40)]], ids=["decode", "mixed"])

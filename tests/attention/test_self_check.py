@@ -22,7 +22,7 @@ BROKEN = {
     "kv_write": ("slot % BLOCK", "(slot + 1) % BLOCK", "kv_write and paged_attention, overlapped steps"),
     "paged_attention": ("softcap", "soft_cap", "kv_write and paged_attention, overlapped steps"),
     "merge_partials": ("HEADS", "HEADZ", "merge_partials, long contexts"),
-    "kv_gather": ("key_pool", "value_pool", "kv_gather, long chunks"),
+    "kv_gather": ("key_pool", "value_pool", "kv_gather, mixed chunks"),
     "block_copy": ("key_pool", "keys_pool", "block_write, block_copy and block_read"),
 }
 
