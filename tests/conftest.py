@@ -7,8 +7,17 @@ from collections.abc import Iterator
 import pytest
 
 import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is imported)
+from mlxpaged.attention import tuner
 from mlxpaged.engine import EngineConfig
 from tests.support import RunningServer, running_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_measured() -> Iterator[None]:
+    """On a Mac neither: only tests of timings time, and none writes to the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner, "can_measure", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ What each kernel computes, and the shapes it takes, stands at the top of its fil
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,11 @@ def _build(metal_kernel: Callable[..., Any], name: str) -> Any:
     inputs, outputs = INPUTS_AND_OUTPUTS[name]
     source = (kernel_directory() / f"{name}.metal").read_text()
     return metal_kernel(name=name, input_names=inputs, output_names=outputs, source=source)
+
+
+def source_hash() -> str:
+    """Changes with any of the kernels' sources: what was measured with others does not count."""
+    digest = hashlib.sha256()
+    for path in sorted(kernel_directory().glob("*.metal")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

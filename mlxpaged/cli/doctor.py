@@ -12,10 +12,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged import __version__, blas
-from mlxpaged.attention import kernels
+from mlxpaged.attention import Limits, kernels
 from mlxpaged.attention.self_check import KernelCheck, self_check
+from mlxpaged.attention.tuner import ShapeTimes, summary, tune
+from mlxpaged.attention.tuning_cache import Machine
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
-from mlxpaged.cli.flags import Flags, block_size
+from mlxpaged.cli.flags import RETUNE, Flags, block_size, positive_int
+from mlxpaged.engine import EngineConfig
 from mlxpaged.models import DEMO_MODEL, ModelNotFoundError, UnsupportedModelError, load_model
 
 
@@ -23,11 +26,19 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check the attention kernels on this machine",
-        description="Run every attention kernel that a model needs, compare it with MLX's own operations, and say so.",
+        description="Run every attention kernel that a model needs, compare it with MLX's own operations, and show "
+        "which of them is fastest on this machine for which batches.",
     )
     flags = Flags(parser)
     flags.value("model", str, DEMO_MODEL, "model whose layers decide (default demo)", nargs="?", metavar="MODEL")
     flags.value("--block-size", block_size, DEFAULT_BLOCK_SIZE, f"one of {SUPPORTED_BLOCK_SIZES} (default 32)")
+    flags.value(
+        "--max-num-seqs",
+        positive_int,
+        EngineConfig.max_num_seqs,
+        f"sequences in the running batch that the timings are for (default {EngineConfig.max_num_seqs})",
+    )
+    flags.switch("--retune", RETUNE)
     parser.set_defaults(run=run)
 
 
@@ -43,21 +54,28 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'model':9} {served.name}: {len(served.layers)} layers\n")
     if not kernels.can_run():
         print("Metal kernels: not used, there is no Metal device; attention runs on MLX's own operations")
+        print("attention tuning: nothing is measured without a Metal device")
         return 0
-    checks = self_check(spec.attention_shape(args.block_size) for spec in served.layers)
+    shapes = [spec.attention_shape(args.block_size) for spec in served.layers]
+    checks = self_check(shapes)
     print("\n".join(table(checks)))
-    return int(any(check.problem for check in checks))
+    if any(check.problem for check in checks):
+        print("\nattention tuning: nothing is measured, the Metal kernels are not used")
+        return 1
+    found = tune(shapes, Limits(served.context_length, args.max_num_seqs), args.retune)
+    print("\n" + "\n".join(tuning_table(found)))
+    return 0
 
 
 def machine() -> list[tuple[str, str]]:
-    info = mx.device_info()
-    system = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.platform()
+    found = Machine.current()
     packages = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
     return [
         ("mlxpaged", __version__),
-        ("device", f"{info.get('device_name', platform.machine())} ({mx.default_device()})"),
-        ("system", system),
+        ("device", f"{found.chip} ({mx.default_device()})"),
+        ("system", found.system),
         ("packages", f"{packages}, Python {platform.python_version()}"),
+        ("kernels", found.kernels),
         ("BLAS", blas.describe()),
     ]
 
@@ -68,4 +86,17 @@ def table(checks: list[KernelCheck]) -> list[str]:
     for shape in dict.fromkeys(check.shape for check in checks):
         lines.append(str(shape))
         lines += [f"  {check.case:48} {check.problem or 'ok'}" for check in checks if check.shape == shape]
+    return lines
+
+
+def tuning_table(found: list[ShapeTimes]) -> list[str]:
+    """Under a line per shape, one per class: the choice, and the time of every candidate in milliseconds."""
+    lines = [f"attention tuning: {summary(found)}"]
+    for one in found:
+        source = "cached" if one.cached else "measured now" if one.times else "default"
+        lines.append(f"{one.shape}: {source}")
+        for entry in one.classes:
+            times = one.times.get(entry, {})
+            numbers = ", ".join(f"{choice} {1000 * seconds:.3f}" for choice, seconds in times.items())
+            lines.append(f"  {entry!s:40} {one.choice(entry)!s:11} {f'{numbers} ms' if numbers else 'not measured'}")
     return lines

@@ -10,7 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlxpaged.attention import parse_tuning
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
+
+RETUNE = "measure again which attention kernel is fastest, instead of taking what an earlier start found"
+"""Help of a flag that commands share."""
 
 TRUE, FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
@@ -55,6 +59,14 @@ def block_size(text: str) -> int:
     if value not in SUPPORTED_BLOCK_SIZES:
         raise argparse.ArgumentTypeError(f"must be one of {SUPPORTED_BLOCK_SIZES}, got {value}")
     return value
+
+
+def tuning(text: str) -> str:
+    try:
+        parse_tuning(text.lower())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text.lower()
 
 
 def port(text: str) -> int:

@@ -12,6 +12,7 @@ from mlxpaged.api import create_app
 from mlxpaged.attention import BACKENDS
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli.flags import (
+    RETUNE,
     Flags,
     block_size,
     checked,
@@ -22,6 +23,7 @@ from mlxpaged.cli.flags import (
     port,
     positive_int,
     seconds,
+    tuning,
 )
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.engine import EngineConfig
@@ -29,6 +31,7 @@ from mlxpaged.engine.memory import parse_size
 from mlxpaged.models import DEMO_MODEL
 
 NO_MODEL = "none"
+TUNINGS = "auto, default, paged:N (N keys to a threadgroup in decoding) or contiguous"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULTS = EngineConfig()
 BACKLOG = 2048
@@ -91,6 +94,8 @@ def add_parser(commands: Any) -> None:
         f"requests taken beyond --max-num-seqs; the next ones get a 503 (default {DEFAULTS.max_queue})",
     )
     flags.value("--attention-backend", one_of(*BACKENDS), "auto", f"{', '.join(BACKENDS)} (default auto)")
+    flags.value("--attention-tuning", tuning, "auto", f"{TUNINGS} (default auto: measured once on this machine)")
+    flags.switch("--retune", RETUNE)
     flags.switch("--no-prefix-cache", "compute every prompt from its first token")
     flags.switch("--no-batching", "run one request at a time, the same as --max-num-seqs 1")
     flags.value("--drain-timeout", seconds, 30.0, "seconds that running requests get at shutdown (default 30)")
@@ -113,6 +118,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig | None:
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_queue=args.max_queue,
         attention_backend=args.attention_backend,
+        attention_tuning=args.attention_tuning,
+        retune=args.retune,
         prefix_caching=not args.no_prefix_cache,
     )
 

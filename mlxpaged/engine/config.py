@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxpaged.attention import resolve_backend
+from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.models import DEMO_MODEL
 from mlxpaged.scheduler import SchedulerConfig
@@ -16,7 +16,8 @@ class EngineConfig:
     """model: directory, hub repository or "demo". kv_cache_bytes: size of the KV pools, None to size them from what the
     device has left after the weights. swap_space_bytes: size of the swap space, in memory or in a file in swap_dir; 0
     for none, because nobody's memory or disk is taken unasked. max_queue: requests that may wait beyond max_num_seqs
-    running ones.
+    running ones. attention_tuning: "auto" for what is fastest on this machine, measured once, "default", "paged:512" or
+    "contiguous"; retune: measure again.
 
     Raises ValueError where a value is out of range.
     """
@@ -31,10 +32,13 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_queue: int = 256
     attention_backend: str = "auto"
+    attention_tuning: str = "auto"
+    retune: bool = False
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         resolve_backend(self.attention_backend)
+        self._check_tuning()
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
         self.scheduler_config(num_blocks=1, cache_seed=b"")  # refuses what the scheduler would
@@ -46,6 +50,16 @@ class EngineConfig:
             raise ValueError(f"swap_space_bytes must not be negative, got {self.swap_space_bytes}")
         if self.swap_dir is not None and not self.swap_space_bytes:
             raise ValueError("swap_dir is the place of a swap space: it needs swap_space_bytes (--swap-space) too")
+
+    def _check_tuning(self) -> None:
+        try:
+            forced = parse_tuning(self.attention_tuning)
+        except ValueError as error:
+            raise ValueError(f"attention_tuning {error}") from None
+        if forced is not None and self.retune:
+            raise ValueError(f"retune measures for attention_tuning auto, not for {self.attention_tuning}")
+        if self.attention_backend == "gather" and (self.retune or forced not in (None, DEFAULT_TUNING)):
+            raise ValueError("attention_tuning and retune are for the metal backend, not for attention_backend gather")
 
     def scheduler_config(self, num_blocks: int, cache_seed: bytes) -> SchedulerConfig:
         """The scheduler's part, once the size of the pool is known. Raises ValueError."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlxpaged.attention import choose_backend
+from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import kv_blocks
@@ -119,7 +119,9 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler_config(num_blocks, f"{served.name}|{kv_type}".encode()))
         shapes = [spec.attention_shape(config.block_size) for spec in served.layers]
         backend = choose_backend(config.attention_backend, shapes)
-        self.runner = ModelRunner(served, num_blocks, config.block_size, backend)
+        limits = Limits(served.context_length, config.max_num_seqs)
+        tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune)
+        self.runner = ModelRunner(served, num_blocks, config.block_size, backend, tunings)
         self.sampler = Sampler(served.vocab_size)
         self._ids = itertools.count()
         self._requests: dict[int, RunningRequest] = {}

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache, PagedLayer, StepContext
+from mlxpaged.attention import (
+    DEFAULT_TUNING,
+    AttentionMetadata,
+    AttentionShape,
+    LayerKVCache,
+    PagedLayer,
+    StepContext,
+    Tuning,
+)
 from mlxpaged.models import ServedModel
 from mlxpaged.scheduler import Batch
 from mlxpaged.scheduler.sequence import PENDING
@@ -39,16 +47,34 @@ def input_ids(batch: Batch, token_ids: Sequence[int], drawn: DrawnTokens | None)
 
 class ModelRunner:
     """Owns the KV pools. Belongs to the thread that made it: MLX streams are bound to a thread, and an array made on
-    another one fails deep inside MLX, so a call from elsewhere is refused here."""
+    another one fails deep inside MLX, so a call from elsewhere is refused here.
 
-    def __init__(self, served: ServedModel, num_blocks: int, block_size: int, backend: str) -> None:
+    tunings: of the layers' shapes, the default one for those that are missing.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        num_blocks: int,
+        block_size: int,
+        backend: str,
+        tunings: Mapping[AttentionShape, Tuning] | None = None,
+    ) -> None:
         self._model = served.model
         self._rows = served.rows
         self._block_size = block_size
         self._step = StepContext()
         self.layers = [
             PagedLayer(
-                LayerKVCache(num_blocks, spec.num_kv_heads, spec.head_dim, spec.dtype, block_size, backend),
+                LayerKVCache(
+                    num_blocks,
+                    spec.num_kv_heads,
+                    spec.head_dim,
+                    spec.dtype,
+                    block_size,
+                    backend,
+                    (tunings or {}).get(spec.attention_shape(block_size), DEFAULT_TUNING),
+                ),
                 self._step,
                 spec.window,
             )

@@ -27,11 +27,16 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--max-num-batched-tokens", "99", "77", "max_num_batched_tokens", 99, 77),
     ("--max-queue", "0", "5", "max_queue", 0, 5),
     ("--attention-backend", "gather", "auto", "attention_backend", "gather", "auto"),
+    ("--attention-tuning", "paged:256", "CONTIGUOUS", "attention_tuning", "paged:256", "contiguous"),
     ("--drain-timeout", "0", "2.5", "drain_timeout", 0.0, 2.5),
     ("--log-level", "WARNING", "debug", "log_level", "WARNING", "DEBUG"),
 ]
 
-SWITCHES = [("--no-prefix-cache", "prefix_caching", False), ("--no-batching", "max_num_seqs", 1)]
+SWITCHES = [
+    ("--no-prefix-cache", "prefix_caching", False),
+    ("--no-batching", "max_num_seqs", 1),
+    ("--retune", "retune", True),
+]
 
 ALL_FLAGS = [setting[0] for setting in SETTINGS] + [switch for switch, _, _ in SWITCHES] + ["--port", "--swap-dir"]
 
@@ -197,12 +202,44 @@ BAD = [
     ("--max-queue", "-1"),
     ("--attention-backend", "cuda"),
     ("--attention-backend", "metal"),
+    ("--attention-tuning", "fast"),
+    ("--attention-tuning", "paged"),
+    ("--attention-tuning", "paged:"),
+    ("--attention-tuning", "paged:63"),
+    ("--attention-tuning", "paged:1048577"),
+    ("--attention-tuning", "paged:-512"),
+    ("--attention-tuning", "paged:5x"),
+    ("--attention-tuning", "contiguous:512"),
     ("--drain-timeout", "-1"),
     ("--drain-timeout", "nan"),
     ("--drain-timeout", "inf"),
     ("--drain-timeout", "soon"),
     ("--log-level", "loud"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--retune", "--attention-tuning=paged:512"], "retune measures for attention_tuning auto"),
+        (["--retune", "--attention-tuning=default"], "retune measures for attention_tuning auto"),
+        (["--retune", "--attention-backend=gather"], "for the metal backend"),
+        (["--attention-tuning=contiguous", "--attention-backend=gather"], "for the metal backend"),
+    ],
+)
+def test_tuning_flags_that_would_do_nothing_are_refused(
+    started: dict[str, Any], capsys: pytest.CaptureFixture[str], args: list[str], error: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *args])
+    assert end.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["auto", "default"])
+def test_a_backend_without_choices_takes_a_tuning_that_makes_none(started: dict[str, Any], value: str) -> None:
+    assert main(["serve", "--attention-backend=gather", f"--attention-tuning={value}"]) == 0
+    assert started["attention_tuning"] == value
 
 
 def named(flag: str, text: str) -> bool:

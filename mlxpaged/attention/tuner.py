@@ -1,0 +1,325 @@
+"""Measures on this machine which choice is fastest for each shape class of a model's layers.
+
+A few seconds at the first start, then the times come from a file (tuning_cache.py). Timing means something on a Metal
+device only: elsewhere the default stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.self_check import AttentionShape
+from mlxpaged.attention.tuning import (
+    BATCHES,
+    CHUNKS,
+    CONTEXTS,
+    CONTIGUOUS,
+    DEFAULT_TUNING,
+    Choice,
+    ShapeClass,
+    Tuning,
+    default_choice,
+    parse_choice,
+    parse_tuning,
+)
+from mlxpaged.attention.tuning_cache import TuningCache
+
+logger = logging.getLogger(__name__)
+
+BUDGET_S = 5.0
+"""For all shapes of a model together. The classes that are not reached keep the default."""
+
+MARGIN = 0.05
+"""The default is left only for a choice that is faster by more than this share: less is noise, and with the default
+everywhere an answer's bits do not depend on its batch."""
+
+REPETITIONS = 5
+REPETITION_S = 0.002
+"""A repetition chains so many calls, as layers of a model do, that it takes about this long: waiting for one result
+costs about 0.3 ms by itself (lablup/mlxcel measured that floor on an M1 Ultra)."""
+MAX_CALLS = 8
+ENOUGH_S = 0.05
+"""No further repetition of a candidate after so long."""
+HOPELESS = 2.0
+"""A candidate that takes so many times as long as the best before it is not repeated."""
+
+DECODE_PARTITIONS = (256, 512, 1024, 4096)
+SHORT_CHUNK_PARTITIONS = (512, 4096)
+CHUNK_PARTITIONS = (4096,)
+"""Longer chunks fill the device without being split, and each of their tokens would pay for it in memory."""
+
+MAX_COPIED_SEQUENCES = 4
+"""Decoding sequences up to which contiguous copies are tried. They cost launches and memory for each sequence, and lost
+to a paged kernel by more the more sequences there were (lablup/mlxcel: at 1 of 1,024 keys they won, at 4 they lost)."""
+
+POOL_BYTES = 256 * 1024**2
+"""Of a pool that is timed: more than the caches of any chip hold, so that keys come from memory. Sequences that need
+more share blocks. Decoding contexts are not copied beyond it either."""
+
+RAGGED_SHARE = 8
+"""In a ragged batch that is timed, one sequence has the class's context and the others this part of it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server can meet. context_length: tokens of a sequence; max_num_seqs: sequences of a batch."""
+
+    context_length: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step that stands for its class: tokens that are asked about and tokens that there are, by sequence."""
+
+    query_lens: list[int]
+    context_lens: list[int]
+
+    @property
+    def cost(self) -> int:
+        return sum(query * context for query, context in zip(self.query_lens, self.context_lens, strict=True))
+
+
+Run = Callable[[int], None]
+"""Computes attention that many times, each over the output of the one before, and waits."""
+
+Prepare = Callable[[AttentionShape, Workload, Choice], Run]
+
+
+@dataclass
+class ShapeTimes:
+    """What is known about the layers of one shape. times: seconds of a call, by class and choice; a class that is
+    missing in it has not been measured. cached: they were measured at an earlier start."""
+
+    shape: AttentionShape
+    classes: list[ShapeClass]
+    times: dict[ShapeClass, dict[Choice, float]] = field(default_factory=dict)
+    cached: bool = False
+
+    def choice(self, shape_class: ShapeClass) -> Choice:
+        default = default_choice(shape_class)
+        times = self.times.get(shape_class)
+        if times is None:
+            return default
+        best = min(times, key=lambda choice: times[choice])
+        return best if default not in times or times[best] < (1 - MARGIN) * times[default] else default
+
+    @property
+    def tuning(self) -> Tuning:
+        return Tuning(tuple((entry, self.choice(entry)) for entry in self.classes if entry in self.times))
+
+
+def can_measure() -> bool:
+    return bool(mx.metal.is_available())
+
+
+def classes_of(shape: AttentionShape, limits: Limits) -> list[ShapeClass]:
+    """The classes that a server can meet and that leave a choice. Chunks beyond the last but one class are not timed:
+    hand-written prefill kernels took 4 to 6 times as long as MLX's own, which is near the peak there."""
+    contexts = reachable(CONTEXTS, visible_keys(shape, limits))
+    batches = reachable(BATCHES, limits.max_num_seqs)
+    decode = [ShapeClass(1, n, keys, ragged) for n in batches for keys in contexts for ragged in (False, True)]
+    chunks = [ShapeClass(n, 1, keys) for n in reachable(CHUNKS[:-1], limits.context_length) for keys in contexts]
+    return [entry for entry in decode if entry.batch > 1 or not entry.ragged] + chunks
+
+
+def reachable(bounds: tuple[int, ...], limit: int) -> list[int]:
+    """The upper ends of the classes that values up to `limit` fall into."""
+    return [bound for below, bound in zip((0, *bounds), bounds, strict=False) if below < limit]
+
+
+def visible_keys(shape: AttentionShape, limits: Limits) -> int:
+    return min(limits.context_length, shape.window or limits.context_length)
+
+
+def workload_of(shape_class: ShapeClass, shape: AttentionShape, limits: Limits) -> Workload:
+    """The largest step of the class that the server can meet."""
+    context = min(shape_class.context, visible_keys(shape, limits))
+    if shape_class.queries > 1:
+        queries = min(shape_class.queries, limits.context_length)
+        return Workload([queries], [max(queries, context)])
+    batch = min(shape_class.batch, limits.max_num_seqs)
+    others = max(1, context // RAGGED_SHARE) if shape_class.ragged else context
+    return Workload([1] * batch, [context] + [others] * (batch - 1))
+
+
+def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workload) -> list[Choice]:
+    """The default first. A partition that cuts the longest context into as many ranges as one before it is left out."""
+    longest, queries = max(workload.context_lens), shape_class.queries
+    default = default_choice(shape_class)
+    found = [default]
+    ranges = {-(-longest // default.partition)} if default.partition is not None else set()
+    tried = SHORT_CHUNK_PARTITIONS if queries == CHUNKS[0] else CHUNK_PARTITIONS
+    for partition in DECODE_PARTITIONS if queries == 1 else tried:
+        if (count := -(-longest // partition)) not in ranges:
+            ranges.add(count)
+            found.append(Choice(partition))
+    copied = sum(workload.context_lens) * 2 * shape.num_kv_heads * shape.head_dim * int(shape.dtype.size)
+    worth_copying = len(workload.query_lens) <= MAX_COPIED_SEQUENCES and copied <= POOL_BYTES
+    if CONTIGUOUS not in found and (queries > 1 or worth_copying):
+        found.append(CONTIGUOUS)
+    return found
+
+
+def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
+    """Pools of zeros: what a key holds makes no difference to the time."""
+    size = shape.block_size
+    block_bytes = 2 * size * shape.num_kv_heads * shape.head_dim * int(shape.dtype.size)
+    needed = [-(-context // size) for context in workload.context_lens]
+    blocks = min(sum(needed), max(1, POOL_BYTES // block_bytes))
+    firsts = [sum(needed[:i]) for i in range(len(needed))]
+    tables = [[(first + i) % blocks for i in range(count)] for first, count in zip(firsts, needed, strict=True)]
+    layout = (blocks, shape.num_kv_heads, shape.head_dim, shape.dtype, size)
+    kv = LayerKVCache(*layout, backend="metal", tuning=Tuning(decode=choice, chunks=choice))
+    meta = AttentionMetadata.build(workload.query_lens, workload.context_lens, tables, size)
+    queries = mx.zeros((meta.num_tokens, shape.num_query_heads, shape.head_dim), shape.dtype)
+    sinks = mx.zeros((shape.num_query_heads,), shape.dtype) if shape.sinks else None
+
+    def run(calls: int) -> None:
+        out = queries
+        for _ in range(calls):
+            out = kv.attend(out, meta, scale=shape.head_dim**-0.5, window=shape.window, sinks=sinks)
+        mx.eval(out)
+
+    return run
+
+
+class Tuner:
+    """Times candidates until its budget is spent. clock: seconds, as time.perf_counter."""
+
+    def __init__(self, prepare: Prepare = prepare, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._prepare = prepare
+        self._clock = clock
+
+    def measure(self, wanted: list[ShapeTimes], limits: Limits) -> None:
+        """Fill in the times of all classes, cheap ones first: what the budget cuts off are the rare ones."""
+        deadline = self._clock() + BUDGET_S
+        jobs = [(workload_of(entry, one.shape, limits), entry, one) for one in wanted for entry in one.classes]
+        for workload, entry, one in sorted(jobs, key=lambda job: job[0].cost):
+            times = self._compare(entry, one.shape, workload, deadline)
+            if times is None:
+                return
+            if times:
+                one.times[entry] = times
+
+    def _compare(
+        self, shape_class: ShapeClass, shape: AttentionShape, workload: Workload, deadline: float
+    ) -> dict[Choice, float] | None:
+        """Seconds of a call by choice, of those that work; None where there was no time for all of them."""
+        times: dict[Choice, float] = {}
+        for choice in candidates(shape_class, shape, workload):
+            if self._clock() >= deadline:
+                return None
+            try:
+                times[choice] = self._time(self._prepare(shape, workload, choice), min(times.values(), default=None))
+            except Exception as error:  # a kernel that does not compile, or memory that is not there
+                logger.error("%s is not a choice for %s: %s: %s", choice, shape_class, type(error).__name__, error)
+        return times
+
+    def _time(self, run: Run, best: float | None) -> float:
+        run(1)  # compiles kernels and fills the pool
+        once = self._elapsed(run, 1)
+        calls = max(1, min(MAX_CALLS, int(REPETITION_S / once)))
+        if calls == 1 and best is not None and once > HOPELESS * best:
+            return once
+        times: list[float] = []
+        while len(times) < REPETITIONS and sum(times) < ENOUGH_S:
+            times.append(self._elapsed(run, calls))
+        return statistics.median(times) / calls
+
+    def _elapsed(self, run: Run, calls: int) -> float:
+        start = self._clock()
+        run(calls)
+        return max(self._clock() - start, 1e-9)  # a clock may not have moved, and a time of zero says nothing
+
+
+def tune(
+    shapes: Iterable[AttentionShape],
+    limits: Limits,
+    retune: bool = False,
+    cache: TuningCache | None = None,
+    tuner: Tuner | None = None,
+) -> list[ShapeTimes]:
+    """What is known about each distinct shape: from the cache, else measured now and stored. retune: measure all.
+
+    Where nothing can be measured, the times are empty.
+    """
+    found = [ShapeTimes(shape, classes_of(shape, limits)) for shape in dict.fromkeys(shapes)]
+    if not can_measure():
+        return found
+    cache = cache or TuningCache()
+    for one in found:
+        one.times = {} if retune else stored_times(cache, one, limits)
+        one.cached = bool(one.times)
+    missing = [one for one in found if not one.cached]
+    if missing:
+        try:
+            (tuner or Tuner()).measure(missing, limits)
+        finally:
+            mx.clear_cache()  # the pools that were timed
+    for one in missing:
+        if one.times:
+            texts = {str(entry): {str(choice): t for choice, t in by.items()} for entry, by in one.times.items()}
+            cache.save(cache_key(one.shape, limits), texts)
+    return found
+
+
+def cache_key(shape: AttentionShape, limits: Limits) -> str:
+    """With the limits as far as the workloads depend on them."""
+    context, batch = min(limits.context_length, CONTEXTS[-1]), min(limits.max_num_seqs, BATCHES[-1])
+    return f"{shape}; {context} tokens, {batch} sequences"
+
+
+def stored_times(cache: TuningCache, one: ShapeTimes, limits: Limits) -> dict[ShapeClass, dict[Choice, float]]:
+    """Empty where there are none, or none that can be understood."""
+    key = cache_key(one.shape, limits)
+    names = {str(entry): entry for entry in one.classes}
+    try:
+        stored = cache.load(key) or {}
+        return {names[name]: {parse_choice(text): t for text, t in by.items()} for name, by in stored.items()}
+    except (KeyError, ValueError) as error:
+        logger.warning("the measured attention times of %s do not count: %r", key, error)
+        return {}
+
+
+def choose_tunings(
+    backend: str, setting: str, shapes: Iterable[AttentionShape], limits: Limits, retune: bool = False
+) -> Mapping[AttentionShape, Tuning]:
+    """The tuning of every shape for an engine that serves on `backend`. setting: as `--attention-tuning` has it.
+
+    Says in one line of the log where it came from.
+    """
+    forced = parse_tuning(setting)
+    shapes = list(dict.fromkeys(shapes))
+    if backend != "metal":
+        if retune or forced not in (None, DEFAULT_TUNING):
+            logger.warning("attention tuning has no effect: attention runs on the %s backend", backend)
+        return {}
+    if forced is not None:
+        logger.info("attention tuning: %s, as asked for", setting)
+        return dict.fromkeys(shapes, forced)
+    found = tune(shapes, limits, retune)
+    level = logging.WARNING if retune and not can_measure() else logging.INFO
+    logger.log(level, "attention tuning: %s", summary(found))
+    return {one.shape: one.tuning for one in found}
+
+
+def summary(found: list[ShapeTimes]) -> str:
+    """One line for all shapes."""
+    if not can_measure():
+        return "default, because nothing is measured without a Metal device"
+    classes = sum(len(one.classes) for one in found)
+    measured = sum(len(one.times) for one in found if not one.cached)
+    cached = sum(len(one.times) for one in found if one.cached)
+    changed = sum(one.choice(entry) != default_choice(entry) for one in found for entry in one.times)
+    missing = classes - measured - cached
+    cut = f"; {missing} were not measured in time and keep the default" if missing else ""
+    return f"{measured} shape classes measured, {cached} cached, {changed} with another choice than the default{cut}"
