@@ -94,7 +94,7 @@ class TuningCache:
             return list(content["entries"])
         except FileNotFoundError:
             return []
-        except (OSError, RuntimeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
             logger.warning("attention times of earlier starts cannot be read and are measured again: %r", error)
             return []
 

@@ -245,7 +245,8 @@ def test_where_every_candidate_fails_the_default_stays_and_nothing_is_stored(cac
     [one] = tune([SHAPE], SMALL, cache=cache, tuner=Tuner(failing(device, lambda _: True, True), device.clock))
     assert one.tuning == DEFAULT_TUNING
     assert one.times == {}
-    assert measured(FakeDevice(), cache).cached is False
+    assert cache._path is not None
+    assert not cache._path.exists()
 
 
 # Keeping
@@ -363,6 +364,13 @@ def test_a_broken_file_is_measured_over(cache: TuningCache, content: str) -> Non
     assert not measured(FakeDevice(), cache).cached
     assert measured(FakeDevice(), cache).cached
     assert len(entries(cache)) == 1
+
+
+def test_a_file_of_another_format_does_not_count(cache: TuningCache) -> None:
+    measured(FakeDevice(), cache)
+    assert cache._path is not None
+    cache._path.write_text(json.dumps(json.loads(cache._path.read_text()) | {"format": 0}))
+    assert not measured(FakeDevice(), cache).cached
 
 
 @pytest.mark.parametrize(
@@ -566,6 +574,27 @@ def test_what_is_timed_is_the_choice_for_the_workload(metal_on_cpu: Interpreter)
         assert ("merge_partials" in names) == (choice == Choice(64))
 
 
+def test_timed_calls_feed_on_each_other_and_attend_as_the_layer_does(
+    metal: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX would run calls that do not wait for each other at the same time."""
+    seen: list[tuple[mx.array, dict[str, Any], mx.array]] = []
+    attend = LayerKVCache.attend
+
+    def recording(kv: LayerKVCache, queries: mx.array, *args: Any, **options: Any) -> mx.array:
+        out = attend(kv, queries, *args, **options)
+        seen.append((queries, options, out))
+        return out
+
+    monkeypatch.setattr(LayerKVCache, "attend", recording)
+    tuner.prepare(replace(SHAPE, window=24, sinks=True), Workload([1], [24]), Choice(512))(3)
+    assert len(seen) == 3
+    assert seen[1][0] is seen[0][2]
+    assert seen[2][0] is seen[1][2]
+    assert seen[0][1]["window"] == 24
+    assert seen[0][1]["sinks"].shape == (4,)
+
+
 def test_timed_pools_stay_small_and_are_freed(metal: None, cache: TuningCache, monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[LayerKVCache] = []
 
@@ -616,7 +645,10 @@ def test_an_engine_measures_keeps_and_follows_what_is_fastest(
     assert [text for text in caplog.messages if "6 shape classes measured, 0 cached" in text]
 
 
-def test_an_engine_follows_an_override(tmp_path: Path, metal_on_cpu: Interpreter) -> None:
+def test_an_engine_follows_an_override(
+    tmp_path: Path, metal_on_cpu: Interpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "can_measure", lambda: False)
     expected = run_requests(engine(tmp_path / "m", attention_backend="gather"), PROMPTS, max_tokens=4)
     core = engine(tmp_path / "m", attention_backend="metal", attention_tuning="contiguous")
     metal_on_cpu.launches.clear()
