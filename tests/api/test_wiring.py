@@ -25,9 +25,9 @@ def watched(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     runner, pool = server.core.runner, server.core.scheduler.pool
     forward = runner.forward
 
-    def watching(batch: Any, tables: Any) -> Any:
+    def watching(batch: Any, tables: Any, *rest: Any) -> Any:
         passes.append((batch, {key: list(blocks) for key, blocks in tables.items()}, pool.usage().used))
-        return forward(batch, tables)
+        return forward(batch, tables, *rest)
 
     monkeypatch.setattr(runner, "forward", watching)
     return passes
