@@ -11,7 +11,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.engine import EngineState, EngineUnavailableError, QueueFullError, RequestFailedError
+from mlxpaged.api.request_id import HEADER
+from mlxpaged.engine import (
+    DeadlineExceededError,
+    DuplicateRequestError,
+    EngineBusyError,
+    EngineState,
+    EngineUnavailableError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestFailedError,
+)
 from mlxpaged.models.tokenizer import ChatTemplateError
 
 logger = logging.getLogger(__name__)
@@ -19,6 +29,8 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS = "1"
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer that nobody waits for."""
+NO_RETRY = {"x-should-retry": "false"}
+"""OpenAI's clients send a request again after a 408, unless they are told not to: it would take as long once more."""
 
 MAX_MESSAGE, MAX_PARAM = 500, 100
 
@@ -90,14 +102,20 @@ def from_engine(error: Exception) -> ApiError:
             return error
         case ChatTemplateError():
             return ApiError(400, f"messages: {error}", param="messages")
-        case QueueFullError(ever=False):
-            return ApiError(400, str(error), param="prompt", code="too_many_prompts")
         case QueueFullError():
             return ApiError(503, str(error), "server_error", code="queue_full", headers=retry)
         case EngineUnavailableError(state=EngineState.DEAD):
             return ApiError(503, str(error), "server_error", code="engine_dead")
         case EngineUnavailableError():
             return ApiError(503, str(error), "server_error", code=error.state.value, headers=retry)
+        case EngineBusyError():
+            return ApiError(503, str(error), "server_error", code="engine_busy", headers=retry)
+        case DuplicateRequestError():
+            return ApiError(409, str(error), param=HEADER, code="request_id_in_use")
+        case DeadlineExceededError():
+            return ApiError(408, str(error), "timeout_error", code="deadline_exceeded", headers=NO_RETRY)
+        case RequestCancelledError():
+            return ApiError(CLIENT_CLOSED_REQUEST, str(error), "request_cancelled", code="request_cancelled")
         case RequestFailedError():
             return ApiError(500, str(error), "server_error", code="generation_failed")
     logger.exception("unexpected error while answering a request", exc_info=error)
@@ -106,6 +124,13 @@ def from_engine(error: Exception) -> ApiError:
 
 async def handle_api_error(_request: Request, error: Exception) -> Response:
     return from_engine(error).response()
+
+
+async def handle_unexpected_error(request: Request, error: Exception) -> Response:
+    """Runs outside of all middleware, that for the header included."""
+    response = from_engine(error).response()
+    response.headers[HEADER] = request.state.request_id
+    return response
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
@@ -123,5 +148,9 @@ HANDLED: tuple[type[Exception], ...] = (
     ChatTemplateError,
     QueueFullError,
     EngineUnavailableError,
+    EngineBusyError,
+    DuplicateRequestError,
+    DeadlineExceededError,
+    RequestCancelledError,
     RequestFailedError,
 )

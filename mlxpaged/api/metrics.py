@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mlxpaged.engine import EngineStats, Request, RequestOutput
+from mlxpaged.scheduler import FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -64,6 +65,8 @@ class Metrics:
         self._finished = Counter(
             "mlxpaged_requests_finished", "Requests by finish reason", ["reason"], registry=self.registry
         )
+        for reason in FinishReason:  # a counter that is not there yet cannot be told from one that is misspelt
+            self._finished.labels(reason.value)
         self._last_token_at: dict[str, float] = {}
 
     def observe(self, request: Request, output: RequestOutput) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -12,6 +13,7 @@ from starlette.requests import Request
 
 from mlxpaged.api.errors import ApiError, model_not_found
 from mlxpaged.api.metrics import Metrics
+from mlxpaged.api.open_requests import OpenRequests
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineInfo, EngineState, RequestOutput
 from mlxpaged.engine import Request as EngineRequest
 
@@ -23,9 +25,12 @@ Result = TypeVar("Result")
 class Server:
     """One per app. `engine` is None for a server started without a model."""
 
-    def __init__(self, config: EngineConfig | None) -> None:
+    def __init__(self, config: EngineConfig | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.metrics = Metrics(lambda: self.engine.stats if self.engine else None)
-        self.engine = AsyncEngine(config, self._observe) if config else None
+        self.engine = AsyncEngine(config, self._observe, clock) if config else None
+        self.open_requests = OpenRequests()
+        self._clock = clock
+        self._started = clock()
         # One thread: a fast tokenizer must not be used by two at once, and a long prompt must not stop the event loop.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-tokenizer")
 
@@ -54,6 +59,11 @@ class Server:
     async def tokenize(self, function: Callable[[], Result]) -> Result:
         """Run a function that uses the tokenizer on the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
+
+    @property
+    def uptime(self) -> float:
+        """Seconds."""
+        return self._clock() - self._started
 
     @property
     def model_names(self) -> list[str]:

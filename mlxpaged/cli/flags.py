@@ -96,6 +96,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def positive_seconds(text: str) -> float:
+    value = seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
+
+
 def directory(text: str) -> Path:
     if not text.strip() or not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"not a directory: {text!r}")

@@ -22,16 +22,18 @@ from mlxpaged.cli.flags import (
     or_off,
     port,
     positive_int,
+    positive_seconds,
     seconds,
     tuning,
 )
 from mlxpaged.cli.http_server import HttpServer
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import EngineConfig, Priority
 from mlxpaged.engine.memory import parse_size
 from mlxpaged.models import DEMO_MODEL
 
 NO_MODEL = "none"
 TUNINGS = "auto, default, paged:N (N keys to a threadgroup in decoding) or contiguous"
+PRIORITIES = tuple(priority.name.lower() for priority in Priority)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULTS = EngineConfig()
 BACKLOG = 2048
@@ -98,6 +100,27 @@ def add_parser(commands: Any) -> None:
     flags.switch("--retune", RETUNE)
     flags.switch("--no-prefix-cache", "compute every prompt from its first token")
     flags.switch("--no-batching", "run one request at a time, the same as --max-num-seqs 1")
+    flags.value(
+        "--default-priority",
+        one_of(*PRIORITIES),
+        DEFAULTS.default_priority.name.lower(),
+        f"{', '.join(PRIORITIES)}: of requests that do not lower themselves (default normal)",
+    )
+    flags.value(
+        "--request-timeout",
+        or_off(positive_seconds),
+        None,
+        "seconds for an answer to be complete, where the request does not say (default 0: any time)",
+        metavar="SECONDS",
+    )
+    flags.value(
+        "--ttft-timeout",
+        or_off(positive_seconds),
+        None,
+        "seconds for the first token of an answer, where the request does not say (default 0: any time)",
+        metavar="SECONDS",
+    )
+    flags.switch("--timelines", "add to every answer where its time went, as X-Mlxpaged-Timeline does for one")
     flags.value("--drain-timeout", seconds, 30.0, "seconds that running requests get at shutdown (default 30)")
     flags.value("--log-level", one_of(*LOG_LEVELS), "info", f"{', '.join(LOG_LEVELS)} (default info)")
     parser.set_defaults(run=run, parser=parser)
@@ -121,6 +144,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig | None:
         attention_tuning=args.attention_tuning,
         retune=args.retune,
         prefix_caching=not args.no_prefix_cache,
+        default_priority=Priority[args.default_priority.upper()],
+        request_timeout=args.request_timeout or None,
+        ttft_timeout=args.ttft_timeout or None,
+        timelines=args.timelines,
     )
 
 

@@ -2,31 +2,47 @@
 
 from mlxpaged.engine.async_engine import (
     AsyncEngine,
+    DeadlineExceededError,
+    DuplicateRequestError,
+    EngineBusyError,
     EngineInfo,
     EngineState,
     EngineUnavailableError,
     QueueFullError,
+    RequestCancelledError,
     RequestFailedError,
     RequestStream,
 )
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
-from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
+from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine.status import EngineStatus, SequenceState
+from mlxpaged.engine.timeline import Timeline
+from mlxpaged.scheduler import Priority
 
 __all__ = [
     "AsyncEngine",
+    "DeadlineExceededError",
+    "DuplicateRequestError",
+    "EndedRequest",
+    "EngineBusyError",
     "EngineConfig",
     "EngineCore",
     "EngineInfo",
     "EngineState",
     "EngineStats",
+    "EngineStatus",
     "EngineUnavailableError",
+    "Priority",
     "QueueFullError",
     "Request",
+    "RequestCancelledError",
     "RequestFailedError",
     "RequestOutput",
     "RequestStream",
     "SamplingParams",
+    "SequenceState",
+    "Timeline",
     "TokenLogprobs",
 ]

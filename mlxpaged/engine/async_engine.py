@@ -7,20 +7,27 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, TypeVar
 
 from mlxpaged.cache import BlockUsage, blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
-from mlxpaged.engine.engine_thread import Abort, Callbacks, EngineThread, Stop, Submit
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine.engine_thread import Abort, Callbacks, Cancel, EngineThread, Query, Stop, Submit
+from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
+from mlxpaged.engine.status import EngineStatus
 from mlxpaged.models import Tokenizer
 from mlxpaged.scheduler import FinishReason, PromptTooLongError
 
 logger = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
+
+REPLY_SECONDS = 30.0
+"""The engine replies between two steps. No step takes as long, unless something is wrong."""
 
 
 class EngineState(str, Enum):
@@ -46,8 +53,24 @@ class QueueFullError(Exception):
         self.ever = ever
 
 
+class DuplicateRequestError(Exception):
+    """An unfinished request has this id."""
+
+
 class RequestFailedError(Exception):
     """The engine could not complete the answer."""
+
+
+class RequestCancelledError(Exception):
+    """Somebody asked for the request's end."""
+
+
+class DeadlineExceededError(Exception):
+    """The request's time was up before its answer was complete."""
+
+
+class EngineBusyError(Exception):
+    """A step has been under way for REPLY_SECONDS: what was asked may still happen after it."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +114,18 @@ class RequestStream:
             self._abort(self.request.request_id)
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Raises RequestFailedError where the engine ends the request without completing it, and EngineUnavailableError
-        where that is because the engine itself ends."""
+        """Raises DeadlineExceededError, RequestCancelledError or RequestFailedError where the engine ends the request
+        without completing it, and EngineUnavailableError where that is because the engine itself ends."""
         while not self._finished:
             output = await self._outputs.get()
             if output.finish_reason is not None:
                 self._finished = True
+            if output.finish_reason is FinishReason.TIMEOUT:
+                raise DeadlineExceededError(output.error)
+            if output.finish_reason is FinishReason.CANCELLED:
+                raise RequestCancelledError(output.error)
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                error = output.error or "the request was cancelled"
+                error = output.error or "the client left"
                 if self._state() in (EngineState.DRAINING, EngineState.DEAD):
                     raise EngineUnavailableError(self._state(), error)
                 raise RequestFailedError(error)
@@ -108,24 +135,33 @@ class RequestStream:
 class AsyncEngine:
     """Belongs to the event loop that `start` ran on; all its methods are called there.
 
-    on_output: called for every output as it arrives on the loop, with its request; for measurements.
+    on_output: called for every output as it arrives on the loop, with its request; for measurements. clock: seconds;
+    what arrival times, deadlines and outputs are measured on.
     """
 
-    def __init__(self, config: EngineConfig, on_output: Callable[[Request, RequestOutput], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_output: Callable[[Request, RequestOutput], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
+        self.clock = clock
         self.state = EngineState.LOADING
         self.reason: str | None = None
         self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
         self._on_output = on_output
         self._streams: dict[str, RequestStream] = {}
+        self._replies: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled = asyncio.Event()  # loaded, or failed to
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended_all = False
         self._reserved = 0
-        self._thread = EngineThread(config, Callbacks(self._ready_on_thread, self._step_on_thread, self._end_on_thread))
+        callbacks = Callbacks(self._ready_on_thread, self._step_on_thread, self._end_on_thread)
+        self._thread = EngineThread(config, callbacks, clock)
 
     def start(self) -> None:
         """Start the engine thread; the model loads in the background."""
@@ -188,30 +224,28 @@ class AsyncEngine:
             raise QueueFullError(f"{message} (--max-num-seqs plus --max-queue)", ever=count <= limit)
         self._reserved += count
         try:
-            yield time.monotonic()
+            yield self.clock()
         finally:
             self._reserved -= count
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        arrival_time: float,
-        default_max_tokens: int | None = None,
-    ) -> RequestStream:
-        """Queue a request for which there is a reservation, whose time is `arrival_time`.
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this id is unfinished, be it that it ends just now."""
+        return request_id in self._streams
 
-        default_max_tokens: a limit, as far as there is room, where `params` has none.
-        Raises EngineUnavailableError or PromptTooLongError.
+    def submit(self, request: Request, default_max_tokens: int | None = None) -> RequestStream:
+        """Queue a request for which there is a reservation, whose time is its arrival time.
+
+        default_max_tokens: a limit, as far as there is room, where its parameters have none.
+        Raises EngineUnavailableError, PromptTooLongError or DuplicateRequestError.
         """
-        max_tokens = self.check(len(prompt_token_ids), params.max_tokens)
-        if params.max_tokens is None and default_max_tokens is not None:
+        max_tokens = self.check(len(request.prompt_token_ids), request.params.max_tokens)
+        if self.knows(request.request_id):
+            raise DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
+        if request.params.max_tokens is None and default_max_tokens is not None:
             max_tokens = min(max_tokens, default_max_tokens)
-        params = dataclasses.replace(params, max_tokens=max_tokens)
-        request = Request(request_id, prompt_token_ids, params, arrival_time)
+        request = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=max_tokens))
         stream = RequestStream(request, self._abort, lambda: self.state)
-        self._streams[request_id] = stream
+        self._streams[request.request_id] = stream
         self._idle.clear()
         self._thread.send(Submit(request))
         return stream
@@ -219,6 +253,36 @@ class AsyncEngine:
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
             self._thread.send(Abort(request_id))
+
+    async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
+        """End requests, whose streams then raise RequestCancelledError. Returns those that had not ended yet; all they
+        held is free again. Raises EngineUnavailableError or EngineBusyError."""
+        reply: Future[list[EndedRequest]] = Future()
+        return await self._ask(Cancel(tuple(request_ids), reply), reply)
+
+    async def status(self) -> EngineStatus:
+        """Raises EngineUnavailableError or EngineBusyError."""
+        reply: Future[EngineStatus] = Future()
+        return await self._ask(Query(EngineCore.status, reply), reply)
+
+    async def clear_cache(self) -> int:
+        """Empty the prefix cache. Returns the number of blocks that were in it. Raises EngineUnavailableError or
+        EngineBusyError."""
+        reply: Future[int] = Future()
+        return await self._ask(Query(EngineCore.clear_cache, reply), reply)
+
+    async def _ask(self, command: Cancel | Query, reply: Future[Reply]) -> Reply:
+        if self.info is None or self.state is EngineState.DEAD:
+            self.require_ready()
+        waiter = asyncio.wrap_future(reply)
+        self._replies.add(waiter)
+        self._thread.send(command)
+        try:
+            return await asyncio.wait_for(waiter, REPLY_SECONDS)
+        except asyncio.TimeoutError:
+            raise EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s") from None
+        finally:
+            self._replies.discard(waiter)
 
     async def drain(self, timeout: float) -> bool:
         """Take no more requests and wait for those that run. False where they were ended before they were done."""
@@ -308,7 +372,10 @@ class AsyncEngine:
     def _become_dead(self, reason: str | None) -> None:
         self.state = EngineState.DEAD
         self.reason = reason or "the engine was stopped"
-        now = time.monotonic()
+        for waiter in self._replies:
+            if not waiter.done():
+                waiter.set_exception(EngineUnavailableError(self.state, f"the engine is dead: {self.reason}"))
+        now = self.clock()
         ends = [
             RequestOutput(request_id, now, finish_reason=FinishReason.ERROR, error=f"the engine is dead: {self.reason}")
             for request_id in self._streams

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.models import DEMO_MODEL
-from mlxpaged.scheduler import SchedulerConfig
+from mlxpaged.scheduler import Priority, SchedulerConfig
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class EngineConfig:
     device has left after the weights. swap_space_bytes: size of the swap space, in memory or in a file in swap_dir; 0
     for none, because nobody's memory or disk is taken unasked. max_queue: requests that may wait beyond max_num_seqs
     running ones. attention_tuning: "auto" for what is fastest on this machine, measured once, "default", "paged:512" or
-    "contiguous"; retune: measure again.
+    "contiguous"; retune: measure again. default_priority, request_timeout, ttft_timeout (seconds) and timelines: for
+    requests that do not say.
 
     Raises ValueError where a value is out of range.
     """
@@ -35,6 +37,10 @@ class EngineConfig:
     attention_tuning: str = "auto"
     retune: bool = False
     prefix_caching: bool = True
+    default_priority: Priority = Priority.NORMAL
+    request_timeout: float | None = None
+    ttft_timeout: float | None = None
+    timelines: bool = False
 
     def __post_init__(self) -> None:
         resolve_backend(self.attention_backend)
@@ -44,6 +50,10 @@ class EngineConfig:
         self.scheduler_config(num_blocks=1, cache_seed=b"")  # refuses what the scheduler would
         if self.max_queue < 0:
             raise ValueError(f"max_queue must not be negative, got {self.max_queue}")
+        for name in ("request_timeout", "ttft_timeout"):
+            limit = getattr(self, name)
+            if limit is not None and not 0 < limit < math.inf:
+                raise ValueError(f"{name} must be positive, got {limit}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
             raise ValueError(f"kv_cache_bytes must be positive, got {self.kv_cache_bytes}")
         if self.swap_space_bytes < 0:

@@ -7,6 +7,7 @@ import logging
 import math
 import secrets
 import time
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,11 +17,14 @@ import mlx.core as mx
 from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.deadlines import Deadlines
 from mlxpaged.engine.memory import kv_blocks
 from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
-from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
+from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
 from mlxpaged.engine.sampler import SampledToken, Sampler, Samples, SamplingRow
+from mlxpaged.engine.status import EngineStatus, engine_status
 from mlxpaged.engine.stop_strings import StopStrings
+from mlxpaged.engine.timeline import TimelineRecorder
 from mlxpaged.models import ServedModel, Tokenizer
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.scheduler import (
@@ -67,6 +71,7 @@ class RunningRequest:
         self.sent_chars = 0
         self.held_logprobs: list[HeldLogprobs] = []
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
+        self.timeline = TimelineRecorder(sequence) if request.timeline else None
 
     def sampling_row(self, position: int) -> SamplingRow:
         """To draw the token at `position`."""
@@ -107,14 +112,17 @@ def sampling_ids(batch: Batch) -> list[int]:
 
 
 class EngineCore:
-    """Everything that runs on the engine thread. One call of `step` is one forward pass of the model."""
+    """Everything that runs on the engine thread. One call of `step` is one forward pass of the model.
 
-    def __init__(self, config: EngineConfig, served: ServedModel) -> None:
+    clock: seconds; that of the arrival times of requests."""
+
+    def __init__(self, config: EngineConfig, served: ServedModel, clock: Callable[[], float] = time.monotonic) -> None:
         per_block = bytes_per_token(served.layers) * config.block_size
         useful = config.max_num_seqs * blocks_for(served.context_length, config.block_size)
         num_blocks = kv_blocks(per_block, config.kv_cache_bytes, useful)
         kv_type = ",".join(sorted({str(spec.dtype) for spec in served.layers}))
         self.served = served
+        self.clock = clock
         self.kv_cache_bytes = num_blocks * per_block
         self.scheduler = Scheduler(config.scheduler_config(num_blocks, f"{served.name}|{kv_type}".encode()))
         shapes = [spec.attention_shape(config.block_size) for spec in served.layers]
@@ -129,6 +137,9 @@ class EngineCore:
         self._under_way: StepUnderWay | None = None
         self._steps = 0
         self._generated = 0
+        self._deadlines = Deadlines()
+        self._recording: dict[int, TimelineRecorder] = {}  # of sequences in the batch
+        self._batch = Batch(())
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the context and the pool. Raises PromptTooLongError where it does not."""
@@ -145,22 +156,92 @@ class EngineCore:
         )
         self.scheduler.add(sequence)
         self._requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer)
+        self._deadlines.watch(sequence.sequence_id, request)
         self._sequence_of[request.request_id] = sequence.sequence_id
 
     def refusal(self, request: Request, error: str) -> RequestOutput:
         """The only output of a request that `add` would not take."""
-        return RequestOutput(request.request_id, time.monotonic(), finish_reason=FinishReason.ERROR, error=error)
+        return RequestOutput(request.request_id, self.clock(), finish_reason=FinishReason.ERROR, error=error)
 
     def abort(self, request_id: str, error: str | None = None) -> list[RequestOutput]:
         """End a request and free all it holds; an unknown id (it may just have finished) is no error."""
         sequence_id = self._sequence_of.get(request_id)
         if sequence_id is None:
             return []
-        self.scheduler.finish(sequence_id, FinishReason.ABORT if error is None else FinishReason.ERROR)
-        return [self._forget(self._requests[sequence_id], error)]
+        return [self._end(sequence_id, FinishReason.ABORT if error is None else FinishReason.ERROR, error)]
 
     def abort_all(self, error: str) -> list[RequestOutput]:
         return [output for request_id in list(self._sequence_of) for output in self.abort(request_id, error)]
+
+    def cancel(self, request_ids: Iterable[str]) -> tuple[list[EndedRequest], list[RequestOutput]]:
+        """End requests on somebody's word. What was ended, and the last output of each; ids that are unknown, because
+        they have just finished, are passed over."""
+        ended, outputs = [], []
+        for request_id in request_ids:
+            sequence_id = self._sequence_of.get(request_id)
+            if sequence_id is not None:
+                sequence = self._requests[sequence_id].sequence
+                ended.append(EndedRequest(request_id, sequence.status, sequence.num_output_tokens))
+                outputs.append(self._end(sequence_id, FinishReason.CANCELLED, "the request was cancelled"))
+        return ended, outputs
+
+    def expire(self) -> list[RequestOutput]:
+        """End the requests whose deadline has passed."""
+        now, outputs = self.clock(), []
+        for deadline in self._deadlines.pop_passed(now):
+            running = self._requests[deadline.sequence_id]
+            if not (deadline.of_first_token and running.sequence.num_output_tokens > 0):
+                message = deadline.message(running.sequence, now)
+                outputs.append(self._end(deadline.sequence_id, FinishReason.TIMEOUT, message))
+        return outputs
+
+    def _end(self, sequence_id: int, reason: FinishReason, error: str | None) -> RequestOutput:
+        """In whatever state it is."""
+        self.scheduler.finish(sequence_id, reason)
+        return self._forget(self._requests[sequence_id], error)
+
+    def clear_cache(self) -> int:
+        """Empty the prefix cache; running sequences keep their blocks. Returns the number of blocks that were in it."""
+        cache = self.scheduler.prefix_cache
+        if cache is None:
+            return 0
+        dropped = len(cache)
+        cache.clear()
+        return dropped
+
+    def status(self) -> EngineStatus:
+        sequences = ((running.request.request_id, running.sequence) for running in self._requests.values())
+        return engine_status(self.scheduler, sequences, self._steps, self.clock())
+
+    def turn(self) -> list[RequestOutput]:
+        """End what is overdue, and run a step if anything is left to run."""
+        outputs = self.expire()
+        if not self.has_work():
+            return outputs
+        started = self.clock()
+        outputs += self.step()
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_step(self.clock() - started)
+        return outputs
+
+    def _log_step(self, seconds: float) -> None:
+        batch, stats = self._batch, self.scheduler.stats()
+        decodes = sum(row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens for row in batch.rows)
+        logger.debug(
+            "step %d: rows=%d decode_rows=%d prompt_tokens=%d tokens=%d running=%d waiting=%d "
+            "blocks_used=%d blocks_cached=%d blocks_free=%d seconds=%.6f",
+            self._steps,
+            len(batch),
+            decodes,
+            batch.num_tokens - decodes,
+            batch.num_tokens,
+            stats.running,
+            stats.waiting,
+            stats.blocks.used,
+            stats.blocks.cached,
+            stats.blocks.free,
+            seconds,
+        )
 
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished() or self._under_way is not None
@@ -169,11 +250,25 @@ class EngineCore:
         """Run one batch. A failing forward pass ends the requests that cause it; everything else raised here means that
         the engine's own books are wrong, and is for the caller to treat as the end of the engine."""
         batch = self.scheduler.schedule()
+        self._record(batch)
         if batch.rows:
             self._steps += 1
         elif self._under_way is None:
             raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
         return self._overlapped_step(batch) if self.runner.overlaps else self._plain_step(batch)
+
+    def _record(self, batch: Batch) -> None:
+        """For the log and for timelines: what the step that starts now runs, and who has lost his place in it."""
+        self._batch = batch
+        now = self.clock()
+        for sequence_id, recorder in list(self._recording.items()):
+            if recorder.check_preempted(now):
+                del self._recording[sequence_id]
+        for row in batch.rows:
+            running = self._requests[row.sequence.sequence_id]
+            if running.timeline is not None:
+                self._recording[row.sequence.sequence_id] = running.timeline
+                running.timeline.schedule(row, now)
 
     def _plain_step(self, batch: Batch) -> list[RequestOutput]:
         """Run a batch to its end."""
@@ -297,6 +392,8 @@ class EngineCore:
         sequence = running.sequence
         reason = sequence.finish_reason
         self._generated += 1
+        if running.timeline is not None:
+            running.timeline.draw_token(self.clock())
         piece = "" if reason is FinishReason.STOP else running.detokenizer.add(sampled.token_id)
         if reason is not None:
             piece += running.detokenizer.finish()
@@ -338,10 +435,12 @@ class EngineCore:
         sequence_id = running.sequence.sequence_id
         del self._requests[sequence_id]
         del self._sequence_of[running.request.request_id]
+        self._deadlines.forget(sequence_id)
+        self._recording.pop(sequence_id, None)
         self.sampler.forget(sequence_id)
 
-    @staticmethod
     def _output(
+        self,
         running: RunningRequest,
         reason: FinishReason | None,
         text: str = "",
@@ -349,9 +448,10 @@ class EngineCore:
         logprobs: tuple[TokenLogprobs, ...] = (),
         error: str | None = None,
     ) -> RequestOutput:
+        now = self.clock()
         return RequestOutput(
             request_id=running.request.request_id,
-            time=time.monotonic(),
+            time=now,
             text=text,
             token_ids=token_ids,
             logprobs=logprobs,
@@ -359,4 +459,5 @@ class EngineCore:
             num_output_tokens=running.sequence.num_output_tokens,
             finish_reason=reason,
             error=error,
+            timeline=running.timeline.finish(now) if running.timeline is not None and reason is not None else None,
         )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
 from mlxpaged.engine.memory import wire_device_memory
-from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, load_model
 
 logger = logging.getLogger(__name__)
@@ -31,11 +34,27 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Cancel:
+    """End requests; the reply is the list of those that had not ended yet."""
+
+    request_ids: tuple[str, ...]
+    reply: Future[list[EndedRequest]]
+
+
+@dataclass(frozen=True)
+class Query:
+    """Ask the engine, or change what is no request; the reply is what `ask` returns, or raises."""
+
+    ask: Callable[[EngineCore], Any]
+    reply: Future[Any]
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the thread; what still runs is ended with an error."""
 
 
-Command = Submit | Abort | Stop
+Command = Submit | Abort | Cancel | Query | Stop
 
 
 @dataclass(frozen=True)
@@ -51,9 +70,10 @@ class Callbacks:
 class EngineThread:
     """Runs commands between steps, and steps while there is work; sleeps on the queue while there is none."""
 
-    def __init__(self, config: EngineConfig, callbacks: Callbacks) -> None:
+    def __init__(self, config: EngineConfig, callbacks: Callbacks, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._callbacks = callbacks
+        self._clock = clock
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         # A daemon, so that an interpreter that is told to quit at once is not held up by a step or a download.
         self._thread = threading.Thread(target=self._main, name="mlxpaged-engine", daemon=True)
@@ -73,7 +93,7 @@ class EngineThread:
         try:
             wire_device_memory()
             served = load_model(self._config.model, self._config.served_model_name)
-            core = EngineCore(self._config, served)
+            core = EngineCore(self._config, served, self._clock)
             self._callbacks.on_ready(core)
             self._serve(core)
         except (ModelNotFoundError, UnsupportedModelError, MemoryError) as error:
@@ -98,18 +118,32 @@ class EngineThread:
                 if outputs and self._commands.empty():
                     self._deliver(core, outputs)
                     outputs = []
-            self._deliver(core, outputs + core.step())
+            self._deliver(core, outputs + core.turn())
 
-    def _handle(self, core: EngineCore, command: Submit | Abort) -> list[RequestOutput]:
-        if isinstance(command, Submit):
-            try:
-                core.add(command.request)
-            except ValueError as error:  # refused where it came in, as a rule; never a reason for the others to end
-                return [core.refusal(command.request, str(error))]
-            return []
-        if command.request_id is None:
-            return core.abort_all(command.error or "the request was cancelled")
-        return core.abort(command.request_id, command.error)
+    def _handle(self, core: EngineCore, command: Submit | Abort | Cancel | Query) -> list[RequestOutput]:
+        match command:
+            case Submit(request):
+                try:
+                    core.add(request)
+                except ValueError as error:  # refused where it came in, as a rule; never a reason for others to end
+                    return [core.refusal(request, str(error))]
+                return []
+            case Abort(request_id, error):
+                if request_id is None:
+                    return core.abort_all(error or "the client left")
+                return core.abort(request_id, error)
+            case Cancel(request_ids, reply):
+                ended, outputs = core.cancel(request_ids)
+                if reply.set_running_or_notify_cancel():  # False where nobody waits for it any more
+                    reply.set_result(ended)
+                return outputs
+            case Query(ask, reply):
+                if reply.set_running_or_notify_cancel():
+                    try:
+                        reply.set_result(ask(core))
+                    except Exception as error:  # the asker's own
+                        reply.set_exception(error)
+                return []
 
     def _deliver(self, core: EngineCore, outputs: list[RequestOutput]) -> None:
         self._callbacks.on_step(outputs, core.stats())

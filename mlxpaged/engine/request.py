@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.scheduler import FinishReason, Priority
+from mlxpaged.engine.timeline import Timeline
+from mlxpaged.scheduler import FinishReason, Priority, SequenceStatus
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it. arrival_time: seconds on the monotonic clock. fork_of: an earlier request with
-    the same prompt, whose blocks this one shares."""
+    """A prompt and how to continue it. arrival_time: seconds on the engine's clock. fork_of: an earlier request with
+    the same prompt, whose blocks this one shares. timeout, ttft_timeout: seconds from arrival in which the answer must
+    be complete, and its first token generated; None for any time. timeline: whether one is recorded."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -19,6 +21,9 @@ class Request:
     arrival_time: float
     priority: Priority = Priority.NORMAL
     fork_of: str | None = None
+    timeout: float | None = None
+    ttft_timeout: float | None = None
+    timeline: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,9 @@ class TokenLogprobs:
 class RequestOutput:
     """What one step adds to one answer. text may be empty while a character or a stop string may still be growing.
 
-    finish_reason is set on the last output of a request, and with it `error` where the reason is ERROR.
-    num_output_tokens counts all tokens so far, the one that ended the answer included.
+    finish_reason is set on the last output of a request, with it `error` where the answer is not complete, and
+    `timeline` where the request asked for one. num_output_tokens counts all tokens so far, the one that ended the
+    answer included.
     """
 
     request_id: str
@@ -50,3 +56,13 @@ class RequestOutput:
     num_output_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    timeline: Timeline | None = None
+
+
+@dataclass(frozen=True)
+class EndedRequest:
+    """A request that was cancelled, as it was just before."""
+
+    request_id: str
+    status: SequenceStatus
+    num_output_tokens: int

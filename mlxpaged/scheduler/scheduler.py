@@ -62,7 +62,8 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """A snapshot. Counters (`total`) only grow; preempted sequences count as waiting."""
+    """A snapshot. Counters (`total`) only grow; preempted sequences count as waiting. swap: slots of the swap space,
+    None without one."""
 
     running: int
     waiting: int
@@ -70,6 +71,7 @@ class SchedulerStats:
     preemptions_total: int
     prefix_hit_tokens_total: int
     prompt_tokens_total: int
+    swap: BlockUsage | None = None
 
 
 def arrival(sequence: Sequence) -> int:

@@ -29,11 +29,14 @@ class SequenceStatus(Enum):
 
 
 class FinishReason(str, Enum):
-    """Why a sequence ended. STOP: end of sequence, stop token or stop string. LENGTH: max_tokens reached."""
+    """Why a sequence ended. STOP: end of sequence, stop token or stop string. LENGTH: max_tokens reached. ABORT: its
+    client left. CANCELLED: somebody asked for its end. TIMEOUT: its deadline passed."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
     ERROR = "error"
 
 
@@ -89,6 +92,8 @@ class Sequence:
         self.num_pending_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.num_preemptions = 0
+        self.num_swaps_out = 0
+        self.num_swaps_in = 0
         self.finish_reason: FinishReason | None = None
         self._status = SequenceStatus.WAITING
 

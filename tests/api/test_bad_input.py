@@ -73,9 +73,24 @@ COMMON: list[tuple[str, Any]] = [
     ("stream_options", {"include_usage": "x"}),
     ("stream_options", {"other": 1}),
     ("user", 1),
-    ("n", 2),
+    ("n", 17),
     ("n", 0),
+    ("n", -1),
     ("n", "1"),
+    ("n", 1.5),
+    ("n", True),
+    ("service_tier", "gold"),
+    ("service_tier", "priority"),
+    ("service_tier", 1),
+    ("timeout", 0),
+    ("timeout", -1),
+    ("timeout", "1"),
+    ("timeout", True),
+    ("timeout", float("nan")),
+    ("timeout", float("inf")),
+    ("ttft_timeout", 0),
+    ("ttft_timeout", [1]),
+    ("ttft_timeout", 10**400),
     ("unknown_field", 1),
     ("__class__", {}),
 ]
@@ -112,7 +127,7 @@ ONLY_CHAT: list[tuple[str, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
     ("store", True),
-    ("service_tier", "gold"),
+    ("best_of", 2),
 ]
 
 ONLY_COMPLETIONS: list[tuple[str, Any]] = [
@@ -141,7 +156,9 @@ ONLY_COMPLETIONS: list[tuple[str, Any]] = [
     ("logprobs", 21),
     ("logprobs", -1),
     ("echo", True),
-    ("best_of", 2),
+    ("best_of", 17),
+    ("best_of", 0),
+    ("best_of", "2"),
     ("suffix", "x"),
 ]
 
@@ -395,6 +412,21 @@ def test_a_field_that_needs_another_one_is_named(demo_server: RunningServer) -> 
         body = run_on("x", 1) | {"stream_options": {"include_usage": True}}
         assert client.post(COMPLETIONS, json=body).json()["error"]["param"] == "stream_options"
         assert client.post(CHAT, json=ask("x", top_logprobs=2)).json()["error"]["param"] == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"n": 3, "best_of": 2}, "at least n, which is 3"),
+        ({"n": 2, "best_of": 3, "stream": True}, "stream"),
+        ({"best_of": 2, "stream": True}, "stream"),
+    ],
+)
+def test_best_of_must_fit_n_and_the_stream(demo_server: RunningServer, fields: dict[str, Any], reason: str) -> None:
+    with raw(demo_server) as client:
+        error = check_error(client.post(COMPLETIONS, json=run_on("x", 1) | fields), 400, "best_of")
+    assert error["param"] == "best_of"
+    assert reason in error["message"]
 
 
 @pytest.mark.parametrize("prompt", ['"a",' * 500_000 + "1", "[1]," * 500_000 + "[1]", "1," * 1_000_000 + '"a"'])

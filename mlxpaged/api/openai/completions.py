@@ -11,32 +11,35 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import from_engine
-from mlxpaged.api.openai.generation import Generation, check_text_length, check_token_ids, collect, new_id, submit_all
+from mlxpaged.api.openai.generation import Generation, begin, check_text_length, check_token_ids, timeline_field
 from mlxpaged.api.openai.logprobs import completion_logprobs
 from mlxpaged.api.openai.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
-from mlxpaged.api.server import Server, server_of
+from mlxpaged.api.openai.terms import Terms, terms_of
+from mlxpaged.api.server import server_of
 from mlxpaged.api.streaming import EventStream, answer, event
 from mlxpaged.engine import EngineInfo, TokenLogprobs
 
 
 async def create(request: Request) -> Response:
     body = await read_json(request, CompletionRequest)
-    return await answer(request, respond(server_of(request), body))
+    return await answer(request, respond(request, body))
 
 
-async def respond(server: Server, body: CompletionRequest) -> Response:
+async def respond(request: Request, body: CompletionRequest) -> Response:
+    server = server_of(request)
     engine, info = server.ready(body.model)
+    terms = terms_of(request, body, engine.config, "cmpl")
     params = body.params()
 
     def encode() -> list[list[int]]:
         return [info.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
 
     check_text_length(info, "prompt", max((len(p) for p in body.prompts() if isinstance(p, str)), default=0))
-    reply = CompletionReply(new_id("cmpl"), info, body)
-    with engine.reserve(len(body.prompts())) as arrival_time:
+    reply = CompletionReply(info, body, terms)
+    with begin(server, engine, terms, body, num_prompts=len(body.prompts())) as generation:
         prompts = await server.tokenize(encode)
         check_token_ids(info, params, "prompt", prompts)
-        generation = submit_all(engine, reply.id, "prompt", prompts, params, arrival_time, DEFAULT_COMPLETION_TOKENS)
+        generation.submit("prompt", prompts, params, DEFAULT_COMPLETION_TOKENS)
     if body.stream:
         return EventStream(reply.events(generation), generation.close)
     return JSONResponse(await reply.complete(generation))
@@ -45,22 +48,29 @@ async def respond(server: Server, body: CompletionRequest) -> Response:
 class CompletionReply:
     """The answers to one or more prompts in the format of the completions API, whole or in chunks."""
 
-    def __init__(self, reply_id: str, info: EngineInfo, body: CompletionRequest) -> None:
-        self.id = reply_id
+    def __init__(self, info: EngineInfo, body: CompletionRequest, terms: Terms) -> None:
         self._info = info
         self._body = body
+        self._terms = terms
         self._created = int(time.time())
 
     def _envelope(self) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self._created, "model": self._info.model}
+        return {
+            "id": self._terms.request_id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._info.model,
+            "service_tier": self._terms.service_tier,
+        }
 
     async def complete(self, generation: Generation) -> dict[str, Any]:
-        choices = await collect(generation)
+        choices = await generation.collect()
         return self._envelope() | {
             "choices": [
                 self._choice(i, choice.text, choice.finish_reason, choice.logprobs) for i, choice in enumerate(choices)
             ],
             "usage": generation.usage(),
+            **timeline_field([choice.timeline for choice in choices]),
         }
 
     async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
@@ -73,8 +83,9 @@ class CompletionReply:
                     choice = self._choice(index, output.text, reason, list(output.logprobs), offsets[index])
                     yield event(self._envelope() | {"choices": [choice]} | usage)
                     offsets[index] += sum(len(self._info.tokenizer.token_text(t.token_id)) for t in output.logprobs)
-            if self._body.include_usage:
-                yield event(self._envelope() | {"choices": [], "usage": generation.usage()})
+            last = generation.last_chunk(self._body.include_usage)
+            if last is not None:
+                yield event(self._envelope() | last)
             yield "data: [DONE]\n\n"
         except Exception as error:
             yield event(from_engine(error).body())

@@ -1,21 +1,34 @@
-"""What both completion routes do with the engine: check token ids, submit, collect, and count."""
+"""What both completion routes do with the engine: check token ids, submit, collect, choose, and count."""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import ExitStack, aclosing
+import contextlib
+import dataclasses
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.engine import AsyncEngine, EngineInfo, RequestOutput, RequestStream, SamplingParams, TokenLogprobs
+from mlxpaged.api.open_requests import OpenRequest
+from mlxpaged.api.openai.schema import SamplingFields
+from mlxpaged.api.openai.terms import Terms
+from mlxpaged.api.server import Server
+from mlxpaged.engine import (
+    AsyncEngine,
+    EngineInfo,
+    QueueFullError,
+    Request,
+    RequestCancelledError,
+    RequestOutput,
+    RequestStream,
+    SamplingParams,
+    Timeline,
+    TokenLogprobs,
+)
 from mlxpaged.scheduler import PromptTooLongError
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def check_token_ids(info: EngineInfo, params: SamplingParams, field: str, prompts: Sequence[Sequence[int]]) -> None:
@@ -43,33 +56,27 @@ def check_text_length(info: EngineInfo, field: str, num_chars: int) -> None:
         raise bad_parameter(field, f"the prompt has at least {tokens} tokens; {limit}", code="context_length_exceeded")
 
 
-def submit_all(
-    engine: AsyncEngine,
-    request_id: str,
-    field: str,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    arrival_time: float,
-    default_max_tokens: int | None = None,
-) -> Generation:
-    """All prompts of one HTTP request, or none of them where one is refused.
+@contextlib.contextmanager
+def begin(
+    server: Server, engine: AsyncEngine, terms: Terms, body: SamplingFields, num_prompts: int
+) -> Iterator[Generation]:
+    """The id of one HTTP request and room in the queue for all its sequences, while it is made ready and submitted.
 
-    field: the one that holds the prompts. default_max_tokens: most tokens to generate where `params` does not say.
+    What the block raises gives them back. Raises DuplicateRequestError, QueueFullError, or ApiError where the server
+    would never take as many.
     """
-    generation = Generation()
-    if not all(prompts):
-        raise bad_parameter(field, "a prompt without tokens cannot be continued")
-    with ExitStack() as undo:
-        undo.callback(generation.close)
-        for index, prompt in enumerate(prompts):
-            name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-            try:
-                generation.streams.append(engine.submit(name, prompt, params, arrival_time, default_max_tokens))
-            except PromptTooLongError as error:
-                param = "max_tokens" if fits_alone(engine, prompt) else field
-                raise bad_parameter(param, str(error), code="context_length_exceeded") from None
-        undo.pop_all()
-    return generation
+    count = num_prompts * body.num_candidates
+    request = server.open_requests.open(terms.request_id, count)
+    generation = Generation(server, engine, terms, body, request)
+    try:
+        with engine.reserve(count) as arrival_time:
+            generation.arrival_time = arrival_time
+            yield generation
+    except BaseException as error:
+        generation.close()
+        if isinstance(error, QueueFullError) and not error.ever:
+            raise bad_parameter(body.multiplier or "prompt", str(error), code="too_many_prompts") from None
+        raise
 
 
 def fits_alone(engine: AsyncEngine, prompt: Sequence[int]) -> bool:
@@ -81,16 +88,66 @@ def fits_alone(engine: AsyncEngine, prompt: Sequence[int]) -> bool:
     return True
 
 
-@dataclass
-class Generation:
-    """The streams of one HTTP request, one per choice, and what they have used so far."""
+def seeded(params: SamplingParams, index: int) -> SamplingParams:
+    """For the answer `index` to a prompt: what would come back if it were asked for alone with this seed."""
+    return params if params.seed is None else dataclasses.replace(params, seed=params.seed + index)
 
-    streams: list[RequestStream] = field(default_factory=list)
-    _last: dict[int, RequestOutput] = field(default_factory=dict)
+
+class Generation:
+    """The answers to one HTTP request: num_candidates streams for the first prompt, then those for the next one."""
+
+    def __init__(
+        self, server: Server, engine: AsyncEngine, terms: Terms, body: SamplingFields, request: OpenRequest
+    ) -> None:
+        self.streams: list[RequestStream] = []
+        self.arrival_time = 0.0
+        self._server = server
+        self._engine = engine
+        self._terms = terms
+        self._num_choices = body.num_choices
+        self._num_candidates = body.num_candidates
+        self._request = request
+        self._last: dict[int, RequestOutput] = {}
+
+    def submit(
+        self, field: str, prompts: Sequence[list[int]], params: SamplingParams, default_max_tokens: int | None = None
+    ) -> None:
+        """All prompts, each as often as there are candidates, or none of them where one is refused.
+
+        field: the one that holds the prompts. default_max_tokens: most tokens to generate where `params` does not say.
+        Raises ApiError, RequestCancelledError or EngineUnavailableError.
+        """
+        if not all(prompts):
+            raise bad_parameter(field, "a prompt without tokens cannot be continued")
+        if self._request.cancelled:
+            raise RequestCancelledError("the request was cancelled")
+        if self._num_candidates > self._num_choices and params.logprobs is None:
+            params = dataclasses.replace(params, logprobs=0)  # to find the best ones by
+        terms, names = self._terms, self._request.names
+        for number, name in enumerate(names):
+            index, candidate = divmod(number, self._num_candidates)
+            request = Request(
+                name,
+                prompts[index],
+                seeded(params, candidate),
+                self.arrival_time,
+                terms.priority,
+                fork_of=names[number - candidate] if candidate else None,
+                timeout=terms.timeout,
+                ttft_timeout=terms.ttft_timeout,
+                timeline=terms.timeline,
+            )
+            try:
+                self.streams.append(self._engine.submit(request, default_max_tokens))
+            except PromptTooLongError as error:
+                param = "max_tokens" if fits_alone(self._engine, prompts[index]) else field
+                raise bad_parameter(param, str(error), code="context_length_exceeded") from None
+        self._request.submitted = True
 
     def close(self) -> None:
         for stream in self.streams:
             stream.close()
+        self._server.open_requests.close(self._request)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(choice, output) as they come. The first failure ends them all; so does leaving early."""
@@ -132,10 +189,31 @@ class Generation:
             for task in tasks:
                 task.cancel()
 
+    async def collect(self) -> list[Choice]:
+        """The answers to show, by their index. Raises what `outputs` raises where one of them fails."""
+        candidates = [Choice() for _ in self.streams]
+        async for index, output in self.outputs():
+            candidates[index].add(output)
+        if self._num_candidates == self._num_choices:
+            return candidates
+        choices = []
+        for start in range(0, len(candidates), self._num_candidates):
+            of_prompt = candidates[start : start + self._num_candidates]
+            choices += sorted(of_prompt, key=lambda c: c.mean_logprob, reverse=True)[: self._num_choices]
+        return choices
+
+    def last_chunk(self, include_usage: bool) -> dict[str, Any] | None:
+        """What a stream says about itself in the end, as far as that was asked for."""
+        usage = {"usage": self.usage()} if include_usage else {}
+        timeline = timeline_field([self._last[index].timeline for index in range(len(self.streams))])
+        return {"choices": [], **usage, **timeline} if usage or timeline else None
+
     def usage(self) -> dict[str, Any]:
-        prompt = sum(len(stream.request.prompt_token_ids) for stream in self.streams)
+        """A prompt counts once, however many answers it gets; every token that was generated counts."""
+        firsts = range(0, len(self.streams), self._num_candidates)
+        prompt = sum(len(self.streams[index].request.prompt_token_ids) for index in firsts)
+        cached = sum(self._last[index].num_cached_tokens for index in firsts)
         completion = sum(output.num_output_tokens for output in self._last.values())
-        cached = sum(output.num_cached_tokens for output in self._last.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -151,17 +229,24 @@ class Choice:
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    timeline: Timeline | None = None
 
     def add(self, output: RequestOutput) -> None:
         self.text += output.text
         self.logprobs += output.logprobs
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value
+            self.timeline = output.timeline
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per token of the text; an answer without any is the worst."""
+        return sum(token.logprob for token in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
 
 
-async def collect(generation: Generation) -> list[Choice]:
-    """Raises RequestFailedError where one of the answers fails."""
-    choices = [Choice() for _ in generation.streams]
-    async for index, output in generation.outputs():
-        choices[index].add(output)
-    return choices
+def timeline_field(timelines: Sequence[Timeline | None]) -> dict[str, Any]:
+    """{"timeline": an object, or a list of them where there are several choices}; {} where none was recorded."""
+    objects = [dataclasses.asdict(timeline) for timeline in timelines if timeline is not None]
+    if not objects:
+        return {}
+    return {"timeline": objects[0] if len(objects) == 1 else objects}

@@ -15,9 +15,12 @@ MAX_STOP_LENGTH = 1024
 MAX_LIST = 10_000
 """Messages of a conversation, or parts of a message."""
 MAX_TOKEN_ID_DIGITS = 9
+MAX_CHOICES = 16
+"""Answers to one prompt."""
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
 class Body(BaseModel):
@@ -57,8 +60,11 @@ class SamplingFields(Body):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Only one answer per prompt is supported so far.
-    n: Literal[1] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    # Not OpenAI's: the server's own limits, whatever the client's patience.
+    timeout: Seconds | None = None
+    ttft_timeout: Seconds | None = None
 
     @field_validator("stop", mode="plain")
     @classmethod
@@ -89,6 +95,21 @@ class SamplingFields(Body):
         if self.stream_options is not None and not self.stream:
             raise bad_parameter("stream_options", "needs stream to be true")
         return self
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that are shown, per prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers that are generated, per prompt."""
+        return self.num_choices
+
+    @property
+    def multiplier(self) -> str | None:
+        """The field that asks for more than one sequence per prompt, if any does."""
+        return "n" if self.num_candidates > 1 else None
 
     @property
     def include_usage(self) -> bool:
@@ -142,7 +163,6 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -174,9 +194,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 class CompletionRequest(SamplingFields):
     prompt: list[str] | list[list[int]]  # as `_one_kind_of_prompt` leaves it
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # Not supported beyond the value that asks for nothing.
     echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
     @field_validator("prompt", mode="plain")
@@ -201,6 +221,22 @@ class CompletionRequest(SamplingFields):
             if isinstance(prompt, list):
                 check_token_list(f"prompt.{i}", prompt)
         return value
+
+    @model_validator(mode="after")
+    def _best_of_fits(self) -> CompletionRequest:
+        if self.num_candidates < self.num_choices:
+            raise bad_parameter("best_of", f"must be at least n, which is {self.num_choices}")
+        if self.num_candidates > self.num_choices and self.stream:
+            raise bad_parameter("best_of", "must be n in a stream: the best are known only at the end")
+        return self
+
+    @property
+    def num_candidates(self) -> int:
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def multiplier(self) -> str | None:
+        return "best_of" if self.num_candidates > self.num_choices else super().multiplier
 
     def prompts(self) -> list[str] | list[list[int]]:
         return self.prompt

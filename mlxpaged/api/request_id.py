@@ -1,0 +1,39 @@
+"""The id of a request, which every response names in its header X-Request-Id."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADER = "X-Request-Id"
+VALID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
+"""Not "." nor "..": clients take those out of the URL that would name the request."""
+
+
+class RequestIds:
+    """Middleware: puts the header on every response. The id is the client's, or what a route has chosen."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        state = scope.setdefault("state", {})
+        state["request_id"] = given if VALID.match(given) else new_id("req")
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[HEADER] = state["request_id"]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,56 @@
+"""DELETE /v1/requests/{id} and DELETE /v1/requests: end one request for text, or all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlxpaged.api.errors import ApiError
+from mlxpaged.api.open_requests import OpenRequest
+from mlxpaged.api.server import Server, server_of
+
+
+async def cancel(request: Request) -> Response:
+    """By the id of the response, or by that of one of its choices: they end together."""
+    server, request_id = server_of(request), request.path_params["request_id"]
+    found = server.open_requests.get(request_id)
+    ended = [] if found is None else await end(server, [found])
+    if not ended:
+        message = f"no unfinished request has the id {request_id!r}"
+        raise ApiError(404, message, param="id", code="request_not_found")
+    return JSONResponse(ended[0])
+
+
+async def cancel_all(request: Request) -> Response:
+    server = server_of(request)
+    return JSONResponse({"object": "list", "data": await end(server, list(server.open_requests))})
+
+
+async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str, Any]]:
+    """Those of the requests that were not over yet. A request that is not in the engine yet, because its prompt is
+    still being tokenized, never gets there."""
+    if not requests or server.engine is None:
+        return []
+    for request in requests:
+        request.cancelled = True
+    ended = await server.engine.cancel([name for request in requests for name in request.names])
+    choices = {each.request_id: each for each in ended}
+    descriptions = []
+    for request in requests:
+        found = [choices[name] for name in request.names if name in choices]
+        if found or not request.submitted:
+            descriptions.append(
+                {
+                    "id": request.request_id,
+                    "object": "request",
+                    "cancelled": True,
+                    "choices": [
+                        {"id": c.request_id, "status": c.status.value, "completion_tokens": c.num_output_tokens}
+                        for c in found
+                    ],
+                }
+            )
+    return descriptions

@@ -1,0 +1,82 @@
+"""GET /v1/status and POST /v1/cache/clear: what the engine is doing now, and a cache to start over with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlxpaged.api.server import Server, server_of
+from mlxpaged.engine import AsyncEngine, EngineState, SequenceState
+from mlxpaged.scheduler import SchedulerStats
+
+
+async def status(request: Request) -> Response:
+    """Answered between two steps of the engine. 200 whatever the engine's state is: /health is for load balancers."""
+    server = server_of(request)
+    return JSONResponse(head(server) | (await running_engine(server.engine) if server.engine is not None else {}))
+
+
+def head(server: Server) -> dict[str, Any]:
+    engine = server.engine
+    return {
+        "state": EngineState.READY.value if engine is None else engine.state.value,
+        "reason": None if engine is None else engine.reason,
+        "model": None if engine is None or engine.info is None else engine.info.model,
+        "uptime_seconds": server.uptime,
+    }
+
+
+async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
+    """Empty where there is no such engine (yet, or any more)."""
+    if engine.info is None or engine.state is EngineState.DEAD:
+        return {}
+    found = await engine.status()
+    return {
+        "steps": found.steps_total,
+        "running": {"total": found.scheduler.running, "sequences": describe(found.running)},
+        "waiting": {"total": found.scheduler.waiting, "sequences": describe(found.waiting)},
+        "blocks": blocks(found.scheduler),
+        "swap": swap(found.scheduler),
+    }
+
+
+def describe(sequences: Sequence[SequenceState]) -> list[dict[str, Any]]:
+    return [
+        {
+            "request_id": sequence.request_id,
+            "status": sequence.status.value,
+            "priority": sequence.priority.name.lower(),
+            "effective_priority": sequence.effective_priority,
+            "age_seconds": sequence.age,
+            "prompt_tokens": sequence.prompt_tokens,
+            "cached_tokens": sequence.cached_tokens,
+            "output_tokens": sequence.output_tokens,
+            "computed_tokens": sequence.computed_tokens,
+            "blocks": sequence.blocks,
+            "shared_blocks": sequence.shared_blocks,
+            "max_ref_count": sequence.max_ref_count,
+            "preemptions": sequence.preemptions,
+        }
+        for sequence in sequences
+    ]
+
+
+def blocks(stats: SchedulerStats) -> dict[str, int]:
+    usage = stats.blocks
+    total = usage.used + usage.cached + usage.free
+    return {"used": usage.used, "cached": usage.cached, "free": usage.free, "total": total}
+
+
+def swap(stats: SchedulerStats) -> dict[str, int]:
+    if stats.swap is None:
+        return {"used": 0, "total": 0}
+    return {"used": stats.swap.used, "total": stats.swap.used + stats.swap.cached + stats.swap.free}
+
+
+async def clear_cache(request: Request) -> Response:
+    """Requests that run keep their blocks."""
+    engine, _ = server_of(request).ready(None)
+    return JSONResponse({"dropped_blocks": await engine.clear_cache()})

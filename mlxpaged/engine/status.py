@@ -1,0 +1,86 @@
+"""What the engine is doing, sequence by sequence: taken on the engine thread when somebody asks."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mlxpaged.scheduler import Priority, Scheduler, SchedulerStats, Sequence, SequenceStatus
+from mlxpaged.scheduler.sequence import AGING_RATE
+
+MAX_WAITING_LISTED = 1000
+
+
+@dataclass(frozen=True)
+class SequenceState:
+    """age: seconds since arrival. computed_tokens: those with KV in its blocks. blocks: how many it holds, of which
+    shared_blocks are held by others too; max_ref_count: the most holders that one of them has, 0 without blocks."""
+
+    request_id: str
+    status: SequenceStatus
+    priority: Priority
+    effective_priority: float
+    age: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    blocks: int
+    shared_blocks: int
+    max_ref_count: int
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """running: in the order of arrival. waiting: the first of those that wait, preempted ones included, in the order in
+    which they are served; `scheduler.waiting` counts all of them."""
+
+    scheduler: SchedulerStats
+    steps_total: int
+    running: tuple[SequenceState, ...]
+    waiting: tuple[SequenceState, ...]
+
+
+def effective_priority(sequence: Sequence, now: float) -> float:
+    """Lower is served first."""
+    return sequence.priority - AGING_RATE * (now - sequence.arrival_time)
+
+
+def engine_status(
+    scheduler: Scheduler, sequences: Iterable[tuple[str, Sequence]], steps_total: int, now: float
+) -> EngineStatus:
+    """sequences: all unfinished ones in the order of arrival, each with the id of its request."""
+    running: list[tuple[str, Sequence]] = []
+    waiting: list[tuple[str, Sequence]] = []
+    for request_id, sequence in sequences:
+        (running if sequence.status is SequenceStatus.RUNNING else waiting).append((request_id, sequence))
+    first = heapq.nsmallest(MAX_WAITING_LISTED, waiting, lambda entry: effective_priority(entry[1], now))
+    return EngineStatus(
+        scheduler.stats(),
+        steps_total,
+        running=tuple(sequence_state(scheduler, name, sequence, now) for name, sequence in running),
+        waiting=tuple(sequence_state(scheduler, name, sequence, now) for name, sequence in first),
+    )
+
+
+def sequence_state(scheduler: Scheduler, request_id: str, sequence: Sequence, now: float) -> SequenceState:
+    block_ids = sequence.block_table.block_ids if sequence.block_table is not None else []
+    ref_counts = Counter(map(scheduler.pool.ref_count, block_ids))
+    return SequenceState(
+        request_id=request_id,
+        status=sequence.status,
+        priority=sequence.priority,
+        effective_priority=effective_priority(sequence, now),
+        age=now - sequence.arrival_time,
+        prompt_tokens=sequence.num_prompt_tokens,
+        cached_tokens=sequence.num_cached_tokens,
+        output_tokens=sequence.num_output_tokens,
+        computed_tokens=sequence.num_computed_tokens,
+        blocks=len(block_ids),
+        shared_blocks=sum(count for ref_count, count in ref_counts.items() if ref_count > 1),
+        max_ref_count=max(ref_counts, default=0),
+        preemptions=sequence.num_preemptions,
+    )

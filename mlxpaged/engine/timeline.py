@@ -1,0 +1,100 @@
+"""What became of one request, from its arrival to its end: where its time went, and how it was computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from mlxpaged.scheduler import ScheduledSequence, Sequence, SequenceStatus
+
+
+class Phase(Enum):
+    """Where a request is. PREFILL lasts until the next token is drawn, also after a preemption."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The four phases add up to total_seconds, from arrival to the last token.
+
+    cached_tokens + sum(prompt_chunks) is the prompt's length: what the prefix cache had, and what each step computed.
+    recomputed_tokens: computed once more after a preemption. steps: forward passes that it was part of.
+    """
+
+    total_seconds: float
+    queued_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    preempted_seconds: float
+    cached_tokens: int
+    prompt_chunks: tuple[int, ...]
+    recomputed_tokens: int
+    steps: int
+    preemptions: int
+    swaps_out: int
+    swaps_in: int
+
+
+class TimelineRecorder:
+    """Follows one sequence. All times are seconds on the engine's clock, and never decrease from call to call."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self._phase = Phase.QUEUED
+        self._since = sequence.arrival_time
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._prompt_chunks: list[int] = []
+        self._recomputed_tokens = 0
+        self._steps = 0
+        self._reached = -1  # tokens that were computed at least once; -1 before the first step
+
+    def _enter(self, phase: Phase, now: float) -> None:
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def schedule(self, row: ScheduledSequence, now: float) -> None:
+        """A step is about to run `row` of it."""
+        sequence = self._sequence
+        if self._phase in (Phase.QUEUED, Phase.PREEMPTED):
+            comes_back = row.num_tokens == 1 and sequence.num_output_tokens > 0  # swapped in, or all but all is cached
+            self._enter(Phase.DECODE if comes_back else Phase.PREFILL, now)
+        reached = row.start if self._reached < 0 else self._reached
+        prompt_tokens = min(row.context_len, sequence.num_prompt_tokens) - max(row.start, reached)
+        if prompt_tokens > 0:
+            self._prompt_chunks.append(prompt_tokens)
+        self._recomputed_tokens += max(0, min(row.context_len, reached) - row.start)
+        self._reached = max(row.context_len, reached)
+        self._steps += 1
+
+    def check_preempted(self, now: float) -> bool:
+        """Whether it has lost its place in the batch."""
+        if self._sequence.status is SequenceStatus.RUNNING:
+            return False
+        self._enter(Phase.PREEMPTED, now)
+        return True
+
+    def draw_token(self, now: float) -> None:
+        if self._phase is Phase.PREFILL:
+            self._enter(Phase.DECODE, now)
+
+    def finish(self, now: float) -> Timeline:
+        self._enter(self._phase, now)
+        sequence, seconds = self._sequence, self._seconds
+        return Timeline(
+            total_seconds=now - sequence.arrival_time,
+            queued_seconds=seconds[Phase.QUEUED],
+            prefill_seconds=seconds[Phase.PREFILL],
+            decode_seconds=seconds[Phase.DECODE],
+            preempted_seconds=seconds[Phase.PREEMPTED],
+            cached_tokens=sequence.num_cached_tokens,
+            prompt_chunks=tuple(self._prompt_chunks),
+            recomputed_tokens=self._recomputed_tokens,
+            steps=self._steps,
+            preemptions=sequence.num_preemptions,
+            swaps_out=sequence.num_swaps_out,
+            swaps_in=sequence.num_swaps_in,
+        )
