@@ -90,8 +90,10 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(config: EngineConfig | None, wait_loaded: bool = True) -> Iterator[RunningServer]:
-    app = create_app(config)
+def running_server(
+    config: EngineConfig | None, wait_loaded: bool = True, clock: Callable[[], float] = time.monotonic
+) -> Iterator[RunningServer]:
+    app = create_app(config, clock)
     if config is not None:
         engine = app.state.server.engine
         keep_core(engine, app)

@@ -213,13 +213,10 @@ class EngineCore:
         sequences = ((running.request.request_id, running.sequence) for running in self._requests.values())
         return engine_status(self.scheduler, sequences, self._steps, self.clock())
 
-    def turn(self) -> list[RequestOutput]:
-        """End what is overdue, and run a step if anything is left to run."""
-        outputs = self.expire()
-        if not self.has_work():
-            return outputs
+    def logged_step(self) -> list[RequestOutput]:
+        """`step`, with a line in the debug log."""
         started = self.clock()
-        outputs += self.step()
+        outputs = self.step()
         if logger.isEnabledFor(logging.DEBUG):
             self._log_step(self.clock() - started)
         return outputs

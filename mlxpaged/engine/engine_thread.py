@@ -118,7 +118,11 @@ class EngineThread:
                 if outputs and self._commands.empty():
                     self._deliver(core, outputs)
                     outputs = []
-            self._deliver(core, outputs + core.turn())
+            outputs += core.expire()
+            if outputs:  # their clients need not wait for the step
+                self._deliver(core, outputs)
+            if core.has_work():
+                self._deliver(core, core.logged_step())
 
     def _handle(self, core: EngineCore, command: Submit | Abort | Cancel | Query) -> list[RequestOutput]:
         match command:

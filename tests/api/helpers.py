@@ -16,7 +16,8 @@ import httpx
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support import RunningServer, demo_vocab_size
+from mlxpaged.scheduler import SequenceStatus
+from tests.support import RunningServer, demo_vocab_size, wait_until
 
 DEADLINE = 60.0
 """Seconds after which a test gives up; nothing is expected to take that long."""
@@ -137,13 +138,19 @@ class Background:
     outcome: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def post(cls, server: RunningServer, path: str, body: dict[str, Any]) -> Background:
+    def post(cls, server: RunningServer, path: str, body: dict[str, Any], **headers: str) -> Background:
+        return cls.request(
+            server, "POST", path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()}
+        )
+
+    @classmethod
+    def request(cls, server: RunningServer, method: str, path: str, **options: Any) -> Background:
         outcome: dict[str, Any] = {}
 
         def work() -> None:
             try:
                 with raw(server) as client:
-                    outcome["response"] = client.post(path, json=body)
+                    outcome["response"] = client.request(method, path, **options)
             except Exception as error:
                 outcome["error"] = error
 
@@ -197,6 +204,77 @@ class StepGate:
 
     def open(self) -> None:
         self._open.set()
+
+
+def within_one_step(server: RunningServer, gate: StepGate, method: str, path: str) -> httpx.Response:
+    """The answer to a question to the engine, which is in the middle of a step: that one is let through, no other."""
+    pending = Background.request(server, method, path)
+    wait_until(lambda: not server.engine._thread._commands.empty())
+    gate.allow(1)
+    return pending.result()
+
+
+class FakeClock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def tick(self, server: RunningServer, seconds: float = 1.0) -> None:
+        """From now on, every forward pass takes so long."""
+        forward = server.core.runner.forward
+
+        def slow(*args: Any) -> Any:
+            self.advance(seconds)
+            return forward(*args)
+
+        server.core.runner.forward = slow  # type: ignore[method-assign]
+
+
+def start(server: RunningServer, body: dict[str, Any], request_id: str) -> Background:
+    """A request with an id of its own, once the engine has all its sequences."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    pending = Background.post(server, path, body, X_Request_Id=request_id)
+    requests = server.app.state.server.open_requests
+    wait_until(lambda: requests.get(request_id) is not None and requests.get(request_id).submitted)
+    return pending
+
+
+def run_until_preempted(server: RunningServer, gate: StepGate, request_id: str) -> None:
+    """Step until the request has lost its blocks."""
+
+    def preempted() -> bool:
+        running = [
+            r.sequence.status for r in list(server.core._requests.values()) if r.request.request_id == request_id
+        ]
+        return running == [SequenceStatus.PREEMPTED]
+
+    wait_until(lambda: preempted() or gate.allow(1), DEADLINE)
+
+
+def check_failure(pending: Background, status: int, kind: str, code: str) -> dict[str, Any]:
+    """The error that ended a request, streamed or not."""
+    response = pending.result()
+    if response.headers["content-type"].startswith("text/event-stream"):
+        assert response.status_code == 200
+        received = list(events(iter(response.text.splitlines())))
+        assert "[DONE]" not in received
+        body = received[-1]
+    else:
+        assert response.status_code == status, response.text
+        body = response.json()
+    assert list(body) == ["error"]
+    error: dict[str, Any] = body["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert (error["type"], error["code"]) == (kind, code)
+    assert "Traceback" not in error["message"]
+    return error
 
 
 def raw_post(server: RunningServer, path: str, body: dict[str, Any], missing: int = 0) -> socket.socket:
