@@ -185,11 +185,14 @@ class StepGate:
         self._forward = self._runner.forward
         self._permits = threading.Semaphore(0)
         self._open = threading.Event()
+        self._allowed = self._arrived = self._passed = 0
 
     def __enter__(self) -> StepGate:
         def gated(*args: Any) -> Any:
+            self._arrived += 1
             while not self._open.is_set() and not self._permits.acquire(timeout=0.01):
                 pass
+            self._passed += 1
             return self._forward(*args)
 
         self._runner.forward = gated  # type: ignore[method-assign]
@@ -199,7 +202,12 @@ class StepGate:
         self.open()
         self._runner.forward = self._forward  # type: ignore[method-assign]
 
+    def wait_held(self) -> None:
+        """Until a step waits for its permit, all others having been used."""
+        wait_until(lambda: self._passed == self._allowed < self._arrived)
+
     def allow(self, steps: int) -> None:
+        self._allowed += steps
         self._permits.release(steps)
 
     def open(self) -> None:
@@ -208,6 +216,7 @@ class StepGate:
 
 def within_one_step(server: RunningServer, gate: StepGate, method: str, path: str) -> httpx.Response:
     """The answer to a question to the engine, which is in the middle of a step: that one is let through, no other."""
+    gate.wait_held()
     pending = Background.request(server, method, path)
     wait_until(lambda: not server.engine._thread._commands.empty())
     gate.allow(1)

@@ -68,7 +68,6 @@ def test_a_running_request_is_cancelled_within_a_step(server: RunningServer, str
     with StepGate(server) as gate:
         running = start(server, body | {"stream": stream}, "it")
         gate.allow(5)
-        wait_until(lambda: server.engine.stats.steps_total == before.steps_total + 5)
         response = within_one_step(server, gate, "DELETE", f"{REQUESTS}/it")
         assert response.status_code == 200
         assert response.json() == {

@@ -1,0 +1,212 @@
+"""GET /v1/status and POST /v1/cache/clear: what the engine says about its sequences and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mlxpaged.engine import EngineConfig, Priority
+from tests.api.helpers import (
+    FakeClock,
+    StepGate,
+    answer_text,
+    check_failure,
+    post,
+    random_tokens,
+    raw,
+    run_on,
+    start,
+    within_one_step,
+)
+from tests.support import RunningServer, running_server, wait_until
+
+COMPLETIONS, STATUS, CLEAR = "/v1/completions", "/v1/status", "/v1/cache/clear"
+
+clock = FakeClock()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    config = EngineConfig(kv_cache_bytes=32_000_000, max_num_seqs=2, max_queue=1100)
+    with running_server(config, clock=clock) as server:
+        yield server
+
+
+def ask_idle(server: RunningServer, method: str, path: str) -> dict[str, Any]:
+    with raw(server) as client:
+        response = client.request(method, path)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_an_idle_engine_says_so(server: RunningServer) -> None:
+    post(server, run_on("x", 3))
+    server.wait_idle()
+    clock.advance(100)
+    status = ask_idle(server, "GET", STATUS)
+    assert status["uptime_seconds"] >= 100
+    assert server.engine.stats is not None
+    usage = server.engine.stats.scheduler.blocks
+    assert {name: status[name] for name in status if name != "uptime_seconds"} == {
+        "state": "ok",
+        "reason": None,
+        "model": "demo",
+        "steps": server.engine.stats.steps_total,
+        "running": {"total": 0, "sequences": []},
+        "waiting": {"total": 0, "sequences": []},
+        "blocks": {"used": 0, "cached": usage.cached, "free": usage.free, "total": server.engine.info.num_blocks},
+        "swap": {"used": 0, "total": 0},
+    }
+
+
+def test_running_and_waiting_sequences_are_described(server: RunningServer) -> None:
+    with StepGate(server) as gate:
+        pending = [start(server, run_on(random_tokens(40, 1), 30), "a")]
+        clock.advance(1)
+        pending.append(start(server, run_on(random_tokens(70, 2), 30, service_tier="flex"), "b"))
+        clock.advance(2)
+        pending.append(start(server, run_on(random_tokens(20, 3), 30, service_tier="flex"), "low"))
+        clock.advance(3)
+        pending.append(start(server, run_on(random_tokens(20, 4), 30), "normal"))
+        clock.advance(1)
+        gate.allow(4)
+        status = within_one_step(server, gate, "GET", STATUS).json()
+        gate.open()
+        assert [request.result().status_code for request in pending] == [200] * 4
+    assert status["running"]["total"] == 2
+    first, second = status["running"]["sequences"]
+    assert first == {
+        "request_id": "a",
+        "status": "running",
+        "priority": "normal",
+        "effective_priority": pytest.approx(1 - 0.1 * 7),
+        "age_seconds": pytest.approx(7),
+        "prompt_tokens": 40,
+        "cached_tokens": 0,
+        "output_tokens": 5,
+        "computed_tokens": 44,
+        "blocks": 2,
+        "shared_blocks": 0,
+        "max_ref_count": 1,
+        "preemptions": 0,
+    }
+    assert (second["request_id"], second["priority"], second["blocks"]) == ("b", "low", 3)
+    assert second["effective_priority"] == pytest.approx(2 - 0.1 * 6)
+    assert status["blocks"]["used"] == 5
+    assert status["waiting"]["total"] == 2
+    waiting = status["waiting"]["sequences"]
+    assert [(w["request_id"], w["status"], w["blocks"]) for w in waiting] == [
+        ("normal", "waiting", 0),
+        ("low", "waiting", 0),
+    ]
+    assert [w["effective_priority"] for w in waiting] == [pytest.approx(0.9), pytest.approx(1.6)]
+
+
+def test_a_shared_prefix_shows_two_holders(server: RunningServer) -> None:
+    prefix = random_tokens(96, 5)
+    with StepGate(server) as gate:
+        pending = [start(server, run_on([*prefix, 20 + i], 30), f"sharer-{i}") for i in range(2)]
+        gate.allow(2)
+        status = within_one_step(server, gate, "GET", STATUS).json()
+        gate.open()
+        assert [request.result().status_code for request in pending] == [200, 200]
+    first, second = status["running"]["sequences"]
+    assert (first["shared_blocks"], first["max_ref_count"]) == (3, 2)
+    assert (second["shared_blocks"], second["max_ref_count"]) == (3, 2)
+    assert (first["cached_tokens"], second["cached_tokens"]) == (0, 96)
+    assert status["blocks"]["used"] == 5  # three that both hold, and one each
+
+
+def test_no_more_than_a_thousand_that_wait_are_listed(server: RunningServer) -> None:
+    with StepGate(server) as gate:
+        pending = start(server, run_on(["x"] * 65, 5, n=16), "crowd")
+        gate.allow(1)
+        status = within_one_step(server, gate, "GET", STATUS).json()
+        assert (status["running"]["total"], status["waiting"]["total"]) == (2, 65 * 16 - 2)
+        listed = [sequence["request_id"] for sequence in status["waiting"]["sequences"]]
+        assert listed == [f"crowd-{i}" for i in range(2, 1002)]
+        assert within_one_step(server, gate, "DELETE", "/v1/requests").json()["data"][0]["id"] == "crowd"
+        check_failure(pending, 499, "request_cancelled", "request_cancelled")
+    server.wait_idle()
+
+
+def test_the_default_priority_is_the_servers_to_choose() -> None:
+    config = EngineConfig(kv_cache_bytes=16_000_000, default_priority=Priority.HIGH)
+    with running_server(config) as server, StepGate(server) as gate:
+        tiers = [("a", None), ("b", "auto"), ("c", "flex"), ("d", "priority")]
+        pending = [start(server, run_on("x", 9, service_tier=tier), name) for name, tier in tiers]
+        within_one_step(server, gate, "GET", STATUS)
+        running = within_one_step(server, gate, "GET", STATUS).json()["running"]["sequences"]
+        assert {s["request_id"]: s["priority"] for s in running} == {"a": "high", "b": "high", "c": "low", "d": "high"}
+        gate.open()
+        used = [request.result().json()["service_tier"] for request in pending]
+        assert used == ["default", "default", "flex", "priority"]
+
+
+def test_without_a_model_the_status_has_no_engine() -> None:
+    with running_server(None) as server:
+        status = ask_idle(server, "GET", STATUS)
+        assert {name: status[name] for name in ("state", "reason", "model")} == {
+            "state": "ok",
+            "reason": None,
+            "model": None,
+        }
+        with raw(server) as client:
+            assert client.post(CLEAR).json()["error"]["code"] == "no_model"
+
+
+def test_clearing_the_cache_forgets_every_prefix(server: RunningServer) -> None:
+    ask_idle(server, "POST", CLEAR)
+    body = run_on(random_tokens(100, 6), 4)
+    text = answer_text(server, body)
+    assert post(server, body)["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+    server.wait_idle()
+    assert ask_idle(server, "POST", CLEAR) == {"dropped_blocks": 3}
+    assert ask_idle(server, "GET", STATUS)["blocks"]["cached"] == 0
+    assert ask_idle(server, "POST", CLEAR) == {"dropped_blocks": 0}
+    again = post(server, body)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["choices"][0]["text"] == text
+
+
+def test_clearing_the_cache_leaves_running_requests_their_blocks(server: RunningServer) -> None:
+    ask_idle(server, "POST", CLEAR)
+    body = run_on(random_tokens(100, 7), 40)
+    expected = answer_text(server, body)
+    server.wait_idle()
+    ask_idle(server, "POST", CLEAR)
+    with StepGate(server) as gate:
+        pending = start(server, body, "it")
+        gate.allow(3)
+        assert within_one_step(server, gate, "POST", CLEAR).json() == {"dropped_blocks": 3}
+        assert server.core.scheduler.pool.usage().used == 4
+        gate.open()
+        assert pending.text == expected
+    server.wait_idle()
+
+
+def test_without_a_prefix_cache_there_is_nothing_to_clear() -> None:
+    with running_server(EngineConfig(kv_cache_bytes=8_000_000, prefix_caching=False)) as server:
+        post(server, run_on(random_tokens(100, 8), 4))
+        assert ask_idle(server, "POST", CLEAR) == {"dropped_blocks": 0}
+
+
+def test_an_engine_that_does_not_reply_is_reported_busy(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlxpaged.engine import async_engine
+
+    monkeypatch.setattr(async_engine, "REPLY_SECONDS", 0.05)
+    with StepGate(server) as gate, raw(server) as client:
+        pending = start(server, run_on("x", 5), "it")
+        wait_until(lambda: server.core._steps > 0)
+        for method, path in (("GET", STATUS), ("POST", CLEAR), ("DELETE", "/v1/requests/it")):
+            response = client.request(method, path)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "engine_busy"
+            assert int(response.headers["retry-after"]) >= 1
+        gate.allow(1)  # the cancellation was heard all the same
+        check_failure(pending, 499, "request_cancelled", "request_cancelled")
+    server.wait_idle()
+    assert ask_idle(server, "GET", STATUS)["state"] == "ok"
