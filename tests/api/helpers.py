@@ -246,10 +246,10 @@ class FakeClock:
         server.core.runner.forward = slow  # type: ignore[method-assign]
 
 
-def start(server: RunningServer, body: dict[str, Any], request_id: str) -> Background:
+def start(server: RunningServer, body: dict[str, Any], request_id: str, **headers: str) -> Background:
     """A request with an id of its own, once the engine has all its sequences."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    pending = Background.post(server, path, body, X_Request_Id=request_id)
+    pending = Background.post(server, path, body, X_Request_Id=request_id, **headers)
     requests = server.app.state.server.open_requests
     wait_until(lambda: requests.get(request_id) is not None and requests.get(request_id).submitted)
     return pending
