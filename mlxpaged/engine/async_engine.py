@@ -228,27 +228,25 @@ class AsyncEngine:
         finally:
             self._reserved -= count
 
-    def knows(self, request_id: str) -> bool:
-        """Whether a request of this id is unfinished, be it that it ends just now."""
-        return request_id in self._streams
+    def submit(self, requests: Sequence[Request], default_max_tokens: int | None = None) -> list[RequestStream]:
+        """Queue requests for which there is a reservation, whose time is their arrival time: all, or none on an error.
 
-    def submit(self, request: Request, default_max_tokens: int | None = None) -> RequestStream:
-        """Queue a request for which there is a reservation, whose time is its arrival time.
-
-        default_max_tokens: a limit, as far as there is room, where its parameters have none.
+        default_max_tokens: a limit, as far as there is room, where their parameters have none.
         Raises EngineUnavailableError, PromptTooLongError or DuplicateRequestError.
         """
-        max_tokens = self.check(len(request.prompt_token_ids), request.params.max_tokens)
-        if self.knows(request.request_id):
-            raise DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
-        if request.params.max_tokens is None and default_max_tokens is not None:
-            max_tokens = min(max_tokens, default_max_tokens)
-        request = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=max_tokens))
-        stream = RequestStream(request, self._abort, lambda: self.state)
-        self._streams[request.request_id] = stream
+        streams = []
+        for request in requests:
+            max_tokens = self.check(len(request.prompt_token_ids), request.params.max_tokens)
+            if request.request_id in self._streams:
+                raise DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
+            if request.params.max_tokens is None and default_max_tokens is not None:
+                max_tokens = min(max_tokens, default_max_tokens)
+            limited = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=max_tokens))
+            streams.append(RequestStream(limited, self._abort, lambda: self.state))
+        self._streams.update((stream.request.request_id, stream) for stream in streams)
         self._idle.clear()
-        self._thread.send(Submit(request))
-        return stream
+        self._thread.send(Submit(tuple(stream.request for stream in streams)))
+        return streams
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:

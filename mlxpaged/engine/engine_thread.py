@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Submit:
-    request: Request
+    """Requests that arrive together, so that the same step finds them all."""
+
+    requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,14 @@ class EngineThread:
 
     def _handle(self, core: EngineCore, command: Submit | Abort | Cancel | Query) -> list[RequestOutput]:
         match command:
-            case Submit(request):
-                try:
-                    core.add(request)
-                except ValueError as error:  # refused where it came in, as a rule; never a reason for others to end
-                    return [core.refusal(request, str(error))]
-                return []
+            case Submit(requests):
+                refusals = []
+                for request in requests:
+                    try:
+                        core.add(request)
+                    except ValueError as error:  # refused where it came in, as a rule; no reason for others to end
+                        refusals.append(core.refusal(request, str(error)))
+                return refusals
             case Abort(request_id, error):
                 if request_id is None:
                     return core.abort_all(error or "the client left")

@@ -123,26 +123,30 @@ class Generation:
             raise RequestCancelledError("the request was cancelled")
         if self._num_candidates > self._num_choices and params.logprobs is None:
             params = dataclasses.replace(params, logprobs=0)  # to find the best ones by
-        terms, names = self._terms, self._request.names
-        for number, name in enumerate(names):
-            index, candidate = divmod(number, self._num_candidates)
-            request = Request(
-                name,
-                prompts[index],
-                seeded(params, candidate),
-                self.arrival_time,
-                terms.priority,
-                fork_of=names[number - candidate] if candidate else None,
-                timeout=terms.timeout,
-                ttft_timeout=terms.ttft_timeout,
-                timeline=terms.timeline,
-            )
-            try:
-                self.streams.append(self._engine.submit(request, default_max_tokens))
-            except PromptTooLongError as error:
-                param = "max_tokens" if fits_alone(self._engine, prompts[index]) else field
-                raise bad_parameter(param, str(error), code="context_length_exceeded") from None
+        requests = [
+            self._engine_request(number, prompts[number // self._num_candidates], params)
+            for number in range(len(self._request.names))
+        ]
+        try:
+            self.streams = self._engine.submit(requests, default_max_tokens)
+        except PromptTooLongError as error:
+            param = "max_tokens" if all(fits_alone(self._engine, prompt) for prompt in prompts) else field
+            raise bad_parameter(param, str(error), code="context_length_exceeded") from None
         self._request.submitted = True
+
+    def _engine_request(self, number: int, prompt: list[int], params: SamplingParams) -> Request:
+        terms, names, candidate = self._terms, self._request.names, number % self._num_candidates
+        return Request(
+            names[number],
+            prompt,
+            seeded(params, candidate),
+            self.arrival_time,
+            terms.priority,
+            fork_of=names[number - candidate] if candidate else None,
+            timeout=terms.timeout,
+            ttft_timeout=terms.ttft_timeout,
+            timeline=terms.timeline,
+        )
 
     def close(self) -> None:
         for stream in self.streams:
