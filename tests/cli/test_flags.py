@@ -11,7 +11,7 @@ import pytest
 
 from mlxpaged import __version__
 from mlxpaged.cli import main, serve
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import EngineConfig, Priority
 
 DEFAULTS = EngineConfig()
 
@@ -28,6 +28,11 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--max-queue", "0", "5", "max_queue", 0, 5),
     ("--attention-backend", "gather", "auto", "attention_backend", "gather", "auto"),
     ("--attention-tuning", "paged:256", "CONTIGUOUS", "attention_tuning", "paged:256", "contiguous"),
+    ("--default-priority", "LOW", "high", "default_priority", Priority.LOW, Priority.HIGH),
+    ("--request-timeout", "60", "0.5", "request_timeout", 60.0, 0.5),
+    ("--request-timeout", "0", "5", "request_timeout", None, 5.0),
+    ("--ttft-timeout", "1.5", "3", "ttft_timeout", 1.5, 3.0),
+    ("--ttft-timeout", "0", "5", "ttft_timeout", None, 5.0),
     ("--drain-timeout", "0", "2.5", "drain_timeout", 0.0, 2.5),
     ("--log-level", "WARNING", "debug", "log_level", "WARNING", "DEBUG"),
 ]
@@ -35,6 +40,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
 SWITCHES = [
     ("--no-prefix-cache", "prefix_caching", False),
     ("--no-batching", "max_num_seqs", 1),
+    ("--timelines", "timelines", True),
     ("--retune", "retune", True),
 ]
 
@@ -210,6 +216,15 @@ BAD = [
     ("--attention-tuning", "paged:-512"),
     ("--attention-tuning", "paged:5x"),
     ("--attention-tuning", "contiguous:512"),
+    ("--default-priority", "urgent"),
+    ("--default-priority", "0"),
+    ("--request-timeout", "-1"),
+    ("--request-timeout", "0.0"),
+    ("--request-timeout", "nan"),
+    ("--request-timeout", "inf"),
+    ("--request-timeout", "soon"),
+    ("--ttft-timeout", "-1"),
+    ("--ttft-timeout", "inf"),
     ("--drain-timeout", "-1"),
     ("--drain-timeout", "nan"),
     ("--drain-timeout", "inf"),
