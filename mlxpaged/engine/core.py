@@ -217,7 +217,7 @@ class EngineCore:
         """`step`, with a line in the debug log."""
         started = self.clock()
         outputs = self.step()
-        if logger.isEnabledFor(logging.DEBUG):
+        if self._batch.rows and logger.isEnabledFor(logging.DEBUG):
             self._log_step(self.clock() - started)
         return outputs
 

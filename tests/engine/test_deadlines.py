@@ -118,14 +118,15 @@ def test_whoever_ends_early_leaves_the_others_answers_alone(served: ServedModel,
     source, clock = random.Random(seed), Clock()
     prompts = [[source.randrange(16, 200) for _ in range(source.randrange(1, 70))] for _ in range(10)]
     expected = run_requests(make_core(served, clock), prompts, max_tokens=30)
-    core = make_core(served, clock, blocks=8, max_num_seqs=4, max_num_batched_tokens=48)
+    core = make_core(served, clock, blocks=4, max_num_seqs=4, max_num_batched_tokens=48)
     clock.now = 0.0
     for i, prompt in enumerate(prompts):
-        limits = {name: source.choice([None, None, source.uniform(1, 60)]) for name in ("timeout", "ttft_timeout")}
+        limits = {name: source.choice([None, None, source.uniform(1, 120)]) for name in ("timeout", "ttft_timeout")}
         core.add(request(str(i), prompt, max_tokens=30, timeline=True, **limits))
-    cancel_at = {source.randrange(1, 60): str(source.randrange(10)) for _ in range(4)}
+    cancel_at = {source.randrange(1, 100): str(source.randrange(10)) for _ in range(4)}
     outputs = finish(core, clock, cancel_at)
     assert len(outputs) == 10
+    assert core.stats().scheduler.preemptions_total > 0
     for i in range(10):
         got = outputs[str(i)]
         assert [output.finish_reason is not None for output in got] == [False] * (len(got) - 1) + [True]
