@@ -221,6 +221,7 @@ def test_a_cancellation_of_a_dying_engine_is_answered(server: RunningServer) -> 
     """What is asked while the last step runs, or after it, never gets its turn; it must not hang."""
     with running_server(EngineConfig(kv_cache_bytes=16_000_000)) as dying, StepGate(dying) as gate:
         pending = start(dying, run_on("a", 50), "a")
+        gate.wait_held()
 
         def dead() -> Any:
             raise RuntimeError("injected death")
