@@ -329,7 +329,6 @@ class Scheduler:
         if sequence.status is SequenceStatus.SWAPPED:
             sequence.transition(SequenceStatus.PREEMPTED)
             self.blocks.drop_swapped(sequence)
-        sequence.drop_pending_tokens()
         return []
 
     def undo_moves(self, batch: Batch) -> None:
