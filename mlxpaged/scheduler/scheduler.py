@@ -449,9 +449,14 @@ class Scheduler:
             self._prefix_hit_tokens += sequence.num_cached_tokens
             self._prompt_tokens += sequence.num_prompt_tokens
         self._log("admitted", sequence, logging.DEBUG)
-        if sequence.num_computed_tokens:
+        shared = [self.pool.ref_count(cached.block) for cached in reuse.hit.blocks]
+        if shared:
             logger.debug(
-                "sequence %d: prefix_hit=true, %d cached tokens", sequence.sequence_id, sequence.num_computed_tokens
+                "sequence %d: prefix_hit=true, %d blocks (%d tokens), reference counts up to %d",
+                sequence.sequence_id,
+                len(shared),
+                len(shared) * self.config.block_size,
+                max(shared),
             )
         return True
 

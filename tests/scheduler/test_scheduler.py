@@ -389,3 +389,14 @@ def test_aborted_waiters_leave_nothing_behind_while_the_batch_is_full() -> None:
         simulation.abort(number)
     assert len(simulation.scheduler.waiting) == 0
     simulation.run()
+
+
+def test_a_prefix_hit_is_logged_with_its_blocks_and_their_reference_counts(caplog: pytest.LogCaptureFixture) -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=64))
+    simulation.add(sequence(1, [*PREFIX, 1], max_tokens=9))
+    simulation.step()
+    with caplog.at_level("DEBUG"):
+        simulation.add(sequence(2, [*PREFIX, 2], max_tokens=9))
+        simulation.step()
+    assert len(PREFIX) == 40
+    assert "sequence 2: prefix_hit=true, 10 blocks (40 tokens), reference counts up to 2" in caplog.text
