@@ -23,6 +23,7 @@ from mlxpaged.api import create_app
 from mlxpaged.cli.serve import listen
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineCore, EngineState, Request, SamplingParams
 from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.scheduler import BlockMoves
 
 Result = TypeVar("Result")
 
@@ -147,22 +148,33 @@ def run_requests(core: EngineCore, prompts: list[list[int]], **params: Any) -> l
 def poison_new_blocks(core: EngineCore) -> None:
     """Fill every block with NaN when it is handed out: whatever is read before it is rewritten spoils the answer."""
     pool, runner = core.scheduler.pool, core.runner
-    allocate, forward = pool.allocate, runner.forward
-    fresh: list[int] = []
+    allocate, forward, move_blocks = pool.allocate, runner.forward, runner.move_blocks
+    fresh: set[int] = set()
 
     def poisoning_allocate(count: int) -> list[int]:
         blocks = allocate(count)
-        fresh.extend(blocks)
+        fresh.update(blocks)
         return blocks
 
-    def poisoning_forward(*args: Any) -> mx.array:
+    def poison() -> None:
         for layer in runner.layers if fresh else ():
-            ids = sorted(set(fresh))
+            ids = sorted(fresh)
             shape = (len(ids), layer.kv.num_kv_heads, layer.kv.block_size, layer.kv.head_dim)
             nan = mx.full(shape, mx.nan, layer.kv.dtype)
             layer.kv.write_blocks(ids, nan, nan)
         fresh.clear()
+
+    def poisoning_moves(moves: BlockMoves) -> None:
+        """A block that was just handed out may still be the source of a move, and be its target."""
+        move_blocks(BlockMoves(moves.swap_out, moves.copies))
+        fresh.difference_update(target for _, target in moves.copies)
+        poison()
+        move_blocks(BlockMoves(swap_in=moves.swap_in))
+
+    def poisoning_forward(*args: Any) -> mx.array:
+        poison()
         return forward(*args)
 
     pool.allocate = poisoning_allocate  # type: ignore[method-assign]
     runner.forward = poisoning_forward  # type: ignore[method-assign]
+    runner.move_blocks = poisoning_moves  # type: ignore[method-assign]

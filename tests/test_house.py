@@ -14,7 +14,7 @@ import mlxpaged
 PACKAGE = Path(mlxpaged.__file__).parent
 
 MAY_IMPORT = {
-    "cli": {"api", "engine", "models", "attention", "cache"},
+    "cli": {"api", "engine", "scheduler", "models", "attention", "cache"},
     "api": {"engine", "models", "scheduler"},
     "engine": {"scheduler", "attention", "models", "cache"},
     "scheduler": {"cache"},

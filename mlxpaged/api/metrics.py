@@ -35,11 +35,19 @@ class EngineCollector(Collector):
         blocks.add_metric(["cached"], scheduler.blocks.cached)
         blocks.add_metric(["free"], scheduler.blocks.free)
         yield blocks
+        swap = GaugeMetricFamily("mlxpaged_swap_blocks", "Blocks of the swap space by state", labels=["state"])
+        swap.add_metric(["used"], scheduler.swap.used)
+        swap.add_metric(["free"], scheduler.swap.free)
+        yield swap
         for name, text, value in (
             ("prefix_hit_tokens", "Prompt tokens taken from the prefix cache", scheduler.prefix_hit_tokens_total),
             ("prompt_tokens", "Prompt tokens of admitted requests", scheduler.prompt_tokens_total),
             ("generated_tokens", "Tokens generated", stats.generated_tokens_total),
             ("preemptions", "Sequences preempted for want of blocks", scheduler.preemptions_total),
+            ("rescues", "Sequences for which room was made after too many passes", scheduler.rescues_total),
+            ("kv_blocks_copied", "KV blocks copied before a write", scheduler.blocks_copied_total),
+            ("kv_blocks_swapped_out", "KV blocks moved to swap space", scheduler.blocks_swapped_out_total),
+            ("kv_blocks_swapped_in", "KV blocks moved back from swap space", scheduler.blocks_swapped_in_total),
             ("engine_steps", "Steps of the engine", stats.steps_total),
             ("model_calls", "Forward passes of the model", stats.model_calls_total),
             ("attention_calls", "Attention calls, one per layer and forward pass", stats.attention_calls_total),

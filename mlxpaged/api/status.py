@@ -71,9 +71,7 @@ def blocks(stats: SchedulerStats) -> dict[str, int]:
 
 
 def swap(stats: SchedulerStats) -> dict[str, int]:
-    if stats.swap is None:
-        return {"used": 0, "total": 0}
-    return {"used": stats.swap.used, "total": stats.swap.used + stats.swap.cached + stats.swap.free}
+    return {"used": stats.swap.used, "total": stats.swap.used + stats.swap.free}
 
 
 async def clear_cache(request: Request) -> Response:

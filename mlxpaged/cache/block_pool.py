@@ -6,7 +6,7 @@ the free list; what a block contains is the prefix cache's business, whose table
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -46,10 +46,9 @@ class BlockUsage:
 class BlockPool(Generic[Content]):
     """Reference-counted blocks with a free list in least-recently-used order; every operation is O(1) per block.
 
-    The free list is an OrderedDict because a cached block that is hit leaves it from the middle, and a plain dict
-    does not pop its first key in O(1). A freed block keeps its content until it is handed out again, so the
-    free list is at the same time the prefix cache's eviction order: blocks without content wait at the front,
-    the others behind them, the longest unused first.
+    A freed block keeps its content until it is handed out again, so the free list is at the same time the prefix cache.
+    Blocks without content go first; the others wait behind them in an OrderedDict, the longest unused first, because a
+    cached block that is hit leaves from the middle, and a plain dict does not pop its first key in O(1).
     """
 
     def __init__(self, num_blocks: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
@@ -61,18 +60,17 @@ class BlockPool(Generic[Content]):
         self.block_size = block_size
         self.on_evict: Callable[[int, Content], None] | None = None
         self._ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._empty = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
-        self._num_cached = 0  # unreferenced blocks with content
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out, those with cached content included."""
-        return len(self._free)
+        return len(self._empty) + len(self._cached)
 
     def usage(self) -> BlockUsage:
-        free = len(self._free)
-        return BlockUsage(used=self.num_blocks - free, cached=self._num_cached, free=free - self._num_cached)
+        return BlockUsage(self.num_blocks - self.num_free, cached=len(self._cached), free=len(self._empty))
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
@@ -85,24 +83,29 @@ class BlockPool(Generic[Content]):
 
         Raises OutOfBlocksError, with nothing taken, where fewer are free.
         """
-        if count > len(self._free):
-            raise OutOfBlocksError(f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} free")
-        blocks = []
-        for _ in range(count):
-            block, _none = self._free.popitem(last=False)
-            if block in self._content:
-                self._num_cached -= 1
-                self.forget(block)
+        if count > self.num_free:
+            raise OutOfBlocksError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
+        if count > len(self._empty):
+            self.evict(count - len(self._empty))
+        blocks = [self._empty.popleft() for _ in range(count)]
+        for block in blocks:
             self._ref_counts[block] = 1
-            blocks.append(block)
         return blocks
 
+    def evict(self, count: int) -> None:
+        """Drop the content of the `count` cached blocks that were unused the longest, or of all there are."""
+        for _ in range(min(count, len(self._cached))):
+            self.forget(next(iter(self._cached)))
+
     def share(self, block: int) -> None:
-        """Add a reference to a block in use, or take a free block back together with its content."""
+        """Add a reference to a block in use, or take a cached block back together with its content.
+
+        Raises BlockPoolError for a free block: it holds nothing to share.
+        """
         if self._ref_counts[block] == 0:
-            del self._free[block]
-            if block in self._content:
-                self._num_cached -= 1
+            if block not in self._cached:
+                raise BlockPoolError(f"block {block} is free and holds nothing to share")
+            del self._cached[block]
         self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -115,11 +118,10 @@ class BlockPool(Generic[Content]):
                 raise DoubleFreeError(f"block {block} is already free")
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                self._free[block] = None
                 if block in self._content:
-                    self._num_cached += 1
+                    self._cached[block] = None
                 else:
-                    self._free.move_to_end(block, last=False)
+                    self._empty.appendleft(block)
 
     def remember(self, block: int, content: Content) -> None:
         """Attach content to a block in use; it stays findable after the block is freed."""
@@ -132,8 +134,8 @@ class BlockPool(Generic[Content]):
         content = self._content.pop(block, None)
         if content is None:
             return
-        if block in self._free:
-            self._num_cached -= 1
-            self._free.move_to_end(block, last=False)
+        if block in self._cached:
+            del self._cached[block]
+            self._empty.append(block)
         if self.on_evict is not None:
             self.on_evict(block, content)

@@ -37,14 +37,47 @@ class BlockTable:
         """Hold at least `num_tokens` tokens. Raises OutOfBlocksError and changes nothing where blocks run out."""
         self.block_ids += self._pool.allocate(self.blocks_missing(num_tokens))
 
+    @property
+    def chain(self) -> Sequence[CachedBlock]:
+        """What its leading full blocks contain, as far as they were published or adopted."""
+        return self._chain
+
     def adopt(self, hit: PrefixHit) -> None:
-        """Start an empty table with shared blocks."""
-        if self.block_ids:
-            raise ValueError("only an empty table can adopt a prefix")
+        """Take shared blocks over, behind those of the chain and in the place of whatever private ones were there."""
         for cached in hit.blocks:
             self._pool.share(cached.block)
-        self._chain = list(hit.blocks)
-        self.block_ids = [cached.block for cached in hit.blocks]
+        first = len(self._chain)
+        replaced = self.block_ids[first:]
+        self.block_ids[first:] = [cached.block for cached in hit.blocks]
+        self._chain += hit.blocks
+        self._pool.release(reversed(replaced))
+
+    def fork(self, parent: BlockTable, num_tokens: int) -> None:
+        """Start an empty table with the parent's blocks of `num_tokens` tokens; the last one may be partly full."""
+        if self.block_ids:
+            raise ValueError("only an empty table can become a fork")
+        self.block_ids = parent.block_ids[: blocks_for(num_tokens, self._pool.block_size)]
+        for block in self.block_ids:
+            self._pool.share(block)
+        self._chain = parent._chain[: num_tokens // self._pool.block_size]
+
+    def is_shared(self, position: int) -> bool:
+        """Whether the block that holds `position` has another owner; False where there is no such block yet."""
+        index = position // self._pool.block_size
+        return index < len(self.block_ids) and self._pool.ref_count(self.block_ids[index]) > 1
+
+    def make_private(self, position: int) -> tuple[int, int]:
+        """Put a block of its own in the place of the one that holds `position`, for copy-on-write.
+
+        Returns (source, target) of the copy that must happen before either is written. Raises OutOfBlocksError.
+        """
+        index = position // self._pool.block_size
+        source = self.block_ids[index]
+        [target] = self._pool.allocate(1)
+        self._pool.release([source])
+        self.block_ids[index] = target
+        del self._chain[index:]
+        return source, target
 
     def publish(self, token_ids: Sequence[int], num_tokens: int, keys: Sequence[bytes]) -> None:
         """Make the full blocks of the first `num_tokens` tokens findable. `keys` are the hashes of all full blocks."""

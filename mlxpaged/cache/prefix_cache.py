@@ -59,18 +59,20 @@ class PrefixCache:
             parent_key = keys[-1] if keys else self._root
             keys.append(hash_block(parent_key, token_ids[index * size : (index + 1) * size]))
 
-    def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> PrefixHit:
-        """The longest chain of cached blocks that holds the tokens of `keys`, from the first block on."""
+    def match(self, keys: Sequence[bytes], token_ids: Sequence[int], behind: Sequence[CachedBlock] = ()) -> PrefixHit:
+        """The longest chain of cached blocks that holds the tokens of `keys`, from the first block that follows the
+        chain `behind` on."""
         size = self._pool.block_size
         chain: list[CachedBlock] = []
-        for index, key in enumerate(keys):
-            found = self._by_key.get(key)
-            parent = chain[-1] if chain else None
+        parent = behind[-1] if behind else None
+        for index in range(len(behind), len(keys)):
+            found = self._by_key.get(keys[index])
             if found is None or found.parent is not parent:
                 break
             if found.tokens != tuple(token_ids[index * size : (index + 1) * size]):
                 break
             chain.append(found)
+            parent = found
         return PrefixHit(tuple(chain))
 
     def insert(self, key: bytes, parent: CachedBlock | None, tokens: tuple[int, ...], block: int) -> CachedBlock:
@@ -97,7 +99,9 @@ class PrefixCache:
     def _drop(self, block: int, content: CachedBlock) -> None:
         del self._by_key[content.key]
 
-    def clear(self) -> None:
-        """Forget every cached block. Sequences that run keep the blocks they hold."""
-        for record in list(self._by_key.values()):
+    def clear(self) -> int:
+        """Forget every cached block, and return how many. Sequences that run keep the blocks they hold."""
+        records = list(self._by_key.values())
+        for record in records:
             self._pool.forget(record.block)
+        return len(records)

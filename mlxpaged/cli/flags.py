@@ -103,6 +103,16 @@ def positive_seconds(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not a number: {text!r}") from None
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text}")
+    return value
+
+
 def directory(text: str) -> Path:
     if not text.strip() or not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"not a directory: {text!r}")

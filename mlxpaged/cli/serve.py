@@ -24,12 +24,14 @@ from mlxpaged.cli.flags import (
     positive_int,
     positive_seconds,
     seconds,
+    share,
     tuning,
 )
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.engine import EngineConfig, Priority
 from mlxpaged.engine.memory import parse_size
 from mlxpaged.models import DEMO_MODEL
+from mlxpaged.scheduler import PREFILL_MODES
 
 NO_MODEL = "none"
 TUNINGS = "auto, default, paged:N (N keys to a threadgroup in decoding) or contiguous"
@@ -90,6 +92,19 @@ def add_parser(commands: Any) -> None:
         f"tokens in one step, prompts and answers together (default {DEFAULTS.max_num_batched_tokens})",
     )
     flags.value(
+        "--prefill-mode",
+        one_of(*PREFILL_MODES),
+        DEFAULTS.prefill_mode,
+        "mixed: prompts are computed beside decoding requests; separate: a step does either (default mixed)",
+    )
+    flags.value(
+        "--decode-preference",
+        share,
+        DEFAULTS.decode_preference,
+        "0 to below 1. mixed: share of a step's tokens that prompts leave alone while anybody decodes; separate: share "
+        f"of the steps that decode while prompts wait (default {DEFAULTS.decode_preference})",
+    )
+    flags.value(
         "--max-queue",
         natural_int,
         DEFAULTS.max_queue,
@@ -139,6 +154,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig | None:
         block_size=args.block_size,
         max_num_seqs=1 if args.no_batching else args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        prefill_mode=args.prefill_mode,
+        decode_preference=args.decode_preference,
         max_queue=args.max_queue,
         attention_backend=args.attention_backend,
         attention_tuning=args.attention_tuning,

@@ -41,13 +41,15 @@ class EngineConfig:
     request_timeout: float | None = None
     ttft_timeout: float | None = None
     timelines: bool = False
+    prefill_mode: str = "mixed"
+    decode_preference: float = 0.5
 
     def __post_init__(self) -> None:
         resolve_backend(self.attention_backend)
         self._check_tuning()
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
-        self.scheduler_config(num_blocks=1, cache_seed=b"")  # refuses what the scheduler would
+        self.scheduler_config(num_blocks=1)  # refuses what the scheduler would
         if self.max_queue < 0:
             raise ValueError(f"max_queue must not be negative, got {self.max_queue}")
         for name in ("request_timeout", "ttft_timeout"):
@@ -71,13 +73,16 @@ class EngineConfig:
         if self.attention_backend == "gather" and (self.retune or forced not in (None, DEFAULT_TUNING)):
             raise ValueError("attention_tuning and retune are for the metal backend, not for attention_backend gather")
 
-    def scheduler_config(self, num_blocks: int, cache_seed: bytes) -> SchedulerConfig:
-        """The scheduler's part, once the size of the pool is known. Raises ValueError."""
+    def scheduler_config(self, num_blocks: int, num_swap_slots: int = 0, cache_seed: bytes = b"") -> SchedulerConfig:
+        """The scheduler's part, once the sizes of pool and swap space are known. Raises ValueError."""
         return SchedulerConfig(
             num_blocks=num_blocks,
             block_size=self.block_size,
+            num_swap_slots=num_swap_slots,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             prefix_caching=self.prefix_caching,
+            prefill_mode=self.prefill_mode,
+            decode_preference=self.decode_preference,
             cache_seed=cache_seed,
         )

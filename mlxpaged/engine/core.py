@@ -18,7 +18,7 @@ from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.deadlines import Deadlines
-from mlxpaged.engine.memory import kv_blocks
+from mlxpaged.engine.memory import kv_blocks, swap_slots
 from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
 from mlxpaged.engine.sampler import SampledToken, Sampler, Samples, SamplingRow
@@ -124,12 +124,14 @@ class EngineCore:
         self.served = served
         self.clock = clock
         self.kv_cache_bytes = num_blocks * per_block
-        self.scheduler = Scheduler(config.scheduler_config(num_blocks, f"{served.name}|{kv_type}".encode()))
+        slots = swap_slots(per_block, config.swap_space_bytes) if config.swap_space_bytes else 0
+        seed = f"{served.name}|{kv_type}".encode()
+        self.scheduler = Scheduler(config.scheduler_config(num_blocks, slots, seed), clock)
         shapes = [spec.attention_shape(config.block_size) for spec in served.layers]
         backend = choose_backend(config.attention_backend, shapes)
         limits = Limits(served.context_length, config.max_num_seqs)
         tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune)
-        self.runner = ModelRunner(served, num_blocks, config.block_size, backend, tunings)
+        self.runner = ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir)
         self.sampler = Sampler(served.vocab_size)
         self._ids = itertools.count()
         self._requests: dict[int, RunningRequest] = {}
@@ -154,6 +156,8 @@ class EngineCore:
             request.priority,
             request.arrival_time,
         )
+        parent = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
+        sequence.fork_of = None if parent is None else self._requests[parent].sequence
         self.scheduler.add(sequence)
         self._requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer)
         self._deadlines.watch(sequence.sequence_id, request)
@@ -252,6 +256,8 @@ class EngineCore:
             self._steps += 1
         elif self._under_way is None:
             raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
+        if batch.moves and not self._move(batch):
+            return self._end_step_under_way() + self._plain_step(batch)
         return self._overlapped_step(batch) if self.runner.overlaps else self._plain_step(batch)
 
     def _record(self, batch: Batch) -> None:
@@ -284,22 +290,32 @@ class EngineCore:
         the step that was started already; what it draws is dropped. Where a step fails, both are run again, one after
         the other, to find out which request is to blame.
         """
-        before, self._under_way = self._under_way, None
+        before = self._under_way
         try:
-            if batch.rows:
-                self._under_way = self._dispatch(batch, before)
-            if before is None:
-                return []
+            self._under_way = self._dispatch(batch, before) if batch.rows else None
+            tokens = {} if before is None else before.read()
+        except Exception:
+            return self._repeat([*([before.batch] if before else ()), batch])
+        return [] if before is None else self._settle(before.batch, tokens)
+
+    def _end_step_under_way(self) -> list[RequestOutput]:
+        before, self._under_way = self._under_way, None
+        if before is None:
+            return []
+        try:
             tokens = before.read()
         except Exception:
-            logger.exception("a step failed, it is run again")
-            self._under_way = None
-            return self._repeat([*([before.batch] if before else ()), batch])
+            return self._repeat([before.batch])
         return self._settle(before.batch, tokens)
 
     def _repeat(self, batches: ListOf[Batch]) -> list[RequestOutput]:
-        """Run batches of which one failed under way. The values of a sequence that has ended since then cannot be
-        computed again: where others may have taken its blocks over, everything starts over."""
+        """Run batches of which one failed under way.
+
+        What a sequence computed that gave way or ended since then cannot be computed again as it was: the one starts
+        over when its turn comes; for the other, whose blocks others may have taken over, everything starts over.
+        """
+        logger.exception("a step failed, it is run again")
+        self._under_way = None
         rows = [row for batch in batches for row in batch.rows]
         for row in rows:
             self.sampler.forget(row.sequence.sequence_id)  # the tokens of failed steps are among its counts
@@ -310,13 +326,31 @@ class EngineCore:
             self._lose_pools()
         elif any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
             self.scheduler.reset_cache()
+        for row in rows:
+            if row.sequence.status in (SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED):
+                self.scheduler.start_over(row.sequence)
         return outputs + [output for batch in batches for output in self._plain_step(batch)]
+
+    def _move(self, batch: Batch) -> bool:
+        """Swap and copy blocks for a batch. False where that failed: whoever needs them starts over."""
+        try:
+            self.runner.move_blocks(batch.moves)
+            return True
+        except Exception:
+            logger.exception("KV blocks could not be moved, they are computed again")
+            self.runner.recover()
+            self.scheduler.undo_moves(batch)
+            return False
 
     def _settle(self, batch: Batch, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
         """Book the tokens of a batch that is done, and make text of them."""
         self.scheduler.update(batch, {sequence_id: token.token_id for sequence_id, token in tokens.items()})
         alive = [(self._requests[number], token) for number, token in tokens.items() if number in self._requests]
         return [self._output_of(running, token) for running, token in alive]
+
+    def close(self) -> None:
+        """Give back what lies outside the process's memory, or as much as it."""
+        self.runner.close()
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -15,6 +16,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
 from mlxpaged.engine.memory import wire_device_memory
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
+from mlxpaged.engine.swap_space import SwapSpaceError
 from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, load_model
 
 logger = logging.getLogger(__name__)
@@ -96,9 +98,10 @@ class EngineThread:
             wire_device_memory()
             served = load_model(self._config.model, self._config.served_model_name)
             core = EngineCore(self._config, served, self._clock)
-            self._callbacks.on_ready(core)
-            self._serve(core)
-        except (ModelNotFoundError, UnsupportedModelError, MemoryError) as error:
+            with contextlib.closing(core):
+                self._callbacks.on_ready(core)
+                self._serve(core)
+        except (ModelNotFoundError, UnsupportedModelError, MemoryError, SwapSpaceError) as error:
             logger.critical("%s", error)
             self._callbacks.on_end(str(error))
         except BaseException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -18,8 +19,9 @@ from mlxpaged.attention import (
     StepContext,
     Tuning,
 )
+from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import ServedModel
-from mlxpaged.scheduler import Batch
+from mlxpaged.scheduler import Batch, BlockMoves
 from mlxpaged.scheduler.sequence import PENDING
 
 
@@ -59,6 +61,8 @@ class ModelRunner:
         block_size: int,
         backend: str,
         tunings: Mapping[AttentionShape, Tuning] | None = None,
+        num_swap_slots: int = 0,
+        swap_dir: Path | None = None,
     ) -> None:
         self._model = served.model
         self._rows = served.rows
@@ -80,6 +84,8 @@ class ModelRunner:
             )
             for spec in served.layers
         ]
+        pools = [layer.kv for layer in self.layers]
+        self.swap = SwapSpace(pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self._thread = threading.get_ident()
         self.model_calls = 0
         mx.eval([layer.kv.arrays for layer in self.layers])
@@ -137,6 +143,20 @@ class ModelRunner:
             if self._rows is not None:
                 self._rows.rows = None
         return logits[:, -1] if self._rows is not None else logits[wanted, -1]
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Before the step that asked for them, behind those under way. Raises whatever disk and device do."""
+        if self.swap is not None:
+            self.swap.store(moves.swap_out)
+        for layer in self.layers:
+            layer.kv.copy_blocks(moves.copies)
+        if self.swap is not None:
+            self.swap.load(moves.swap_in)
+
+    def close(self) -> None:
+        """Give the swap space back."""
+        if self.swap is not None:
+            self.swap.close()
 
     def start_step(self, *results: mx.array) -> None:
         """Let the device begin, and return at once."""

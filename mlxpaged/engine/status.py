@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlxpaged.scheduler import Priority, Scheduler, SchedulerStats, Sequence, SequenceStatus
-from mlxpaged.scheduler.sequence import AGING_RATE
 
 MAX_WAITING_LISTED = 1000
 
@@ -35,8 +34,8 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """running: in the order of arrival. waiting: the first of those that wait, preempted ones included, in the order in
-    which they are served; `scheduler.waiting` counts all of them."""
+    """In the order in which they are served. waiting: the first of those that wait, preempted and swapped ones
+    included; `scheduler.waiting` counts all of them."""
 
     scheduler: SchedulerStats
     steps_total: int
@@ -44,20 +43,20 @@ class EngineStatus:
     waiting: tuple[SequenceState, ...]
 
 
-def effective_priority(sequence: Sequence, now: float) -> float:
-    """Lower is served first."""
-    return sequence.priority - AGING_RATE * (now - sequence.arrival_time)
+def order(entry: tuple[str, Sequence]) -> tuple[float, int]:
+    return entry[1].order
 
 
 def engine_status(
     scheduler: Scheduler, sequences: Iterable[tuple[str, Sequence]], steps_total: int, now: float
 ) -> EngineStatus:
-    """sequences: all unfinished ones in the order of arrival, each with the id of its request."""
+    """sequences: all unfinished ones, each with the id of its request."""
     running: list[tuple[str, Sequence]] = []
     waiting: list[tuple[str, Sequence]] = []
     for request_id, sequence in sequences:
         (running if sequence.status is SequenceStatus.RUNNING else waiting).append((request_id, sequence))
-    first = heapq.nsmallest(MAX_WAITING_LISTED, waiting, lambda entry: effective_priority(entry[1], now))
+    running.sort(key=order)
+    first = heapq.nsmallest(MAX_WAITING_LISTED, waiting, order)
     return EngineStatus(
         scheduler.stats(),
         steps_total,
@@ -73,7 +72,7 @@ def sequence_state(scheduler: Scheduler, request_id: str, sequence: Sequence, no
         request_id=request_id,
         status=sequence.status,
         priority=sequence.priority,
-        effective_priority=effective_priority(sequence, now),
+        effective_priority=sequence.effective_priority(now),
         age=now - sequence.arrival_time,
         prompt_tokens=sequence.num_prompt_tokens,
         cached_tokens=sequence.num_cached_tokens,

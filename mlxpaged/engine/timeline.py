@@ -21,7 +21,8 @@ class Phase(Enum):
 class Timeline:
     """The four phases add up to total_seconds, from arrival to the last token.
 
-    cached_tokens + sum(prompt_chunks) is the prompt's length: what the prefix cache had, and what each step computed.
+    cached_tokens + sum(prompt_chunks) is the prompt's length: what others had computed, be it while this one ran, and
+    what each step computed.
     recomputed_tokens: computed once more after a preemption. steps: forward passes that it was part of.
     """
 
@@ -47,10 +48,11 @@ class TimelineRecorder:
         self._phase = Phase.QUEUED
         self._since = sequence.arrival_time
         self._seconds = dict.fromkeys(Phase, 0.0)
+        self._cached_tokens = 0
         self._prompt_chunks: list[int] = []
         self._recomputed_tokens = 0
         self._steps = 0
-        self._reached = -1  # tokens that were computed at least once; -1 before the first step
+        self._reached = 0  # tokens that were computed, or found computed, at least once
 
     def _enter(self, phase: Phase, now: float) -> None:
         self._seconds[self._phase] += now - self._since
@@ -62,12 +64,13 @@ class TimelineRecorder:
         if self._phase in (Phase.QUEUED, Phase.PREEMPTED):
             comes_back = row.num_tokens == 1 and sequence.num_output_tokens > 0  # swapped in, or all but all is cached
             self._enter(Phase.DECODE if comes_back else Phase.PREFILL, now)
-        reached = row.start if self._reached < 0 else self._reached
-        prompt_tokens = min(row.context_len, sequence.num_prompt_tokens) - max(row.start, reached)
-        if prompt_tokens > 0:
-            self._prompt_chunks.append(prompt_tokens)
-        self._recomputed_tokens += max(0, min(row.context_len, reached) - row.start)
-        self._reached = max(row.context_len, reached)
+        prompt = sequence.num_prompt_tokens
+        self._cached_tokens += max(0, min(row.start, prompt) - self._reached)
+        chunk = min(row.context_len, prompt) - max(row.start, self._reached)
+        if chunk > 0:
+            self._prompt_chunks.append(chunk)
+        self._recomputed_tokens += max(0, min(row.context_len, self._reached) - row.start)
+        self._reached = max(row.context_len, self._reached)
         self._steps += 1
 
     def check_preempted(self, now: float) -> bool:
@@ -90,7 +93,7 @@ class TimelineRecorder:
             prefill_seconds=seconds[Phase.PREFILL],
             decode_seconds=seconds[Phase.DECODE],
             preempted_seconds=seconds[Phase.PREEMPTED],
-            cached_tokens=sequence.num_cached_tokens,
+            cached_tokens=self._cached_tokens,
             prompt_chunks=tuple(self._prompt_chunks),
             recomputed_tokens=self._recomputed_tokens,
             steps=self._steps,

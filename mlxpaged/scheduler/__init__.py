@@ -1,7 +1,9 @@
 """Which tokens run in the next step. Plain Python over plain integers; never imports mlx."""
 
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence
 from mlxpaged.scheduler.scheduler import (
+    PREFILL_MODES,
+    Admission,
     PromptTooLongError,
     Scheduler,
     SchedulerConfig,
@@ -11,7 +13,10 @@ from mlxpaged.scheduler.scheduler import (
 from mlxpaged.scheduler.sequence import FinishReason, IllegalTransitionError, Priority, Sequence, SequenceStatus
 
 __all__ = [
+    "PREFILL_MODES",
+    "Admission",
     "Batch",
+    "BlockMoves",
     "FinishReason",
     "IllegalTransitionError",
     "Priority",

@@ -24,6 +24,22 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True)
+class BlockMoves:
+    """KV blocks to be moved before a step runs: out to swap slots, then copied within the pool, then in from slots.
+
+    swap_out: (block, slot); copies: (source, target) blocks; swap_in: (slot, block). In this order no move reads what
+    another one has overwritten.
+    """
+
+    swap_out: ListOf[tuple[int, int]] = ()
+    copies: ListOf[tuple[int, int]] = ()
+    swap_in: ListOf[tuple[int, int]] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.copies or self.swap_in)
+
+
+@dataclass(frozen=True)
 class Batch:
     """The rows of one forward pass: decoding sequences first, then prompt chunks.
 
@@ -31,6 +47,7 @@ class Batch:
     """
 
     rows: ListOf[ScheduledSequence]
+    moves: BlockMoves = BlockMoves()
 
     def __len__(self) -> int:
         return len(self.rows)

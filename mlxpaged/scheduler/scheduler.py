@@ -1,31 +1,47 @@
 """The scheduler: every step it picks the tokens to run, within a token budget and the blocks at hand.
 
-Decoding sequences come first, one token each; what is left of the budget goes to prompt chunks of the running
-sequences, then to newcomers. All orders are by arrival. So a newcomer is only looked at once every running prompt is
-computed to its end in this step, with all its blocks published: requests that share a prefix and arrive together, or
-while it is being computed, wait for it and never compute it twice.
+Whoever decodes comes first, one token each; what is left of the budget goes to chunks of prompts, of running sequences
+and of newcomers alike. All orders are by effective priority: class less age, so that everybody's turn comes.
+
+A prompt's blocks can be shared as soon as the step that computes them is made up, and a running prompt takes over what
+others have computed of it before every chunk: requests that share a prefix never compute it twice, whoever goes first.
+
+When blocks run out, cached ones that nobody uses go first; then the running sequence whose turn is last gives way, to
+one that runs and needs to grow, to a waiting one of a higher class, or to one that was passed over too often. It is
+swapped out where there is room, else computed again. A sequence is only accepted if it could run alone in the pool, so
+the first in order can always go on.
 
 A step may be scheduled while the one before it is still under way, its tokens unknown: a sequence is then scheduled on
 with PENDING in the place of its last token. What the device does is ordered, so blocks may change hands at once.
-
-Two rules keep any load from wedging it: a sequence is only accepted if it could run alone in the pool, and a running
-sequence that needs a block takes it from the newest one.
 """
 
 from __future__ import annotations
 
-import bisect
+import heapq
 import itertools
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, get_args
 
-from mlxpaged.cache import BlockPool, BlockTable, BlockUsage, OutOfBlocksError, PrefixCache, PrefixHit, blocks_for
-from mlxpaged.cache.prefix_cache import CachedBlock
+from mlxpaged.cache import BlockUsage, OutOfBlocksError, blocks_for
 from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.block_manager import BlockManager, Reuse
+from mlxpaged.scheduler.queue import ORDER, SequenceQueue
 from mlxpaged.scheduler.sequence import FinishReason, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
+
+PrefillMode = Literal["mixed", "separate"]
+PREFILL_MODES: tuple[str, ...] = get_args(PrefillMode)
+
+MAX_PASSES = 64
+"""Steps in a row without room for a waiting sequence, after which room is made for it."""
+
+LOOK_AHEAD = 4
+"""Waiting sequences that a step may find no room for before it looks no further: a small one may pass a large one."""
 
 
 class PromptTooLongError(ValueError):
@@ -36,17 +52,31 @@ class UnknownSequenceError(KeyError):
     """No unfinished sequence has this id."""
 
 
+class Admission(Enum):
+    """Whether a waiting sequence may run: now, once others have given blocks or seats back, or never."""
+
+    OK = "ok"
+    LATER = "later"
+    IMPOSSIBLE = "impossible"
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """num_blocks: KV blocks of the pool. max_num_batched_tokens: the token budget of a step.
+    """num_blocks: KV blocks of the pool. num_swap_slots: blocks that the swap space holds.
 
+    max_num_batched_tokens: the token budget of a step. prefill_mode: "mixed" steps compute prompts beside decoding
+    sequences, "separate" ones either. decode_preference, 0 to below 1: in mixed steps the share of the budget that
+    prompts leave alone while anybody decodes; in separate ones the share of steps that decode while prompts wait.
     cache_seed: whatever the KV values depend on beside the tokens (model, adapter, KV type).
     """
 
     num_blocks: int
     block_size: int = 32
+    num_swap_slots: int = 0
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
+    prefill_mode: str = "mixed"
+    decode_preference: float = 0.5
     prefix_caching: bool = True
     cache_seed: bytes = b""
 
@@ -58,38 +88,80 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence decodes one token a step"
             )
+        if self.prefill_mode not in PREFILL_MODES:
+            raise ValueError(f"prefill_mode must be one of {', '.join(PREFILL_MODES)}, got {self.prefill_mode!r}")
+        if not 0 <= self.decode_preference < 1:
+            raise ValueError(f"decode_preference must be at least 0 and below 1, got {self.decode_preference}")
+        if self.prefill_mode == "separate" and not self.decode_preference:
+            raise ValueError("decode_preference 0 with separate steps would never decode while prompts wait")
 
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """A snapshot. Counters (`total`) only grow; preempted sequences count as waiting. swap: slots of the swap space,
-    None without one."""
+    """A snapshot. Counters (`total`) only grow; preempted and swapped sequences count as waiting."""
 
     running: int
     waiting: int
     blocks: BlockUsage
+    swap: BlockUsage
     preemptions_total: int
+    rescues_total: int
+    blocks_copied_total: int
+    blocks_swapped_out_total: int
+    blocks_swapped_in_total: int
     prefix_hit_tokens_total: int
     prompt_tokens_total: int
-    swap: BlockUsage | None = None
 
 
-def arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+class StepPlan:
+    """The rows of the step that is being made up, and what is left of its token budget.
+
+    gave_way: who was preempted for it, and does not come back in it. rescued: who is served first.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: list[ScheduledSequence] = []
+        self.gave_way: set[int] = set()
+        self.rescued: Sequence | None = None
+        self._sequence_ids: set[int] = set()
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.sequence_id in self._sequence_ids
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = start + num_tokens
+        samples = start + num_tokens == len(sequence.token_ids)
+        if samples:
+            sequence.expect_token()
+        self.rows.append(ScheduledSequence(sequence, start, num_tokens, samples))
+        self._sequence_ids.add(sequence.sequence_id)
+        self.budget -= num_tokens
 
 
 class Scheduler:
-    """Holds every unfinished sequence. `schedule` starts a step, `update` ends it; all calls come from one thread."""
+    """Holds every unfinished sequence. `schedule` starts a step, `update` ends it; all calls come from one thread.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    clock: seconds, the one that the sequences' arrival times were taken from.
+    """
+
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
-        self.pool: BlockPool[CachedBlock] = BlockPool(config.num_blocks, config.block_size)
-        self.prefix_cache = PrefixCache(self.pool, config.cache_seed) if config.prefix_caching else None
+        self.blocks = BlockManager(
+            config.num_blocks, config.block_size, config.num_swap_slots, config.prefix_caching, config.cache_seed
+        )
+        self.pool = self.blocks.pool
+        self.prefix_cache = self.blocks.prefix_cache
+        self.clock = clock
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = itertools.count()
-        self._running: list[Sequence] = []  # in order of arrival
-        self._waiting: list[Sequence] = []  # in order of arrival
+        self._running = SequenceQueue()
+        self._waiting = SequenceQueue()
+        self._forks: dict[int, list[Sequence]] = {}  # by parent: they wait for its prompt
+        self._decode_credit = 0.0
         self._preemptions = 0
+        self._rescues = 0
         self._prefix_hit_tokens = 0
         self._prompt_tokens = 0
 
@@ -97,8 +169,7 @@ class Scheduler:
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raises PromptTooLongError where a request of this size could never run."""
-        tokens = num_prompt_tokens + max_tokens - 1
-        blocks = blocks_for(tokens, self.config.block_size)
+        blocks = blocks_for(num_prompt_tokens + max_tokens - 1, self.config.block_size)
         if blocks > self.pool.num_blocks:
             raise PromptTooLongError(
                 f"{num_prompt_tokens} prompt tokens and up to {max_tokens} generated ones need {blocks} KV blocks of "
@@ -106,13 +177,18 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises PromptTooLongError where it could never run."""
+        """Queue a sequence; a fork once its parent's prompt is computed. Raises PromptTooLongError where it could never
+        run."""
         self.check_fits(sequence.num_prompt_tokens, sequence.max_tokens)
         if sequence.sequence_id in self._sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
         self._sequences[sequence.sequence_id] = sequence
         sequence.arrival = next(self._arrivals)
-        bisect.insort(self._waiting, sequence, key=arrival)
+        parent = sequence.fork_of
+        if parent is not None and parent.sequence_id in self._sequences and parent.num_output_tokens == 0:
+            self._forks.setdefault(parent.sequence_id, []).append(sequence)
+        else:
+            self._waiting.add(sequence)
 
     def get(self, sequence_id: int) -> Sequence:
         """Raises UnknownSequenceError for an id that is not, or no longer, in the scheduler."""
@@ -124,59 +200,47 @@ class Scheduler:
     def finish(self, sequence_id: int, reason: FinishReason) -> Sequence:
         """End a sequence in whatever state it is and give everything it held back."""
         sequence = self.get(sequence_id)
-        (self._running if sequence.status is SequenceStatus.RUNNING else self._waiting).remove(sequence)
+        siblings = self._forks.get(sequence.fork_of.sequence_id, []) if sequence.fork_of is not None else []
+        if sequence in siblings:
+            siblings.remove(sequence)
+        else:
+            (self._running if sequence.status is SequenceStatus.RUNNING else self._waiting).remove(sequence)
+        self._release_forks(sequence)
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
-        self._give_back(sequence)
+        self.blocks.release(sequence)
         del self._sequences[sequence_id]
         return sequence
 
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
 
+    def admission(self, sequence: Sequence) -> Admission:
+        """Whether a sequence that does not run could be admitted as things are."""
+        if blocks_for(sequence.max_kv_tokens, self.config.block_size) > self.pool.num_blocks:
+            return Admission.IMPOSSIBLE
+        seat = len(self._running) < self.config.max_num_seqs
+        return Admission.OK if seat and self._has_room(sequence, self._reusable(sequence)) else Admission.LATER
+
     # -- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch:
         """Choose the next step's tokens and take the blocks they need. Each call needs its `update`; at most one other
         call may come in between. Empty only where nothing is unfinished, or all of it waits for that `update`."""
-        budget = self.config.max_num_batched_tokens
-        rows: list[ScheduledSequence] = []
-        in_step: set[int] = set()
-        starved = False
-
-        def add(sequence: Sequence, num_tokens: int) -> None:
-            nonlocal budget
-            start = sequence.num_computed_tokens
-            end = start + num_tokens
-            sequence.num_computed_tokens = end
-            self._publish(sequence)
-            samples = end == len(sequence.token_ids)
-            if samples:
-                sequence.expect_token()
-            rows.append(ScheduledSequence(sequence, start, num_tokens, samples))
-            in_step.add(sequence.sequence_id)
-            budget -= num_tokens
-
-        running = [sequence for sequence in self._running if not sequence.awaits_last_token]
-        for sequence in running:
-            decoding = sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens == 1
-            if decoding and self._grow(sequence, 1, in_step):
-                add(sequence, 1)
-        for sequence in running:
-            if budget == 0:
-                break
-            if sequence.status is SequenceStatus.RUNNING and sequence.sequence_id not in in_step:
-                num_tokens = min(budget, sequence.num_uncomputed_tokens)
-                if self._grow(sequence, num_tokens, in_step):
-                    add(sequence, num_tokens)
-                else:
-                    starved = True
-        while budget > 0 and not starved and len(self._running) < self.config.max_num_seqs:
-            newcomer = self._admit(budget)
-            if newcomer is None:
-                break
-            add(newcomer, min(budget, newcomer.num_uncomputed_tokens))
-        return Batch(tuple(rows))
+        plan = StepPlan(self.config.max_num_batched_tokens)
+        self._make_way(plan)
+        if self.config.prefill_mode == "mixed":
+            self._add_decodes(plan)
+            self._add_prompts(plan)
+        else:
+            first, second = self._add_decodes, self._add_prompts
+            if not self._is_turn_of_decodes():
+                first, second = second, first
+            first(plan)
+            if not plan.rows:
+                second(plan)
+        self.blocks.relieve()
+        return Batch(tuple(plan.rows), self.blocks.take_moves())
 
     def update(self, batch: Batch, token_ids: dict[int, int]) -> list[Sequence]:
         """The batch is done: these are its sampled tokens (sequence id -> token). End the sequences whose answer they
@@ -198,41 +262,13 @@ class Scheduler:
                 continue
             token_id = token_ids[sequence.sequence_id]
             sequence.fill_token(token_id)
+            self._release_forks(sequence)
             reason = sequence.finish_reason_after(token_id)
             if sequence.status is SequenceStatus.RUNNING:
-                self._publish(sequence)  # the token may be the last of a block that the step under way computes
+                self.blocks.publish(sequence)  # the token may be the last of a block that the step under way computes
             if reason is not None:
                 ended.append(self.finish(sequence.sequence_id, reason))
         return ended
-
-    def fail(self, sequence_id: int) -> list[Sequence]:
-        """End a sequence whose step failed. What the steps under way should have written for it is unpublished.
-
-        Returns the sequences that had already adopted such blocks: they are preempted and start over.
-        """
-        sequence = self.get(sequence_id)
-        tainted = self._retract(sequence)
-        self.finish(sequence_id, FinishReason.ERROR)
-        dependants = []
-        for other in list(self._running):
-            assert other.block_table is not None
-            if not tainted.isdisjoint(other.block_table.block_ids):
-                tainted |= self._retract(other)
-                self._preempt(other)
-                dependants.append(other)
-        return dependants
-
-    def _retract(self, sequence: Sequence) -> set[int]:
-        if sequence.block_table is None:
-            return set()
-        return set(sequence.block_table.retract(sequence.num_settled_tokens // self.config.block_size))
-
-    def reset_cache(self) -> None:
-        """Forget every computed value: running sequences start over, the prefix cache is emptied."""
-        for sequence in reversed(list(self._running)):
-            self._preempt(sequence)
-        if self.prefix_cache is not None:
-            self.prefix_cache.clear()
 
     def get_block_tables(self, sequence_ids: Iterable[int]) -> dict[int, list[int]]:
         """Block ids per sequence, in order; the tables' own lists, which grow.
@@ -251,108 +287,256 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._sequences) - len(self._running),
             blocks=self.pool.usage(),
+            swap=self.blocks.swap_usage(),
             preemptions_total=self._preemptions,
+            rescues_total=self._rescues,
+            blocks_copied_total=self.blocks.blocks_copied,
+            blocks_swapped_out_total=self.blocks.blocks_swapped_out,
+            blocks_swapped_in_total=self.blocks.blocks_swapped_in,
             prefix_hit_tokens_total=self._prefix_hit_tokens,
             prompt_tokens_total=self._prompt_tokens,
         )
 
-    # -- blocks --------------------------------------------------------------------------------------------------
+    @property
+    def running(self) -> SequenceQueue:
+        """In order of effective priority."""
+        return self._running
 
-    def _grow(self, sequence: Sequence, num_tokens: int, in_step: set[int]) -> bool:
-        """Room for the next `num_tokens` tokens, preempting newer sequences that this step does not run yet.
+    @property
+    def waiting(self) -> SequenceQueue:
+        """In order of effective priority."""
+        return self._waiting
 
-        Where only older ones, or ones already in the step, could give way: a decoding sequence is preempted itself,
-        a prefilling one keeps its blocks and sits this step out. False in both cases.
+    # -- failure -------------------------------------------------------------------------------------------------
+
+    def fail(self, sequence_id: int) -> list[Sequence]:
+        """End a sequence whose step failed. What the steps under way should have written for it is unpublished.
+
+        Returns the sequences that had already adopted such blocks: they are preempted and start over.
         """
-        assert sequence.block_table is not None
+        sequence = self.get(sequence_id)
+        tainted = self.blocks.retract(sequence)
+        self.finish(sequence_id, FinishReason.ERROR)
+        return self._void_dependants(tainted)
+
+    def start_over(self, sequence: Sequence) -> list[Sequence]:
+        """What a sequence has computed in the steps under way, or what was moved for it, is lost: it is computed again.
+        So are those that had adopted blocks from it, which are returned."""
+        if sequence.status is SequenceStatus.RUNNING:
+            tainted = self.blocks.retract(sequence)
+            self._preempt(sequence, swap=False)
+            return self._void_dependants(tainted)
+        if sequence.status is SequenceStatus.SWAPPED:
+            sequence.transition(SequenceStatus.PREEMPTED)
+            self.blocks.drop_swapped(sequence)
+        return []
+
+    def undo_moves(self, batch: Batch) -> None:
+        """The moves of a batch failed, wholly or in part: whoever needs them starts over."""
+        slots = {slot for _, slot in batch.moves.swap_out}
+        blocks = {block for _, block in (*batch.moves.copies, *batch.moves.swap_in)}
+        for sequence in list(self._sequences.values()):
+            table = sequence.block_table
+            if not slots.isdisjoint(sequence.swap_slots) or (table and not blocks.isdisjoint(table.block_ids)):
+                sequence.num_settled_tokens = 0
+                self.start_over(sequence)
+
+    def reset_cache(self) -> None:
+        """Forget every value in the pool: running sequences start over, the prefix cache is emptied."""
+        for sequence in list(self._running):
+            self._preempt(sequence, swap=False)
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+
+    def _void_dependants(self, tainted: set[int]) -> list[Sequence]:
+        dependants = []
+        for other in list(self._running):
+            assert other.block_table is not None
+            if not tainted.isdisjoint(other.block_table.block_ids):
+                tainted |= self.blocks.retract(other)
+                self._preempt(other, swap=False)
+                dependants.append(other)
+        return dependants
+
+    # -- decoding and prompts ------------------------------------------------------------------------------------
+
+    def _is_turn_of_decodes(self) -> bool:
+        """Of steps that do either: decoding gets its share of those in which both could be done."""
+        decoding = any(map(is_decoding, self._running))
+        prompts = len(self._waiting) > 0 or any(sequence.num_uncomputed_tokens > 1 for sequence in self._running)
+        if not (decoding and prompts):
+            return decoding
+        self._decode_credit += self.config.decode_preference
+        if self._decode_credit < 1:
+            return False
+        self._decode_credit -= 1
+        return True
+
+    def _add_decodes(self, plan: StepPlan) -> None:
+        for sequence in list(filter(is_decoding, self._running)):
+            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, 1, plan):
+                self._add(plan, sequence, 1)
+
+    def _add_prompts(self, plan: StepPlan) -> None:
+        """Chunks of running and waiting prompts, in order. It ends with a running one that finds no block: newcomers
+        would only be in its way."""
+        if plan.rows:
+            share = int((1 - self.config.decode_preference) * self.config.max_num_batched_tokens)
+            plan.budget = min(plan.budget, max(1, share))
+        prefilling = [sequence for sequence in self._running if sequence.num_uncomputed_tokens > 1]
+        waiting = self._waiting.first(self.config.max_num_seqs - len(self._running) + LOOK_AHEAD)
+        in_order = list(heapq.merge(prefilling, waiting, key=ORDER))
+        if plan.rescued is not None:
+            in_order.sort(key=lambda sequence: sequence is not plan.rescued)
+        refused = 0
+        for sequence in in_order:
+            if plan.budget == 0:
+                return
+            if sequence.status is SequenceStatus.RUNNING:
+                self.blocks.catch_up(sequence)
+                num_tokens = min(plan.budget, sequence.num_uncomputed_tokens)
+                if not self._grow(sequence, num_tokens, plan):
+                    return
+                self._add(plan, sequence, num_tokens)
+            elif refused == LOOK_AHEAD or sequence.sequence_id in plan.gave_way:
+                continue
+            elif self._admit(sequence):
+                num_tokens = min(plan.budget, sequence.num_uncomputed_tokens)
+                self.blocks.grow(sequence, num_tokens)
+                self._add(plan, sequence, num_tokens)
+            else:
+                refused += 1
+
+    def _add(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
+        plan.add(sequence, num_tokens)
+        self.blocks.publish(sequence)
+
+    def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Blocks for the next `num_tokens` tokens. Those behind it that are not in the step yet give way, the last
+        first. Where it is the last itself, it gives way if it decodes; a prompt keeps its blocks and sits the step out.
+        False in both cases.
+        """
         while True:
             try:
-                sequence.block_table.grow(sequence.num_computed_tokens + num_tokens)
+                self.blocks.grow(sequence, num_tokens)
                 return True
             except OutOfBlocksError:
-                newest = next((s for s in reversed(self._running) if s.sequence_id not in in_step), sequence)
-                if newest is not sequence:
-                    self._preempt(newest)
-                    continue
-                if sequence.num_uncomputed_tokens == 1:
-                    self._preempt(sequence)
-                return False
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, at its old place. Its full blocks stay findable until they are handed out again."""
-        sequence.transition(SequenceStatus.PREEMPTED)
-        self._running.remove(sequence)
-        self._give_back(sequence)
-        sequence.num_computed_tokens = sequence.num_settled_tokens = 0
-        sequence.num_preemptions += 1
-        self._preemptions += 1
-        bisect.insort(self._waiting, sequence, key=arrival)
-        logger.info("preempted sequence %d (preemption %d)", sequence.sequence_id, sequence.num_preemptions)
-
-    def _give_back(self, sequence: Sequence) -> None:
-        if sequence.block_table is not None:
-            sequence.block_table.release()
-            sequence.block_table = None
+                last = next(other for other in reversed(self._running) if other not in plan)
+                if last is sequence and sequence.num_uncomputed_tokens > 1:
+                    return False
+                self._give_way(last, plan)
+                if last is sequence:
+                    return False
 
     # -- admission -----------------------------------------------------------------------------------------------
 
-    def _admit(self, budget: int) -> Sequence | None:
-        """Move the first waiting sequence to RUNNING, with blocks for its first chunk; None where it has to wait on."""
-        if not self._waiting:
-            return None
-        sequence = self._waiting[0]
-        hit = self._find_prefix(sequence)
-        if not self._has_room(sequence, hit):
-            return None
-        del self._waiting[0]
-        self._start(sequence, hit, budget)
-        return sequence
-
-    def _find_prefix(self, sequence: Sequence) -> PrefixHit:
-        if self.prefix_cache is None:
-            return PrefixHit()
-        self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, len(sequence.token_ids))
-        return self.prefix_cache.match(self._reusable_keys(sequence), sequence.token_ids)
-
-    def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the blocks it may take from the cache: at least one token must be left to compute for its logits."""
-        return sequence.block_keys[: (len(sequence.token_ids) - 1) // self.config.block_size]
-
-    def _has_room(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Whether it can be prefilled to its end beside what the running sequences need to finish theirs.
-
-        Admitting on the first chunk alone would let prompts preempt each other half-way; without room for the first
-        token of the answer, a newcomer would be the first to be preempted, right after its prefill.
-        """
-        reserved = sum(s.block_table.blocks_missing(len(s.token_ids)) for s in self._running if s.block_table)
-        revived = sum(self.pool.ref_count(cached.block) == 0 for cached in hit.blocks)
-        tokens = min(len(sequence.token_ids) + 1, sequence.max_kv_tokens)
-        wanted = blocks_for(tokens, self.config.block_size) - len(hit)
-        return wanted + reserved <= self.pool.num_free - revived
-
-    def _start(self, sequence: Sequence, hit: PrefixHit, budget: int) -> None:
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move a waiting sequence to RUNNING if there is a seat and room for it."""
+        if len(self._running) >= self.config.max_num_seqs:
+            return False
+        reuse = self._reusable(sequence)
+        if not self._has_room(sequence, reuse):
+            sequence.num_passes += 1
+            return False
         first_time = sequence.status is SequenceStatus.WAITING
-        table = BlockTable(self.pool, self.prefix_cache)
-        table.adopt(hit)
-        cached = len(hit) * self.config.block_size
-        table.grow(cached + min(budget, len(sequence.token_ids) - cached))
+        self._waiting.remove(sequence)
+        self.blocks.start(sequence, reuse)
         sequence.transition(SequenceStatus.RUNNING)
-        sequence.block_table = table
-        sequence.num_computed_tokens = sequence.num_settled_tokens = cached
+        sequence.num_passes = 0
+        self._running.add(sequence)
         if first_time:
-            sequence.num_cached_tokens = cached
-            self._prefix_hit_tokens += cached
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self._prefix_hit_tokens += sequence.num_cached_tokens
             self._prompt_tokens += sequence.num_prompt_tokens
-        bisect.insort(self._running, sequence, key=arrival)
-        if hit:
-            logger.debug("sequence %d: prefix_hit=true, %d cached tokens", sequence.sequence_id, cached)
+        self._log("admitted", sequence, logging.DEBUG)
+        shared = [self.pool.ref_count(cached.block) for cached in reuse.hit.blocks]
+        if shared:
+            logger.debug(
+                "sequence %d: prefix_hit=true, %d blocks (%d tokens), reference counts up to %d",
+                sequence.sequence_id,
+                len(shared),
+                len(shared) * self.config.block_size,
+                max(shared),
+            )
+        return True
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Offer the blocks that this step fills. Every layer writes before it attends, so even a sequence of the same
-        step may use them, provided it comes later in the batch's order."""
-        if self.prefix_cache is None:
+    def _reusable(self, sequence: Sequence) -> Reuse:
+        parent = sequence.fork_of if sequence.status is SequenceStatus.WAITING else None
+        computed = parent is not None and parent.num_computed_tokens >= sequence.num_prompt_tokens
+        return self.blocks.find(sequence, parent if computed else None)
+
+    def _has_room(self, sequence: Sequence, reuse: Reuse) -> bool:
+        """Whether it can be prefilled to its end beside what those that run need to finish their prompts, or their
+        next token. Lower classes are not counted: they would give way to it."""
+        reserved = sum(
+            other.block_table.blocks_missing(len(other.token_ids))
+            for other in self._running
+            if other.block_table is not None and other.priority <= sequence.priority
+        )
+        return self.blocks.room_for(sequence, reuse) + reserved <= self.pool.num_free
+
+    def _make_way(self, plan: StepPlan) -> None:
+        """Before a step is made up: a seat and room for a waiting sequence that was passed over MAX_PASSES times, or
+        else for the first in the queue, from those of lower classes that are behind it."""
+        candidates = self._waiting.first(LOOK_AHEAD)
+        if not candidates:
             return
-        assert sequence.block_table is not None
-        num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
-        self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, num_tokens)
-        sequence.block_table.publish(sequence.token_ids, num_tokens, sequence.block_keys)
+        rescued = next((sequence for sequence in candidates if sequence.num_passes >= MAX_PASSES), None)
+        sequence = candidates[0] if rescued is None else rescued
+        victims = list(reversed(self._running))
+        if rescued is None:
+            victims = [v for v in victims if v.priority > sequence.priority and v.order > sequence.order]
+            room = self.pool.num_free + sum(map(self.blocks.num_releasable, victims))
+            if not victims or room < self.blocks.room_for(sequence, self._reusable(sequence)):
+                return
+        plan.rescued = rescued
+        for victim in victims:
+            if self.admission(sequence) is Admission.OK:
+                break
+            self._give_way(victim, plan)
+        else:
+            return
+        if rescued is not None and plan.gave_way:
+            self._rescues += 1
+            self._log(f"made room after {sequence.num_passes} passes for", sequence, logging.INFO)
+
+    def _release_forks(self, parent: Sequence) -> None:
+        """Its prompt is computed, or will not be by it: the forks may queue."""
+        for fork in self._forks.pop(parent.sequence_id, ()):
+            self._waiting.add(fork)
+
+    # -- preemption ----------------------------------------------------------------------------------------------
+
+    def _give_way(self, sequence: Sequence, plan: StepPlan) -> None:
+        self._preempt(sequence, swap=not sequence.awaits_last_token)
+        plan.gave_way.add(sequence.sequence_id)
+
+    def _preempt(self, sequence: Sequence, swap: bool) -> None:
+        """Back to the queue, at its place. swap: keep its values in swap space if that has room. Otherwise they are
+        computed again, but for full blocks that are still found in the prefix cache when its turn comes."""
+        swapped = swap and self.blocks.swap_out(sequence)
+        if not swapped:
+            self.blocks.release(sequence)
+        self._running.remove(sequence)
+        sequence.transition(SequenceStatus.SWAPPED if swapped else SequenceStatus.PREEMPTED)
+        sequence.num_preemptions += 1
+        self._preemptions += 1
+        self._waiting.add(sequence)
+        self._log("swapped out" if swapped else "preempted", sequence, logging.INFO)
+
+    def _log(self, what: str, sequence: Sequence, level: int) -> None:
+        now = self.clock()
+        logger.log(
+            level,
+            "%s sequence %d: priority %s, effective %.2f, %.1f s old, preemption %d",
+            what,
+            sequence.sequence_id,
+            sequence.priority.name,
+            sequence.effective_priority(now),
+            now - sequence.arrival_time,
+            sequence.num_preemptions,
+        )
+
+
+def is_decoding(sequence: Sequence) -> bool:
+    return sequence.num_uncomputed_tokens == 1 and not sequence.awaits_last_token

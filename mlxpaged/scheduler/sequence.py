@@ -20,11 +20,13 @@ AGING_RATE = 0.1
 
 
 class SequenceStatus(Enum):
-    """WAITING has never run; PREEMPTED ran and gave its blocks back; both wait for admission to RUNNING."""
+    """WAITING has never run. PREEMPTED ran and gave its blocks back, SWAPPED did and has their contents in swap space;
+    all three wait for admission to RUNNING."""
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
@@ -42,7 +44,8 @@ class FinishReason(str, Enum):
 
 LEGAL_TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
-    SequenceStatus.RUNNING: frozenset({SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED, SequenceStatus.FINISHED}),
+    SequenceStatus.SWAPPED: frozenset({SequenceStatus.RUNNING, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}),
     SequenceStatus.PREEMPTED: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
     SequenceStatus.FINISHED: frozenset(),
 }
@@ -84,7 +87,7 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.priority = priority
         self.arrival_time = arrival_time  # seconds, on the clock of the caller's choice
-        self.arrival = -1  # place in the order of arrival, given by the scheduler and kept through preemption
+        self.arrival = -1  # place in the order of arrival, given by the scheduler
         self.block_table: BlockTable | None = None  # set while it holds blocks
         self.block_keys: list[bytes] = []  # hashes of its full blocks, for the prefix cache
         self.num_computed_tokens = 0
@@ -94,12 +97,28 @@ class Sequence:
         self.num_preemptions = 0
         self.num_swaps_out = 0
         self.num_swaps_in = 0
+        self.swap_slots: list[int] = []  # of its blocks, in order, while it is swapped out
+        self.num_swapped_tokens = 0  # whose values they hold
+        self.fork_of: Sequence | None = None  # has the same prompt, and blocks to share
+        self.num_passes = 0  # steps in a row that had no room for it
         self.finish_reason: FinishReason | None = None
         self._status = SequenceStatus.WAITING
 
     def __repr__(self) -> str:
         progress = f"{self.num_computed_tokens}/{len(self.token_ids)}"
         return f"Sequence({self.sequence_id}, {self._status.value}, {progress} computed)"
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Its place among all others, the smallest first, kept through preemption: by effective priority, then arrival.
+
+        All age at the same rate, so the order of `effective_priority` at any one time is that of this constant.
+        """
+        return self.priority + AGING_RATE * self.arrival_time, self.arrival
+
+    def effective_priority(self, now: float) -> float:
+        """Its class less what its age is worth; the lowest is served first."""
+        return self.priority - AGING_RATE * (now - self.arrival_time)
 
     @property
     def status(self) -> SequenceStatus:

@@ -217,8 +217,10 @@ class StepGate:
 def within_one_step(server: RunningServer, gate: StepGate, method: str, path: str) -> httpx.Response:
     """The answer to a question to the engine, which is in the middle of a step: that one is let through, no other."""
     gate.wait_held()
+    commands = server.engine._thread._commands
+    before = commands.qsize()
     pending = Background.request(server, method, path)
-    wait_until(lambda: not server.engine._thread._commands.empty())
+    wait_until(lambda: commands.qsize() > before)
     gate.allow(1)
     return pending.result()
 

@@ -77,8 +77,44 @@ def test_adopted_blocks_are_shared_with_a_reference_count_of_two() -> None:
     second.adopt(cache.match(keys, list(range(10))))
     assert second.block_ids == first.block_ids[:2]
     assert [pool.ref_count(block) for block in second.block_ids] == [2, 2]
+
+
+def test_blocks_are_adopted_behind_the_chain_in_the_place_of_private_ones() -> None:
+    pool, cache = make()
+    tokens = list(range(16))
+    keys: list[bytes] = []
+    cache.extend_keys(keys, tokens, len(tokens))
+    second = BlockTable(pool, cache)
+    second.grow(6)
+    second.publish(tokens, 4, keys)
+    first = BlockTable(pool, cache)
+    fill(first, cache, tokens)
+    hit = cache.match(keys, tokens, second.chain)
+    assert [cached.block for cached in hit.blocks] == first.block_ids[1:]
+    second.adopt(hit)
+    assert second.block_ids[1:] == first.block_ids[1:]
+    assert pool.usage().used == 5, "the private block is free again; the first is each one's own"
+
+
+def test_a_fork_shares_every_block_and_copies_the_one_it_writes_into() -> None:
+    pool, cache = make()
+    parent, fork = BlockTable(pool, cache), BlockTable(pool, cache)
+    fill(parent, cache, list(range(10)))
+    before = list(parent.block_ids)
+    fork.fork(parent, 9)
+    assert fork.block_ids == parent.block_ids
+    assert [pool.ref_count(block) for block in before] == [2, 2, 2]
+    assert fork.is_shared(9)
+    assert not fork.is_shared(12), "that block is not there yet"
+    source, target = fork.make_private(9)
+    assert (source, fork.block_ids) == (before[2], [*before[:2], target])
+    assert parent.block_ids == before
+    assert not parent.is_shared(9), "the last owner writes in place"
     with pytest.raises(ValueError, match="empty table"):
-        second.adopt(cache.match(keys, list(range(10))))
+        fork.fork(parent, 9)
+    fork.release()
+    parent.release()
+    assert pool.usage().used == 0
 
 
 def test_retract_unpublishes_own_blocks_but_not_adopted_ones() -> None:

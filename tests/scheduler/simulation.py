@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from mlxpaged.scheduler import (
     Batch,
+    BlockMoves,
     FinishReason,
     ScheduledSequence,
     Scheduler,
@@ -56,6 +57,7 @@ class Simulation:
         self.overlap = overlap
         self.under_way: Batch | None = None
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> the tokens up to this one
+        self.swapped: dict[tuple[int, int], tuple[int, ...]] = {}  # (swap slot, offset) -> the same
         self.drawn: dict[tuple[int, int], int] = {}  # (sequence, position) -> token, on the device
         self.ended: dict[int, FinishReason] = {}
         self.computed: Counter[int] = Counter()
@@ -71,6 +73,7 @@ class Simulation:
 
     def step(self) -> Batch:
         batch, due = self.schedule()
+        self.move(batch.moves)
         self.compute(batch.rows)
         self.batches.append([(row.sequence.sequence_id, row.num_tokens) for row in batch.rows])
         for each in due:
@@ -93,6 +96,7 @@ class Simulation:
     def fail(self, choose: Callable[[list[Sequence]], Sequence]) -> None:
         """What is under way fails because of one sequence, and is run again as the engine does."""
         batch, due = self.schedule()
+        self.move(batch.moves)
         self.compute(batch.rows)
         failed = [*due, batch] if self.overlap else due
         self.under_way = None
@@ -103,6 +107,9 @@ class Simulation:
         culprit = choose(running) if running else None
         if any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
             self.scheduler.reset_cache()
+        for row in rows:
+            if row.sequence.status in (SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED):
+                self.scheduler.start_over(row.sequence)
         for each in failed:
             for row in each.rows:
                 if row.sequence is culprit and culprit.status is SequenceStatus.RUNNING:
@@ -122,10 +129,26 @@ class Simulation:
                 self.slots.pop((table.block_ids[position // size], position % size), None)
         self.drawn.pop((row.sequence.sequence_id, row.context_len), None)
 
+    def move(self, moves: BlockMoves) -> None:
+        """In the order that BlockMoves promises to be safe. Blocks move as they are, whatever was never written."""
+        size = self.scheduler.config.block_size
+        for kind, source, target in (
+            (moves.swap_out, self.slots, self.swapped),
+            (moves.copies, self.slots, self.slots),
+            (moves.swap_in, self.swapped, self.slots),
+        ):
+            assert len({to for _, to in kind}) == len(kind), "moved twice to one place"
+            held = {(to, o): source[at, o] for at, to in kind for o in range(size) if (at, o) in source}
+            for _, to in kind:
+                for offset in range(size):
+                    target.pop((to, offset), None)
+            target.update(held)
+
     def compute(self, rows: Iterable[ScheduledSequence]) -> None:
         """What the device does: write, read, draw. The tokens that it drew before are known to it alone."""
         size = self.scheduler.config.block_size
         contexts = []
+        written: set[tuple[int, int]] = set()
         for row in rows:
             seq = row.sequence
             assert seq.block_table is not None
@@ -135,6 +158,8 @@ class Simulation:
             ]
             places = [(seq.block_table.block_ids[p // size], p % size) for p in range(row.context_len)]
             for position in range(row.start, row.context_len):
+                assert places[position] not in written, "two sequences write to one place"
+                written.add(places[position])
                 self.slots[places[position]] = tuple(tokens[: position + 1])
             contexts.append((row, tokens, places))
         for row, tokens, places in contexts:
@@ -176,14 +201,18 @@ class Simulation:
         usage = pool.usage()
         assert usage.used + usage.cached + usage.free == pool.num_blocks
         holders: Counter[int] = Counter()
+        slots: Counter[int] = Counter()
         for seq in unfinished(self.scheduler):
             assert seq.num_pending_tokens == seq.token_ids.count(PENDING) <= 1 + self.overlap
             assert (seq.block_table is not None) == (seq.status is SequenceStatus.RUNNING)
             assert seq.block_table is not None or seq.num_computed_tokens == 0
+            assert bool(seq.swap_slots) == (seq.status is SequenceStatus.SWAPPED) == (seq.num_swapped_tokens > 0)
+            slots.update(seq.swap_slots)
             if seq.block_table is not None:
                 holders.update(seq.block_table.block_ids)
-                partial = seq.block_table.block_ids[seq.num_computed_tokens // pool.block_size :]
-                assert all(pool.ref_count(block) == 1 for block in partial)
         assert all(pool.ref_count(block) == holders[block] for block in range(pool.num_blocks))
+        swap = self.scheduler.blocks.swap
+        if swap is not None:
+            assert all(swap.ref_count(slot) == slots[slot] <= 1 for slot in range(swap.num_blocks))
         running = [s for s in unfinished(self.scheduler) if s.status is SequenceStatus.RUNNING]
         assert len(running) <= self.scheduler.config.max_num_seqs

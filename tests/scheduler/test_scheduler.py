@@ -31,9 +31,9 @@ def test_a_step_mixes_decoding_sequences_and_several_prompt_chunks_within_the_bu
     simulation.step()
     simulation.add(sequence(2, 6), sequence(3, 20))
     simulation.step()
-    assert simulation.batches[-1] == [(1, 1), (2, 6), (3, 9)]
+    assert simulation.batches[-1] == [(1, 1), (2, 6), (3, 2)], "half of the budget is not for prompts: somebody decodes"
     simulation.step()
-    assert simulation.batches[-1] == [(1, 1), (2, 1), (3, 11)]
+    assert simulation.batches[-1] == [(1, 1), (2, 1), (3, 8)]
 
 
 def test_no_step_exceeds_the_token_budget_and_decodes_are_never_left_out() -> None:
@@ -180,7 +180,7 @@ def test_a_preempted_sequence_keeps_its_place_before_later_arrivals() -> None:
     simulation.add(*(sequence(number, 7, max_tokens=14) for number in (1, 2, 3)))
     while not simulation.scheduler.stats().preemptions_total:
         simulation.step()
-    simulation.add(sequence(4, 7, max_tokens=1))
+    simulation.add(sequence(4, 16, max_tokens=1))
     simulation.run()
     first_seen = [number for batch in simulation.batches for number, _ in batch]
     resumed = max(
@@ -318,7 +318,7 @@ def test_a_failed_sequence_takes_back_what_it_published_in_that_step_and_its_dep
     simulation.slots.update({(b, o): tuple(stranger.token_ids[: o + 1]) for b in range(64) for o in range(4)})
     simulation.check_books()
     batch = simulation.scheduler.schedule()
-    assert (2, 41) in [(row.sequence.sequence_id, row.num_tokens) for row in batch.rows]
+    assert (2, 32) in [(row.sequence.sequence_id, row.num_tokens) for row in batch.rows]
 
 
 @pytest.mark.parametrize("culprit", [1, 2])
@@ -387,5 +387,16 @@ def test_aborted_waiters_leave_nothing_behind_while_the_batch_is_full() -> None:
     for number in range(2, 200):
         simulation.add(sequence(number, 4))
         simulation.abort(number)
-    assert simulation.scheduler._waiting == []
+    assert len(simulation.scheduler.waiting) == 0
     simulation.run()
+
+
+def test_a_prefix_hit_is_logged_with_its_blocks_and_their_reference_counts(caplog: pytest.LogCaptureFixture) -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=64))
+    simulation.add(sequence(1, [*PREFIX, 1], max_tokens=9))
+    simulation.step()
+    with caplog.at_level("DEBUG"):
+        simulation.add(sequence(2, [*PREFIX, 2], max_tokens=9))
+        simulation.step()
+    assert len(PREFIX) == 40
+    assert "sequence 2: prefix_hit=true, 10 blocks (40 tokens), reference counts up to 2" in caplog.text

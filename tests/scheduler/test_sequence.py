@@ -8,19 +8,24 @@ import pytest
 
 from mlxpaged.scheduler import FinishReason, IllegalTransitionError, Sequence, SequenceStatus
 
-WAITING, RUNNING, PREEMPTED, FINISHED = SequenceStatus
+WAITING, RUNNING, PREEMPTED, SWAPPED, FINISHED = SequenceStatus
 
 PATHS = {
     WAITING: [],
     RUNNING: [RUNNING],
     PREEMPTED: [RUNNING, PREEMPTED],
+    SWAPPED: [RUNNING, SWAPPED],
     FINISHED: [FINISHED],
 }
 LEGAL = {
     (WAITING, RUNNING),
     (WAITING, FINISHED),
     (RUNNING, PREEMPTED),
+    (RUNNING, SWAPPED),
     (RUNNING, FINISHED),
+    (SWAPPED, RUNNING),
+    (SWAPPED, PREEMPTED),
+    (SWAPPED, FINISHED),
     (PREEMPTED, RUNNING),
     (PREEMPTED, FINISHED),
 }
