@@ -21,7 +21,9 @@ class Deadline(NamedTuple):
     def message(self, sequence: Sequence, now: float) -> str:
         """How far the sequence has come, for its client."""
         name = "ttft_timeout" if self.of_first_token else "timeout"
-        prompt, computed = sequence.num_prompt_tokens, min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        prompt = computed = sequence.num_prompt_tokens
+        if sequence.num_output_tokens == 0:  # else its prompt was computed, be its blocks lost since then
+            computed = min(prompt, max(sequence.num_computed_tokens, sequence.num_swapped_tokens))
         return (
             f"{name} of {self.limit:g} s passed: after {now - sequence.arrival_time:.3f} s the request was "
             f"{sequence.status.value}, with {computed} of {prompt} prompt tokens computed and "

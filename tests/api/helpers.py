@@ -264,7 +264,7 @@ def run_until_preempted(server: RunningServer, gate: StepGate, request_id: str) 
         running = [
             r.sequence.status for r in list(server.core._requests.values()) if r.request.request_id == request_id
         ]
-        return running == [SequenceStatus.PREEMPTED]
+        return running in ([SequenceStatus.PREEMPTED], [SequenceStatus.SWAPPED])
 
     wait_until(lambda: preempted() or gate.allow(1), DEADLINE)
 

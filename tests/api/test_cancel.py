@@ -103,14 +103,21 @@ def test_a_waiting_request_that_is_cancelled_never_runs(server: RunningServer, s
     assert after.scheduler.prompt_tokens_total - before.scheduler.prompt_tokens_total == 10
 
 
-def test_a_preempted_request_that_is_cancelled_does_not_come_back(demo_server: RunningServer) -> None:
-    config = EngineConfig(kv_cache_bytes=5 * block_bytes(demo_server), prefix_caching=False)
+@pytest.mark.parametrize(("swap_blocks", "state"), [(0, "preempted"), (20, "swapped")])
+def test_a_preempted_request_that_is_cancelled_does_not_come_back(
+    demo_server: RunningServer, swap_blocks: int, state: str
+) -> None:
+    block = block_bytes(demo_server)
+    config = EngineConfig(kv_cache_bytes=5 * block, swap_space_bytes=swap_blocks * block, prefix_caching=False)
     with running_server(config) as server, StepGate(server) as gate:
         first = start(server, run_on(random_tokens(30, 5), 110), "first")
         second = start(server, run_on(random_tokens(30, 6), 110, service_tier="flex"), "second")
         run_until_preempted(server, gate, "second")
+        swap = within_one_step(server, gate, "GET", "/v1/status").json()["swap"]
+        assert (swap["used"] > 0, swap["total"]) == (swap_blocks > 0, swap_blocks)
         generated = within_one_step(server, gate, "DELETE", f"{REQUESTS}/second").json()["choices"]
-        assert [choice["status"] for choice in generated] == ["preempted"]
+        assert [choice["status"] for choice in generated] == [state]
+        assert server.core.scheduler.blocks.swap_usage().used == 0
         assert generated[0]["completion_tokens"] > 0
         check_failure(second, *CANCELLED)
         gate.open()

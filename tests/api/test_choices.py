@@ -22,6 +22,7 @@ from tests.api.helpers import (
     stream_events,
     text_of,
     tokens_of,
+    within_one_step,
 )
 from tests.support import RunningServer, running_server, wait_until
 
@@ -163,6 +164,21 @@ def test_later_choices_are_forks_of_the_first(one_at_a_time: RunningServer) -> N
         assert len({request.arrival_time for request in requests}) == 1
         gate.open()
         assert pending.result().json()["service_tier"] == "flex"
+
+
+def test_choices_share_the_blocks_of_their_prompt(demo_server: RunningServer) -> None:
+    """Three whole blocks and a part of one: each choice needs a copy of that part only."""
+    with StepGate(demo_server) as gate:
+        pending = start(demo_server, run_on(random_tokens(100, 60), 9, n=3, temperature=1), "mine")
+        gate.allow(2)
+        status = within_one_step(demo_server, gate, "GET", "/v1/status").json()
+        gate.open()
+        assert pending.result().status_code == 200
+    assert [s["request_id"] for s in status["running"]["sequences"]] == [f"mine-{i}" for i in range(3)]
+    assert {(s["blocks"], s["shared_blocks"], s["max_ref_count"]) for s in status["running"]["sequences"]} == {
+        (4, 3, 3)
+    }
+    assert status["blocks"]["used"] == 3 + 3
 
 
 def test_choices_count_as_requests_against_the_queue(one_at_a_time: RunningServer) -> None:

@@ -118,8 +118,10 @@ def test_a_stream_that_is_cut_by_its_deadline_has_sent_its_text(server: RunningS
     assert whole.startswith(received)
 
 
-def test_a_preempted_request_ends_at_its_deadline(demo_server: RunningServer) -> None:
-    config = EngineConfig(kv_cache_bytes=5 * block_bytes(demo_server), prefix_caching=False)
+@pytest.mark.parametrize(("swap_blocks", "state"), [(0, "preempted"), (20, "swapped")])
+def test_a_preempted_request_ends_at_its_deadline(demo_server: RunningServer, swap_blocks: int, state: str) -> None:
+    block = block_bytes(demo_server)
+    config = EngineConfig(kv_cache_bytes=5 * block, swap_space_bytes=swap_blocks * block, prefix_caching=False)
     with running_server(config, clock=clock) as server, StepGate(server) as gate:
         first = start(server, run_on(random_tokens(30, 5), 110), "first")
         second = start(server, run_on(random_tokens(30, 6), 110, timeout=60, service_tier="flex"), "second")
@@ -127,7 +129,8 @@ def test_a_preempted_request_ends_at_its_deadline(demo_server: RunningServer) ->
         clock.advance(61)
         gate.allow(1)
         error = check_failure(second, 408, "timeout_error", "deadline_exceeded")
-        assert "preempted" in error["message"]
+        assert f"was {state}, with 30 of 30 prompt tokens computed" in error["message"]
+        assert server.core.scheduler.blocks.swap_usage().used == 0
         gate.open()
         assert first.result().json()["usage"]["completion_tokens"] == 110
         server.wait_idle()

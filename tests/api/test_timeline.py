@@ -102,9 +102,13 @@ def test_chat_has_timelines_too_and_the_wait_is_in_them(server: RunningServer, s
     assert add_up(timeline)
 
 
+@pytest.mark.parametrize("swap_blocks", [0, 20])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_preemption_is_a_phase_of_its_own(demo_server: RunningServer, stream: bool) -> None:
-    config = EngineConfig(kv_cache_bytes=3 * block_bytes(demo_server), prefix_caching=False, timelines=True)
+def test_a_preemption_is_a_phase_of_its_own(demo_server: RunningServer, stream: bool, swap_blocks: int) -> None:
+    block = block_bytes(demo_server)
+    config = EngineConfig(
+        kv_cache_bytes=3 * block, swap_space_bytes=swap_blocks * block, prefix_caching=False, timelines=True
+    )
     with running_server(config, clock=clock) as server:
         clock.tick(server)
         with StepGate(server) as gate:
@@ -118,9 +122,10 @@ def test_a_preemption_is_a_phase_of_its_own(demo_server: RunningServer, stream: 
     assert undisturbed["preemptions"] == undisturbed["preempted_seconds"] == undisturbed["recomputed_tokens"] == 0
     assert undisturbed["steps"] == 60
     assert add_up(preempted)
-    assert preempted["preemptions"] >= 1
+    assert preempted["preemptions"] == 1
+    assert preempted["swaps_out"] == preempted["swaps_in"] == (swap_blocks > 0)
     assert preempted["preempted_seconds"] > 10
-    assert preempted["recomputed_tokens"] > 30
+    assert (preempted["recomputed_tokens"] > 30) == (swap_blocks == 0)
     assert preempted["prompt_chunks"] == [30]
     assert preempted["steps"] == 60
     assert preempted["prefill_seconds"] + preempted["decode_seconds"] == 60, "a second per step that it was part of"
