@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import memory
+from mlxpaged.engine import EngineConfig, engine_thread, memory
 from mlxpaged.engine.memory import free_device_memory, kv_blocks, parse_size, swap_slots
+from mlxpaged.models import ModelNotFoundError
 
 
 @pytest.mark.parametrize(
@@ -121,3 +122,19 @@ def test_on_a_mac_the_memory_is_wired_up_to_the_working_set(
     memory.wire_device_memory()
     assert limits == ([] if error else [5_000])
     assert ("larger than the maximum working set" in caplog.text) == (error is not None)
+
+
+def test_the_engine_wires_its_memory_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def load_model(*_: object) -> None:
+        order.append("load")
+        raise ModelNotFoundError("no such model")
+
+    monkeypatch.setattr(engine_thread, "wire_device_memory", lambda: order.append("wire"))
+    monkeypatch.setattr(engine_thread, "load_model", load_model)
+    callbacks = engine_thread.Callbacks(lambda _: None, lambda *_: None, lambda reason: order.append(str(reason)))
+    thread = engine_thread.EngineThread(EngineConfig(), callbacks)
+    thread.start()
+    assert thread.join(10)
+    assert order == ["wire", "load", "no such model"]
