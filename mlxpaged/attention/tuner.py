@@ -89,7 +89,7 @@ class Workload:
 
 
 Run = Callable[[int], None]
-"""Computes attention that many times, each over the output of the one before, and waits."""
+"""Writes a token and computes attention that many times, each over the output of the one before, and waits."""
 
 Prepare = Callable[[AttentionShape, Workload, Choice], Run]
 
@@ -182,10 +182,15 @@ def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
     meta = AttentionMetadata.build(workload.query_lens, workload.context_lens, tables, size)
     queries = mx.zeros((meta.num_tokens, shape.num_query_heads, shape.head_dim), shape.dtype)
     sinks = mx.zeros((shape.num_query_heads,), shape.dtype) if shape.sinks else None
+    one_token = AttentionMetadata.build([1], workload.context_lens[:1], tables[:1], size)
 
     def run(calls: int) -> None:
         out = queries
         for _ in range(calls):
+            # As in a layer, a write comes first. Without it a copy of keys would not wait for the call before it, and
+            # run beside its attention.
+            row = out[:1, : shape.num_kv_heads]
+            kv.write(row, row, one_token)
             out = kv.attend(out, meta, scale=shape.head_dim**-0.5, window=shape.window, sinks=sinks)
         mx.eval(out)
 

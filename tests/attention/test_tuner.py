@@ -15,6 +15,7 @@ import pytest
 
 from mlxpaged.attention import (
     DEFAULT_TUNING,
+    AttentionMetadata,
     AttentionShape,
     LayerKVCache,
     Limits,
@@ -593,6 +594,25 @@ def test_timed_calls_feed_on_each_other_and_attend_as_the_layer_does(
     assert seen[2][0] is seen[1][2]
     assert seen[0][1]["window"] == 24
     assert seen[0][1]["sinks"].shape == (4,)
+
+
+def test_a_timed_call_touches_the_pool_only_after_the_call_before_it(
+    metal: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies of keys wait for a write, and the write for the attention before: as from layer to layer."""
+    written: list[float] = []
+    write, outputs = LayerKVCache.write, iter(range(1, 10))
+
+    def recording(kv: LayerKVCache, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
+        written.extend([keys.max().item(), values.min().item()])
+        write(kv, keys, values, meta)
+
+    monkeypatch.setattr(LayerKVCache, "write", recording)
+    monkeypatch.setattr(
+        LayerKVCache, "attend", lambda _, queries, *args, **__: mx.full(queries.shape, float(next(outputs)))
+    )
+    tuner.prepare(SHAPE, Workload([1, 1], [24, 40]), CONTIGUOUS)(3)
+    assert written == [0, 0, 1, 1, 2, 2]
 
 
 def test_timed_pools_stay_small_and_are_freed(metal: None, cache: TuningCache, monkeypatch: pytest.MonkeyPatch) -> None:
