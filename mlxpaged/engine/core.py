@@ -311,8 +311,9 @@ class EngineCore:
     def _repeat(self, batches: ListOf[Batch]) -> list[RequestOutput]:
         """Run batches of which one failed under way.
 
-        What a sequence computed that gave way or ended since then cannot be computed again as it was: the one starts
-        over when its turn comes; for the other, whose blocks others may have taken over, everything starts over.
+        What a sequence computed that gave way or ended since then is not computed again by that: its blocks may be
+        somebody else's by now, and those that it published are findable without ever having been written. Then
+        everything starts over.
         """
         logger.exception("a step failed, it is run again")
         self._under_way = None
@@ -324,7 +325,7 @@ class EngineCore:
             message = "the step failed and the KV pools were lost"
             outputs = [self._fail(row, message) for row in rows if not row.sequence.finish_reason]
             self._lose_pools()
-        elif any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
+        elif any(row.sequence.status is not SequenceStatus.RUNNING for row in rows):
             self.scheduler.reset_cache()
         for row in rows:
             if row.sequence.status in (SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED):

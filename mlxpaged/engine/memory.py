@@ -55,7 +55,7 @@ def wire_device_memory() -> None:
     """Keep weights and KV pools resident on a GPU that shares the system's memory, up to its working-set limit.
 
     macOS otherwise pages them out while the server is idle, and the first request after that is slow. Before macOS 15
-    there is no such limit to set, and MLX says so by raising.
+    MLX takes the limit and it has no effect. A limit that it refuses costs that speed and nothing else.
     """
     if mx.metal.is_available():
         try:

@@ -42,7 +42,10 @@ def input_ids(batch: Batch, token_ids: Sequence[int], drawn: DrawnTokens | None)
     place = {sequence_id: i for i, sequence_id in enumerate(drawn.sequence_ids)}
     ends = np.cumsum([row.num_tokens for row in batch.rows]) - 1
     source = np.zeros_like(known)
-    source[ends] = [place.get(row.sequence.sequence_id, 0) for row in batch.rows]
+    source[ends] = [
+        place[row.sequence.sequence_id] if token_ids[end] == PENDING else 0
+        for row, end in zip(batch.rows, ends.tolist(), strict=True)
+    ]
     uploaded = mx.array(np.stack([known, source]))
     return mx.where(uploaded[0] == PENDING, drawn.tokens[uploaded[1]], uploaded[0])
 

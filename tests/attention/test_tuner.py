@@ -15,6 +15,7 @@ import pytest
 
 from mlxpaged.attention import (
     DEFAULT_TUNING,
+    AttentionMetadata,
     AttentionShape,
     LayerKVCache,
     Limits,
@@ -58,6 +59,7 @@ class FakeDevice:
     wait: float = 0.0
     compile: float = 0.0
     now: float = 100.0
+    host: float = 0.0
     calls: list[tuple[AttentionShape, Workload, Choice, int]] = field(default_factory=list)
 
     def clock(self) -> float:
@@ -66,9 +68,14 @@ class FakeDevice:
     def prepare(self, shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
         compiling = [self.compile]
 
-        def run(calls: int) -> None:
-            self.calls.append((shape, workload, choice, calls))
-            self.now += (compiling.pop() if compiling else 0) + self.wait + calls * self.cost(workload, choice)
+        def run(calls: int) -> Callable[[], None]:
+            self.now += self.host  # the work of the host, which is no part of the time
+
+            def finish() -> None:
+                self.calls.append((shape, workload, choice, calls))
+                self.now += (compiling.pop() if compiling else 0) + self.wait + calls * self.cost(workload, choice)
+
+            return finish
 
         return run
 
@@ -154,6 +161,14 @@ def test_waiting_for_a_result_makes_no_candidate_hopeless(cache: TuningCache) ->
     assert times[CONTIGUOUS] == pytest.approx(1.5e-5 + 3e-4 / 6)
 
 
+def test_the_work_of_the_host_is_not_timed(cache: TuningCache) -> None:
+    device = FakeDevice(host=1e-4)
+    [one] = tune([SHAPE], Limits(1024, 1), cache=cache, tuner=device.tuner)
+    for workload, times in ((tuner.workload_of(entry, SHAPE, Limits(1024, 1)), t) for entry, t in one.times.items()):
+        for choice, seconds in times.items():
+            assert seconds == pytest.approx(device.cost(workload, choice) + device.wait / 8, rel=0.5)
+
+
 def test_a_repetition_that_was_disturbed_does_not_count(cache: TuningCache) -> None:
     device = FakeDevice()
     ordinary = device.prepare
@@ -161,10 +176,15 @@ def test_a_repetition_that_was_disturbed_does_not_count(cache: TuningCache) -> N
     def disturbed(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
         run = ordinary(shape, workload, choice)
 
-        def run_disturbed(calls: int) -> None:
-            run(calls)
-            if len(device.calls) % 7 in (4, 6):  # two of five repetitions, in turns early and late
-                device.now += 0.01
+        def run_disturbed(calls: int) -> Callable[[], None]:
+            finish = run(calls)
+
+            def finish_disturbed() -> None:
+                finish()
+                if len(device.calls) % 7 in (4, 6):  # two of five repetitions, in turns early and late
+                    device.now += 0.01
+
+            return finish_disturbed
 
         return run_disturbed
 
@@ -215,7 +235,7 @@ def test_equal_shapes_are_measured_once(cache: TuningCache) -> None:
 
 def failing(device: FakeDevice, broken: Callable[[Choice], bool], at_call: bool) -> Prepare:
     def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
-        def refuse(_: int) -> None:
+        def refuse(_: int) -> Callable[[], None]:
             raise RuntimeError("no such kernel")
 
         if broken(choice):
@@ -568,7 +588,7 @@ def test_what_is_timed_is_the_choice_for_the_workload(metal_on_cpu: Interpreter)
     for choice, kernel in ((CONTIGUOUS, "kv_gather"), (Choice(64), "merge_partials"), (Choice(128), "paged_attention")):
         run = tuner.prepare(SHAPE, Workload([1, 1], [100, 20]), choice)
         before = len(metal_on_cpu.launches)
-        run(3)
+        run(3)()
         names = [launch.kernel for launch in metal_on_cpu.launches[before:]]
         assert names.count(kernel) == (6 if choice == CONTIGUOUS else 3), "one for each sequence where it is copied"
         assert ("merge_partials" in names) == (choice == Choice(64))
@@ -595,6 +615,25 @@ def test_timed_calls_feed_on_each_other_and_attend_as_the_layer_does(
     assert seen[0][1]["sinks"].shape == (4,)
 
 
+def test_a_timed_call_touches_the_pool_only_after_the_call_before_it(
+    metal: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies of keys wait for a write, and the write for the attention before: as from layer to layer."""
+    written: list[float] = []
+    write, outputs = LayerKVCache.write, iter(range(1, 10))
+
+    def recording(kv: LayerKVCache, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
+        written.extend([keys.max().item(), values.min().item()])
+        write(kv, keys, values, meta)
+
+    monkeypatch.setattr(LayerKVCache, "write", recording)
+    monkeypatch.setattr(
+        LayerKVCache, "attend", lambda _, queries, *args, **__: mx.full(queries.shape, float(next(outputs)))
+    )
+    tuner.prepare(SHAPE, Workload([1, 1], [24, 40]), CONTIGUOUS)(3)()
+    assert written == [0, 0, 1, 1, 2, 2]
+
+
 def test_timed_pools_stay_small_and_are_freed(metal: None, cache: TuningCache, monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[LayerKVCache] = []
 
@@ -608,7 +647,7 @@ def test_timed_pools_stay_small_and_are_freed(metal: None, cache: TuningCache, m
     monkeypatch.setattr(tuner, "POOL_BYTES", 3 * 32 * 2 * 2 * 32 * 4)
     run = tuner.prepare(SHAPE, Workload([1] * 3, [70, 40, 40]), CONTIGUOUS)
     assert pools[-1].num_blocks == 3, "shared by the sequences"
-    run(2)
+    run(2)()
     monkeypatch.setattr(tuner, "LayerKVCache", LayerKVCache)
     cleared: list[bool] = []
     monkeypatch.setattr(tuner.mx, "clear_cache", lambda: cleared.append(True))

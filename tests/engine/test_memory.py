@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import memory
+from mlxpaged.engine import EngineConfig, engine_thread, memory
 from mlxpaged.engine.memory import free_device_memory, kv_blocks, parse_size, swap_slots
+from mlxpaged.models import ModelNotFoundError
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_the_swap_space_has_as_many_slots_as_fit() -> None:
         swap_slots(2_000_000, 1_000_000)
 
 
-@pytest.mark.parametrize("error", [None, ValueError("older than macOS 15")])
+@pytest.mark.parametrize("error", [None, ValueError("larger than the maximum working set")])
 def test_on_a_mac_the_memory_is_wired_up_to_the_working_set(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception | None
 ) -> None:
@@ -120,4 +121,20 @@ def test_on_a_mac_the_memory_is_wired_up_to_the_working_set(
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 5_000})
     memory.wire_device_memory()
     assert limits == ([] if error else [5_000])
-    assert ("older than macOS 15" in caplog.text) == (error is not None)
+    assert ("larger than the maximum working set" in caplog.text) == (error is not None)
+
+
+def test_the_engine_wires_its_memory_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def load_model(*_: object) -> None:
+        order.append("load")
+        raise ModelNotFoundError("no such model")
+
+    monkeypatch.setattr(engine_thread, "wire_device_memory", lambda: order.append("wire"))
+    monkeypatch.setattr(engine_thread, "load_model", load_model)
+    callbacks = engine_thread.Callbacks(lambda _: None, lambda *_: None, lambda reason: order.append(str(reason)))
+    thread = engine_thread.EngineThread(EngineConfig(), callbacks)
+    thread.start()
+    assert thread.join(10)
+    assert order == ["wire", "load", "no such model"]

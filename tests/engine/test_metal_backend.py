@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
+from mlxpaged.engine.core import StepUnderWay
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
 from tests.metal_on_cpu import Interpreter
@@ -85,6 +86,49 @@ def test_the_engine_gives_the_same_tokens_on_either_backend(
     if interpreter is not None:
         kernels = {launch.kernel for launch in interpreter.launches}
         assert {"paged_attention", "kv_write", "block_write"} <= kernels
+
+
+def test_sampled_requests_survive_aborts_and_a_failing_step_on_either_backend(
+    served: ServedModel, interpreter: Interpreter | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On metal, steps overlap: the one that fails has a successor under way, and a request leaves in between."""
+    params: list[dict[str, Any]] = [
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 40, "frequency_penalty": 1.0},
+        {"temperature": 0.0, "logprobs": 2, "repetition_penalty": 1.3},
+        {"temperature": 1.5, "seed": 4, "min_p": 0.05, "logit_bias": {7: 3.0}},
+    ]
+    outcomes = []
+    for backend in ("gather", "metal"):
+        core = make_core(served, backend)
+        for i, (prompt, options) in enumerate(zip(PROMPTS, params, strict=False)):
+            core.add(Request(str(i), prompt, SamplingParams(max_tokens=8, ignore_eos=True, **options), 0.0))
+        core.add(Request("leaves", PROMPTS[4], SamplingParams(max_tokens=8, ignore_eos=True), 0.0))
+        read, reads = StepUnderWay.read, []
+
+        def failing(step: StepUnderWay, read: Any = read, reads: list[int] = reads) -> Any:
+            reads.append(1)
+            if len(reads) == 3:
+                raise RuntimeError("injected")
+            return read(step)
+
+        monkeypatch.setattr(StepUnderWay, "read", failing)
+        outputs: dict[str, list[RequestOutput]] = {}
+        while core.has_work():
+            for output in core.step():
+                outputs.setdefault(output.request_id, []).append(output)
+            if len(reads) == 2:
+                core.abort("leaves")
+        monkeypatch.setattr(StepUnderWay, "read", read)
+        assert core.scheduler.pool.usage().used == 0
+        outputs.pop("leaves", None)
+        assert not any(output.error for answer in outputs.values() for output in answer)
+        tokens = {name: [t for output in answer for t in output.token_ids] for name, answer in outputs.items()}
+        logprobs = [entry.logprob for output in outputs["2"] for entry in output.logprobs]
+        assert [len(answer) for answer in tokens.values()] == [8] * 4
+        outcomes.append((tokens, logprobs))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert outcomes[0][1] == pytest.approx(outcomes[1][1], abs=1e-3)
 
 
 def test_a_long_prompt_takes_the_path_of_long_chunks(served: ServedModel, interpreter: Interpreter | None) -> None:
