@@ -93,17 +93,16 @@ class BlockManager:
         sequence.block_table = table
         sequence.num_computed_tokens = sequence.num_settled_tokens = computed
 
-    def catch_up(self, sequence: Sequence) -> None:
+    def catch_up(self, sequence: Sequence) -> bool:
         """Take over what others have computed of a prompt since its last chunk, so that nothing is computed twice."""
         table = sequence.block_table
         assert table is not None
         full = sequence.num_computed_tokens // self.block_size
-        if len(table.chain) != full:
-            return
-        hit = self._match(sequence, table.chain)
+        hit = self._match(sequence, table.chain) if len(table.chain) == full else PrefixHit()
         if hit:
             table.adopt(hit)
             sequence.num_computed_tokens = (full + len(hit)) * self.block_size
+        return bool(hit)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Blocks for the next `num_tokens` tokens, a private copy of the block that they begin in where it is shared.
@@ -147,11 +146,6 @@ class BlockManager:
             sequence.block_table = None
         sequence.num_computed_tokens = sequence.num_settled_tokens = 0
         self.drop_swapped(sequence)
-
-    def num_releasable(self, sequence: Sequence) -> int:
-        """Blocks that become free where it is released."""
-        table = sequence.block_table
-        return 0 if table is None else sum(self.pool.ref_count(block) == 1 for block in table.block_ids)
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Give the blocks back and keep their contents in swap slots. False, with nothing done, if too few are free."""

@@ -98,6 +98,7 @@ class Sequence:
         self.num_swapped_tokens = 0  # whose values they hold
         self.fork_of: Sequence | None = None  # has the same prompt, and blocks to share
         self.num_passes = 0  # steps in a row that had no room for it
+        self.rescued = False  # it runs because it was passed over too often
         self.finish_reason: FinishReason | None = None
         self._status = SequenceStatus.WAITING
 
