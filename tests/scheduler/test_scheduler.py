@@ -11,16 +11,7 @@ from mlxpaged.scheduler import (
     SequenceStatus,
     UnknownSequenceError,
 )
-from tests.scheduler.simulation import Simulation, answer, make_scheduler, next_token, sequence, unfinished
-
-
-def undisturbed(prompt: int | list[int], number: int, max_tokens: int) -> list[int]:
-    """The answer of a sequence that has the whole pool to itself."""
-    seq = sequence(number, prompt, max_tokens)
-    while seq.num_output_tokens < max_tokens:
-        seq.token_ids.append(next_token(seq))
-    return answer(seq)
-
+from tests.scheduler.simulation import Simulation, answer, make_scheduler, next_token, sequence, undisturbed, unfinished
 
 # -- batches ---------------------------------------------------------------------------------------------------------
 
