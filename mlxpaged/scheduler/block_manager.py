@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mlxpaged.cache import BlockPool, BlockTable, BlockUsage, OutOfBlocksError, PrefixCache, PrefixHit, blocks_for
 from mlxpaged.cache.prefix_cache import CachedBlock
 from mlxpaged.scheduler.batch import BlockMoves
-from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.scheduler.sequence import LastLook, Sequence
 
 PRESSURE = 0.85
 """Share of the pool that cached blocks may fill it up to. Behind it the longest unused ones are dropped."""
@@ -70,8 +70,17 @@ class BlockManager:
         wanted = blocks_for(min(len(sequence.token_ids) + 1, sequence.max_kv_tokens), self.block_size)
         if reuse.fork_of is not None:  # the partly full block is copied
             return wanted - (len(sequence.token_ids) - 1) // self.block_size
-        revived = sum(self.pool.ref_count(cached.block) == 0 for cached in reuse.hit.blocks)
-        return wanted - len(reuse.hit) + revived
+        in_use = sum(self.pool.ref_count(cached.block) > 0 for cached in reuse.hit.blocks)
+        sequence.last_look = LastLook(len(sequence.token_ids), wanted - in_use, self.pool.num_gains)
+        return wanted - in_use
+
+    def least_room_for(self, sequence: Sequence) -> int:
+        """A lower bound of `room_for` in O(1), so that long prompts are not matched with the cache in every step that
+        has no room for them: since the last look each gain of the pool can have spared one block."""
+        look = sequence.last_look
+        if look is None or look.num_tokens != len(sequence.token_ids) or sequence.fork_of is not None:
+            return 0
+        return look.room - (self.pool.num_gains - look.num_gains)
 
     def start(self, sequence: Sequence, reuse: Reuse) -> None:
         """Give a sequence its table, with everything that need not be computed. There must be room for it."""

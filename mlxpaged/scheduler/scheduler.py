@@ -222,7 +222,7 @@ class Scheduler:
         if blocks_for(sequence.max_kv_tokens, self.config.block_size) > self.pool.num_blocks:
             return Admission.IMPOSSIBLE
         seat = len(self._running) < self.config.max_num_seqs
-        return Admission.OK if seat and self._blocks_short(sequence, self._reusable(sequence)) <= 0 else Admission.LATER
+        return Admission.OK if seat and self._fitting(sequence) else Admission.LATER
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -441,8 +441,8 @@ class Scheduler:
         """Move a waiting sequence to RUNNING if there is a seat and room for it."""
         if len(self._running) >= self.config.max_num_seqs:
             return False
-        reuse = self._reusable(sequence)
-        if self._blocks_short(sequence, reuse) > 0:
+        reuse = self._fitting(sequence)
+        if reuse is None:
             sequence.num_passes += 1
             return False
         first_time = sequence.status is SequenceStatus.WAITING
@@ -473,11 +473,17 @@ class Scheduler:
         )
         return self.blocks.find(sequence, parent if there else None)
 
-    def _blocks_short(self, sequence: Sequence, reuse: Reuse) -> int:
-        """Blocks that would have to be free beside those that are, for it to be prefilled to its end beside what the
-        others need to finish their prompts, or their next token."""
-        reserved = sum(self._reserve(other, sequence) for other in self._running)
-        return self.blocks.room_for(sequence, reuse) + reserved - self.pool.num_free
+    def _fitting(self, sequence: Sequence) -> Reuse | None:
+        """What a waiting sequence need not compute, where it can be prefilled to its end beside what the others need to
+        finish their prompts, or their next token. None where there is no room for that."""
+        room = self.pool.num_free - self._reserved(sequence)
+        if self.blocks.least_room_for(sequence) > room:
+            return None
+        reuse = self._reusable(sequence)
+        return reuse if self.blocks.room_for(sequence, reuse) <= room else None
+
+    def _reserved(self, sequence: Sequence) -> int:
+        return sum(self._reserve(other, sequence) for other in self._running)
 
     @staticmethod
     def _reserve(other: Sequence, sequence: Sequence) -> int:
@@ -488,24 +494,28 @@ class Scheduler:
         return other.block_table.blocks_missing(len(other.token_ids))
 
     def _make_way(self, plan: StepPlan) -> None:
-        """Before a step is made up, admit a waiting sequence that was passed over MAX_PASSES times; or else the first
-        in the queue, if those of lower classes that are behind it have to give way for that. One that was let in by the
-        first rule does not give way by the second: it would have come in vain."""
+        """Before a step is made up, admit a waiting sequence that was passed over MAX_PASSES times, whoever has to give
+        way for that; or else the first in the queue, if those of lower classes that are behind it have to.
+
+        One that was let in by the first rule does not give way by either: several that were passed over would take turns
+        in throwing each other out, and none would get anywhere.
+        """
         candidates = self._waiting.first(LOOK_AHEAD)
         if not candidates:
             return
         rescued = next((sequence for sequence in candidates if sequence.num_passes >= MAX_PASSES), None)
         sequence = candidates[0] if rescued is None else rescued
-        willing = list(reversed(self._running))
+        willing = [other for other in reversed(self._running) if not other.rescued]
         if rescued is None:
             willing = [
-                other
-                for other in willing
-                if other.priority > sequence.priority and other.order > sequence.order and not other.rescued
+                other for other in willing if other.priority > sequence.priority and other.order > sequence.order
             ]
-            if not willing or self.admission(sequence) is Admission.OK:
+            if not willing:
                 return
-        victims = [] if self.admission(sequence) is Admission.OK else self._victims(sequence, willing)
+        fits = self.admission(sequence) is Admission.OK
+        if fits and rescued is None:
+            return  # in its turn
+        victims = [] if fits else self._victims(sequence, willing)
         if victims is None:
             return
         for victim in victims:
@@ -523,11 +533,13 @@ class Scheduler:
     def _victims(self, sequence: Sequence, willing: list[Sequence]) -> list[Sequence] | None:
         """Those that have to give way for a waiting sequence, from the front of `willing`. None where not even all of
         them would do: nobody gives way in vain."""
+        room = self.pool.num_free - self._reserved(sequence)
+        most = sum(self._reserve(other, sequence) + len(other.block_table or ()) for other in willing)
+        if self.blocks.least_room_for(sequence) > room + most:
+            return None
         reuse = self.blocks.find(sequence)
         hit = {cached.block for cached in reuse.hit.blocks}  # that they are free again is no gain
-        short = self._blocks_short(sequence, reuse)
-        if short > sum(self._reserve(other, sequence) + len(other.block_table or ()) for other in willing):
-            return None
+        short = self.blocks.room_for(sequence, reuse) - room
         dropped: Counter[int] = Counter()
         for count, other in enumerate(willing):
             if short <= 0 and len(self._running) - count < self.config.max_num_seqs:
