@@ -302,6 +302,12 @@ class Simulation:
             if seq.block_table is not None:
                 holders.update(seq.block_table.block_ids)
         assert all(pool.ref_count(block) == holders[block] for block in range(pool.num_blocks))
+        for seq in self.scheduler.waiting:
+            if seq.fork_of is None:
+                look, least = seq.last_look, self.scheduler.blocks.least_room_for(seq)
+                room = self.scheduler.blocks.room_for(seq, self.scheduler.blocks.find(seq))
+                assert least <= room, f"{seq} would be refused in error"
+                seq.last_look = look
         swap = self.scheduler.blocks.swap
         if swap is not None:
             assert all(swap.ref_count(slot) == slots[slot] <= 1 for slot in range(swap.num_blocks))
