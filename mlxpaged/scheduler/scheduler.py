@@ -497,8 +497,8 @@ class Scheduler:
         """Before a step is made up, admit a waiting sequence that was passed over MAX_PASSES times, whoever has to give
         way for that; or else the first in the queue, if those of lower classes that are behind it have to.
 
-        One that was let in by the first rule does not give way by either: several that were passed over would take turns
-        in throwing each other out, and none would get anywhere.
+        One that was let in by the first rule does not give way by either: several that were passed over would take
+        turns in throwing each other out, and none would get anywhere.
         """
         candidates = self._waiting.first(LOOK_AHEAD)
         if not candidates:
@@ -540,16 +540,20 @@ class Scheduler:
         reuse = self.blocks.find(sequence)
         hit = {cached.block for cached in reuse.hit.blocks}  # that they are free again is no gain
         short = self.blocks.room_for(sequence, reuse) - room
+        seats = self.config.max_num_seqs - len(self._running)
         dropped: Counter[int] = Counter()
-        for count, other in enumerate(willing):
-            if short <= 0 and len(self._running) - count < self.config.max_num_seqs:
-                return willing[:count]
+        victims: list[Sequence] = []
+        while short > 0 or len(victims) + seats < 1:
+            if len(victims) == len(willing):
+                return None
+            other = willing[len(victims)]
             assert other.block_table is not None
+            victims.append(other)
             short -= self._reserve(other, sequence)
             for block in other.block_table.block_ids:
                 dropped[block] += 1
                 short -= dropped[block] == self.pool.ref_count(block) and block not in hit
-        return willing if short <= 0 else None
+        return victims
 
     def _release_forks(self, parent: Sequence) -> None:
         """Its prompt is computed, or will not be by it: the forks may queue."""
