@@ -487,8 +487,8 @@ class Scheduler:
 
     @staticmethod
     def _reserve(other: Sequence, sequence: Sequence) -> int:
-        """Blocks that a newcomer leaves to one that runs: none to those that would give way to it."""
-        if other.priority > sequence.priority and other.order > sequence.order:
+        """Blocks that a newcomer leaves to one that runs."""
+        if gives_way(other, sequence):
             return 0
         assert other.block_table is not None
         return other.block_table.blocks_missing(len(other.token_ids))
@@ -505,17 +505,14 @@ class Scheduler:
             return
         rescued = next((sequence for sequence in candidates if sequence.num_passes >= MAX_PASSES), None)
         sequence = candidates[0] if rescued is None else rescued
-        willing = [other for other in reversed(self._running) if not other.rescued]
-        if rescued is None:
-            willing = [
-                other for other in willing if other.priority > sequence.priority and other.order > sequence.order
-            ]
-            if not willing:
-                return
-        fits = self.admission(sequence) is Admission.OK
-        if fits and rescued is None:
-            return  # in its turn
-        victims = [] if fits else self._victims(sequence, willing)
+        willing = [
+            other
+            for other in reversed(self._running)
+            if (gives_way(other, sequence) if rescued is None else not other.rescued)
+        ]
+        if rescued is None and not willing:
+            return
+        victims = [] if self.admission(sequence) is Admission.OK else self._victims(sequence, willing)
         if victims is None:
             return
         for victim in victims:
@@ -596,3 +593,8 @@ class Scheduler:
 
 def is_decoding(sequence: Sequence) -> bool:
     return sequence.num_uncomputed_tokens == 1 and not sequence.awaits_last_token
+
+
+def gives_way(other: Sequence, sequence: Sequence) -> bool:
+    """Whether one that runs gives way to a waiting one, only because it is of a lower class and its turn is later."""
+    return other.priority > sequence.priority and other.order > sequence.order and not other.rescued
