@@ -167,7 +167,7 @@ def print_costs(sequences: int, blocks: int, steps: int) -> None:
                     waiting=2,
                     full=True,
                     running_tokens=n,
-                    waiting_tokens=10 * n,
+                    waiting_tokens=12 * n,
                     blocks=long,
                     running_priority=Priority.LOW,
                     waiting_priority=Priority.HIGH,
