@@ -129,7 +129,7 @@ def cost(case: Case, steps: int) -> tuple[float, float]:
         times.append(1e6 * (time.perf_counter() - start))
     if len(scheduler.running) != case.batch or len(scheduler.waiting) != case.waiting:
         raise RuntimeError(f"{case} did not stay as it was: {scheduler.stats()}")
-    return statistics.median(times), statistics.quantiles(times, n=100)[98]
+    return statistics.median(times), statistics.quantiles(times, n=100, method="inclusive")[98]
 
 
 def print_costs(sequences: int, blocks: int, steps: int) -> None:
@@ -139,7 +139,7 @@ def print_costs(sequences: int, blocks: int, steps: int) -> None:
     queue_sizes = sorted({0, 100, max(1, sequences // 10), sequences})
     pool_sizes = sorted({max(1_000, blocks // 100), max(1_000, blocks // 10), blocks})
     prompt_sizes = [1_000, 10_000, 100_000]
-    long = max(blocks // 5, 4_000)
+    long = max(blocks // 5, 40_000)
     groups: list[tuple[str, list[tuple[int, Case]]]] = [
         ("batch", rows([1, 8, 32, 128, 256], lambda n: Case(batch=n))),
         ("waiting for a seat", rows(queue_sizes, lambda n: Case(waiting=n))),
@@ -250,7 +250,7 @@ def print_fairness(minutes: float) -> None:
     for load in (0.5, 0.8, 0.95, 1.1, 1.5):
         result = simulate(load, 60 * minutes)
         for priority, waits in result.waits.items():
-            percentiles = statistics.quantiles(waits, n=100) if len(waits) > 1 else [0.0] * 99
+            percentiles = statistics.quantiles(waits, n=100, method="inclusive") if len(waits) > 1 else [0.0] * 99
             rest = ""
             if priority is Priority.HIGH:
                 rest = (

@@ -396,3 +396,23 @@ def test_low_is_served_within_a_bound_under_a_steady_load_of_high() -> None:
     assert len(waits[LOW]) > 10
     backlog = max(waits[HIGH])
     assert max(waits[LOW]) <= backlog + 21.0, "20 s behind a HIGH that came with it, and no more"
+
+
+# -- one at a time ---------------------------------------------------------------------------------------------------
+
+
+def test_what_one_sequence_is_granted_or_refused_is_not_so_for_the_next() -> None:
+    """A refusal for want of blocks is its own, and so is the right not to give way, which ends with being let in."""
+    simulation, large = blocked_queue()
+    small = sequence(3, 8, max_tokens=1)
+    simulation.add(small)
+    assert 3 in simulation.step().sequence_ids
+    assert (simulation.scheduler.get(large).num_passes, small.num_passes) == (1, 0)
+    for _ in range(MAX_PASSES):
+        simulation.step()
+    assert [seq.rescued for seq in (simulation.scheduler.get(large), simulation.scheduler.get(1))] == [True, False]
+    simulation.add(sequence(4, 200, max_tokens=2))
+    for _ in range(3):
+        simulation.step()
+    assert large in simulation.ended
+    assert not any(seq.rescued for seq in simulation.scheduler.running)
