@@ -117,14 +117,13 @@ class SchedulerStats:
 class StepPlan:
     """The rows of the step that is being made up, and what is left of its token budget.
 
-    gave_way: who was preempted for it, and does not come back in it. rescued: who is served first.
+    gave_way: who was preempted for it, and does not come back in it.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.rows: list[ScheduledSequence] = []
         self.gave_way: set[int] = set()
-        self.rescued: Sequence | None = None
         self._sequence_ids: set[int] = set()
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -395,11 +394,8 @@ class Scheduler:
             plan.budget = min(plan.budget, max(1, share))
         prefilling = [sequence for sequence in self._running if sequence.num_uncomputed_tokens > 1]
         waiting = self._waiting.first(self.config.max_num_seqs - len(self._running) + LOOK_AHEAD)
-        in_order = list(heapq.merge(prefilling, waiting, key=ORDER))
-        if plan.rescued is not None:
-            in_order.sort(key=lambda sequence: sequence is not plan.rescued)
         refused = 0
-        for sequence in in_order:
+        for sequence in heapq.merge(prefilling, waiting, key=ORDER):
             if plan.budget == 0:
                 return
             if sequence.status is SequenceStatus.RUNNING:
@@ -521,7 +517,6 @@ class Scheduler:
         assert admitted, f"no room for {sequence}"
         self.blocks.grow(sequence, min(plan.budget, sequence.num_uncomputed_tokens))  # before anybody else takes them
         if rescued is not None:
-            plan.rescued = rescued
             rescued.rescued = True
             if victims:
                 self._rescues += 1

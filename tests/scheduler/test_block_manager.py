@@ -122,6 +122,18 @@ def test_moves_that_fail_cost_only_what_needed_them() -> None:
     assert simulation.ended == {1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
 
 
+def test_one_that_only_waits_for_its_last_token_is_not_swapped_out() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=64, num_swap_slots=8)
+    simulation = Simulation(scheduler, overlap=True)
+    simulation.add(sequence(1, PROMPT, max_tokens=1, priority=LOW))
+    simulation.step()
+    simulation.add(sequence(2, 9, max_tokens=2, priority=HIGH))
+    assert simulation.step().sequence_ids == [2]
+    assert 1 in simulation.ended
+    assert scheduler.stats().blocks_swapped_out_total == 0
+    simulation.run()
+
+
 # -- forks -----------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +239,28 @@ def test_a_fork_never_copies_what_its_parent_gets_in_the_same_step(slots: int) -
     batch = simulation.step()
     assert batch.sequence_ids == [1, 2]
     assert not batch.moves.copies
+    simulation.run()
+
+
+def test_a_fork_never_copies_what_its_parent_takes_over_in_the_same_step() -> None:
+    """The parent is half-way through computing itself again. A HIGH one computes its next block in this step, the
+    parent takes it over, and the fork finds a parent whose prompt seems to be there."""
+    scheduler = make_scheduler(max_num_batched_tokens=64, decode_preference=0.0)
+    simulation = Simulation(scheduler)
+    parent = sequence(1, PROMPT, max_tokens=9)
+    simulation.add(parent)
+    for _ in range(4):
+        simulation.step()
+    assert len(parent.token_ids) == 14
+    scheduler.reset_cache()
+    simulation.slots.clear()
+    object.__setattr__(scheduler.config, "max_num_batched_tokens", 11)
+    assert simulation.step().num_tokens == 11
+    simulation.add(sequence(2, parent.token_ids[:13], max_tokens=2, priority=HIGH))
+    simulation.add(sequence(3, PROMPT, max_tokens=9, fork_of=parent))
+    batch = simulation.step()
+    assert batch.sequence_ids == [2, 1, 3]
+    assert parent.num_computed_tokens == 14
     simulation.run()
 
 
