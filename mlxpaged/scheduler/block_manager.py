@@ -106,11 +106,10 @@ class BlockManager:
         """Take over what others have computed of a prompt since its last chunk, so that nothing is computed twice."""
         table = sequence.block_table
         assert table is not None
-        full = sequence.num_computed_tokens // self.block_size
-        hit = self._match(sequence, table.chain) if len(table.chain) == full else PrefixHit()
+        hit = self._match(sequence, table.chain)
         if hit:
             table.adopt(hit)
-            sequence.num_computed_tokens = (full + len(hit)) * self.block_size
+            sequence.num_computed_tokens = len(table.chain) * self.block_size
         return bool(hit)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:

@@ -330,7 +330,6 @@ class Scheduler:
             return self._void_dependants(tainted)
         if sequence.status is SequenceStatus.SWAPPED:
             self._lose_swapped(sequence)
-        sequence.drop_pending_tokens()
         return []
 
     def undo_moves(self, batch: Batch) -> None:
@@ -370,11 +369,7 @@ class Scheduler:
     # -- decoding and prompts ------------------------------------------------------------------------------------
 
     def _is_turn_of_decodes(self) -> bool:
-        """Of steps that do either: decoding gets its share of those in which both could be done."""
-        decoding = any(map(is_decoding, self._running))
-        prompts = len(self._waiting) > 0 or any(sequence.num_uncomputed_tokens > 1 for sequence in self._running)
-        if not (decoding and prompts):
-            return decoding
+        """Of steps that do either, decoding gets its share; what finds nothing to do leaves its turn to the other."""
         self._decode_credit += self.config.decode_preference
         if self._decode_credit < 1:
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpaged.cache import BlockUsage
+from mlxpaged.cache import BlockUsage, OutOfBlocksError
 from mlxpaged.scheduler import Batch, FinishReason, Priority, Sequence, SequenceStatus
 from tests.scheduler.simulation import Simulation, answer, make_scheduler, sequence, undisturbed
 
@@ -120,6 +120,23 @@ def test_moves_that_fail_cost_only_what_needed_them() -> None:
     simulation.run()
     assert answer(low) == undisturbed(PROMPT, 1, 4)
     assert simulation.ended == {1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
+
+
+def test_blocks_that_were_not_loaded_are_not_found_by_others() -> None:
+    """They were published for the step whose moves failed."""
+    simulation = Simulation(make_scheduler(max_num_seqs=1, max_num_batched_tokens=64, num_swap_slots=8))
+    low = sequence(1, PROMPT, max_tokens=4, priority=LOW)
+    simulation.add(low)
+    simulation.step()
+    simulation.add(sequence(2, 9, max_tokens=1, priority=HIGH))
+    simulation.step()
+    scheduler = simulation.scheduler
+    scheduler.pool.evict(64)
+    simulation.fail_to_move(0)
+    assert low.status is SequenceStatus.PREEMPTED
+    assert not scheduler.blocks.find(sequence(3, PROMPT)).hit
+    simulation.run()
+    assert answer(low) == undisturbed(PROMPT, 1, 4)
 
 
 def test_one_that_only_waits_for_its_last_token_is_not_swapped_out() -> None:
@@ -279,6 +296,70 @@ def test_sixteen_of_three_classes_with_one_prefix_compute_it_once() -> None:
             simulation.step()
     simulation.run()
     assert sum(simulation.computed.values()) == 80 + 16 * 1 + 16 * 1
+
+
+def test_of_overlapped_steps_too_the_blocks_that_an_answer_fills_are_found() -> None:
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=64), overlap=True)
+    first = sequence(1, PROMPT, max_tokens=9)
+    simulation.add(first)
+    simulation.run()
+    assert len(simulation.scheduler.blocks.find(sequence(2, [*first.token_ids, 1, 2])).hit) == 4
+
+
+def test_hits_of_one_that_comes_back_are_not_counted_again() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=64)
+    simulation = Simulation(scheduler)
+    seq = sequence(1, PROMPT, max_tokens=4)
+    simulation.add(seq)
+    simulation.step()
+    scheduler._preempt(seq, swap=False)
+    simulation.run()
+    assert simulation.computed[1] < 10 + 11
+    assert seq.num_cached_tokens == 0
+    assert (scheduler.stats().prompt_tokens_total, scheduler.stats().prefix_hit_tokens_total) == (10, 0)
+
+
+# -- the bound that spares looking ---
+
+
+def test_what_is_missing_is_not_looked_up_again_before_it_can_be_less() -> None:
+    blocks = make_scheduler(num_blocks=16).blocks
+    holder, waiter = sequence(1, list(range(9))), sequence(2, list(range(8)), max_tokens=9)
+    blocks.start(holder, blocks.find(holder))
+    assert blocks.room_for(waiter, blocks.find(waiter)) == 3
+    assert blocks.least_room_for(waiter) == 3
+    blocks.grow(holder, 9)
+    assert blocks.least_room_for(waiter) == 0, "three blocks were taken"
+    holder.num_computed_tokens = 9
+    blocks.publish(holder)
+    assert blocks.room_for(waiter, blocks.find(waiter)) == 2, "its last token is left to compute, so one block is found"
+    assert blocks.least_room_for(waiter) == 2
+    waiter.token_ids.append(8)
+    assert blocks.least_room_for(waiter) <= blocks.room_for(waiter, blocks.find(waiter)) == 1, "now both are found"
+
+
+def test_a_fork_is_always_looked_at() -> None:
+    blocks = make_scheduler(num_blocks=16).blocks
+    parent = sequence(1, PROMPT)
+    fork = sequence(2, PROMPT, fork_of=parent)
+    assert blocks.room_for(fork, blocks.find(fork)) == 3
+    assert blocks.least_room_for(fork) == 0
+
+
+def test_a_growth_that_lacks_the_block_of_its_copy_changes_nothing() -> None:
+    blocks = make_scheduler(num_blocks=4, prefix_caching=False).blocks
+    parent = sequence(1, PROMPT)
+    blocks.start(parent, blocks.find(parent))
+    blocks.grow(parent, 10)
+    fork = sequence(2, PROMPT, fork_of=parent)
+    blocks.start(fork, blocks.find(fork, parent))
+    assert fork.block_table is not None
+    before = list(fork.block_table.block_ids)
+    with pytest.raises(OutOfBlocksError, match="2 blocks wanted, 1 free"):
+        blocks.grow(fork, 4)
+    assert fork.block_table.block_ids == before
+    assert blocks.pool.num_free == 1
+    assert not blocks.take_moves()
 
 
 # -- eviction --------------------------------------------------------------------------------------------------------
