@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels lint types bench wheel train-demo clean
+.PHONY: serve test test-kernels test-scheduler lint types bench bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -15,6 +15,9 @@ test: lint types
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/attention tests/metal_on_cpu
 
+test-scheduler: $(STAMP)
+	MLXPAGED_LONG=1 $(BIN)/python -m pytest tests/scheduler/test_properties.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -24,6 +27,9 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
+
+bench-scheduler: $(STAMP)
+	$(BIN)/python benchmarks/scheduler.py
 
 wheel: $(STAMP)
 	rm -rf dist && $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .

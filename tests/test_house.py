@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,3 +55,16 @@ def test_the_api_never_imports_mlx_itself() -> None:
 
 def test_the_metal_sources_are_beside_the_package_or_inside_the_wheel() -> None:
     assert (PACKAGE / "metal_kernels").is_dir() or (PACKAGE.parent / "metal_kernels").is_dir()
+
+
+def test_the_tests_that_the_readme_of_the_tests_names_exist() -> None:
+    root = Path(__file__).parent.parent
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", (root / "tests" / "README.md").read_text())
+    assert len(named) >= 20
+    for path, name in named:
+        functions = {
+            node.name
+            for node in ast.walk(ast.parse((root / path).read_text()))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        assert name in functions, f"{path} has no {name}"

@@ -59,6 +59,7 @@ class BlockPool(Generic[Content]):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.on_evict: Callable[[int, Content], None] | None = None
+        self.num_gains = 0  # times that a block came into use or was given content: only then can a prefix hit improve
         self._ref_counts = [0] * num_blocks
         self._empty = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -90,6 +91,7 @@ class BlockPool(Generic[Content]):
         blocks = [self._empty.popleft() for _ in range(count)]
         for block in blocks:
             self._ref_counts[block] = 1
+        self.num_gains += count
         return blocks
 
     def evict(self, count: int) -> None:
@@ -106,6 +108,7 @@ class BlockPool(Generic[Content]):
             if block not in self._cached:
                 raise BlockPoolError(f"block {block} is free and holds nothing to share")
             del self._cached[block]
+            self.num_gains += 1
         self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -128,6 +131,7 @@ class BlockPool(Generic[Content]):
         if self._ref_counts[block] == 0:
             raise BlockPoolError(f"block {block} is free: only a block in use can be given content")
         self._content[block] = content
+        self.num_gains += 1
 
     def forget(self, block: int) -> None:
         """Detach the content of a block, if it has any, and tell whoever indexes it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mlxpaged.cache import BlockPool, BlockTable, BlockUsage, OutOfBlocksError, PrefixCache, PrefixHit, blocks_for
 from mlxpaged.cache.prefix_cache import CachedBlock
 from mlxpaged.scheduler.batch import BlockMoves
-from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.scheduler.sequence import LastLook, Sequence
 
 PRESSURE = 0.85
 """Share of the pool that cached blocks may fill it up to. Behind it the longest unused ones are dropped."""
@@ -70,8 +70,17 @@ class BlockManager:
         wanted = blocks_for(min(len(sequence.token_ids) + 1, sequence.max_kv_tokens), self.block_size)
         if reuse.fork_of is not None:  # the partly full block is copied
             return wanted - (len(sequence.token_ids) - 1) // self.block_size
-        revived = sum(self.pool.ref_count(cached.block) == 0 for cached in reuse.hit.blocks)
-        return wanted - len(reuse.hit) + revived
+        in_use = sum(self.pool.ref_count(cached.block) > 0 for cached in reuse.hit.blocks)
+        sequence.last_look = LastLook(len(sequence.token_ids), wanted - in_use, self.pool.num_gains)
+        return wanted - in_use
+
+    def least_room_for(self, sequence: Sequence) -> int:
+        """A lower bound of `room_for` in O(1), so that long prompts are not matched with the cache in every step that
+        has no room for them: since the last look each gain of the pool can have spared one block."""
+        look = sequence.last_look
+        if look is None or look.num_tokens != len(sequence.token_ids) or sequence.fork_of is not None:
+            return 0
+        return look.room - (self.pool.num_gains - look.num_gains)
 
     def start(self, sequence: Sequence, reuse: Reuse) -> None:
         """Give a sequence its table, with everything that need not be computed. There must be room for it."""
@@ -93,17 +102,15 @@ class BlockManager:
         sequence.block_table = table
         sequence.num_computed_tokens = sequence.num_settled_tokens = computed
 
-    def catch_up(self, sequence: Sequence) -> None:
+    def catch_up(self, sequence: Sequence) -> bool:
         """Take over what others have computed of a prompt since its last chunk, so that nothing is computed twice."""
         table = sequence.block_table
         assert table is not None
-        full = sequence.num_computed_tokens // self.block_size
-        if len(table.chain) != full:
-            return
         hit = self._match(sequence, table.chain)
         if hit:
             table.adopt(hit)
-            sequence.num_computed_tokens = (full + len(hit)) * self.block_size
+            sequence.num_computed_tokens = len(table.chain) * self.block_size
+        return bool(hit)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Blocks for the next `num_tokens` tokens, a private copy of the block that they begin in where it is shared.
@@ -147,11 +154,6 @@ class BlockManager:
             sequence.block_table = None
         sequence.num_computed_tokens = sequence.num_settled_tokens = 0
         self.drop_swapped(sequence)
-
-    def num_releasable(self, sequence: Sequence) -> int:
-        """Blocks that become free where it is released."""
-        table = sequence.block_table
-        return 0 if table is None else sum(self.pool.ref_count(block) == 1 for block in table.block_ids)
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Give the blocks back and keep their contents in swap slots. False, with nothing done, if too few are free."""

@@ -21,6 +21,7 @@ import heapq
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -116,14 +117,13 @@ class SchedulerStats:
 class StepPlan:
     """The rows of the step that is being made up, and what is left of its token budget.
 
-    gave_way: who was preempted for it, and does not come back in it. rescued: who is served first.
+    gave_way: who was preempted for it, and does not come back in it.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.rows: list[ScheduledSequence] = []
         self.gave_way: set[int] = set()
-        self.rescued: Sequence | None = None
         self._sequence_ids: set[int] = set()
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -159,6 +159,7 @@ class Scheduler:
         self._running = SequenceQueue()
         self._waiting = SequenceQueue()
         self._forks: dict[int, list[Sequence]] = {}  # by parent: they wait for its prompt
+        self._changed: set[int] = set()  # given blocks, with their contents, for the step that is being made up
         self._decode_credit = 0.0
         self._preemptions = 0
         self._rescues = 0
@@ -220,7 +221,7 @@ class Scheduler:
         if blocks_for(sequence.max_kv_tokens, self.config.block_size) > self.pool.num_blocks:
             return Admission.IMPOSSIBLE
         seat = len(self._running) < self.config.max_num_seqs
-        return Admission.OK if seat and self._has_room(sequence, self._reusable(sequence)) else Admission.LATER
+        return Admission.OK if seat and self._fitting(sequence) else Admission.LATER
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -228,6 +229,7 @@ class Scheduler:
         """Choose the next step's tokens and take the blocks they need. Each call needs its `update`; at most one other
         call may come in between. Empty only where nothing is unfinished, or all of it waits for that `update`."""
         plan = StepPlan(self.config.max_num_batched_tokens)
+        self._changed.clear()
         self._make_way(plan)
         if self.config.prefill_mode == "mixed":
             self._add_decodes(plan)
@@ -327,19 +329,25 @@ class Scheduler:
             self._preempt(sequence, swap=False)
             return self._void_dependants(tainted)
         if sequence.status is SequenceStatus.SWAPPED:
-            sequence.transition(SequenceStatus.PREEMPTED)
-            self.blocks.drop_swapped(sequence)
+            self._lose_swapped(sequence)
         return []
 
     def undo_moves(self, batch: Batch) -> None:
-        """The moves of a batch failed, wholly or in part: whoever needs them starts over."""
+        """The moves of a batch failed, wholly or in part: whoever needs them starts over. The step under way before it
+        did not fail, and its tokens will be read."""
         slots = {slot for _, slot in batch.moves.swap_out}
         blocks = {block for _, block in (*batch.moves.copies, *batch.moves.swap_in)}
         for sequence in list(self._sequences.values()):
             table = sequence.block_table
-            if not slots.isdisjoint(sequence.swap_slots) or (table and not blocks.isdisjoint(table.block_ids)):
+            if not slots.isdisjoint(sequence.swap_slots):
+                self._lose_swapped(sequence)
+            elif table is not None and not blocks.isdisjoint(table.block_ids):
                 sequence.num_settled_tokens = 0
                 self.start_over(sequence)
+
+    def _lose_swapped(self, sequence: Sequence) -> None:
+        sequence.transition(SequenceStatus.PREEMPTED)
+        self.blocks.drop_swapped(sequence)
 
     def reset_cache(self) -> None:
         """Forget every value in the pool: running sequences start over, the prefix cache is emptied."""
@@ -361,11 +369,7 @@ class Scheduler:
     # -- decoding and prompts ------------------------------------------------------------------------------------
 
     def _is_turn_of_decodes(self) -> bool:
-        """Of steps that do either: decoding gets its share of those in which both could be done."""
-        decoding = any(map(is_decoding, self._running))
-        prompts = len(self._waiting) > 0 or any(sequence.num_uncomputed_tokens > 1 for sequence in self._running)
-        if not (decoding and prompts):
-            return decoding
+        """Of steps that do either, decoding gets its share; what finds nothing to do leaves its turn to the other."""
         self._decode_credit += self.config.decode_preference
         if self._decode_credit < 1:
             return False
@@ -385,15 +389,13 @@ class Scheduler:
             plan.budget = min(plan.budget, max(1, share))
         prefilling = [sequence for sequence in self._running if sequence.num_uncomputed_tokens > 1]
         waiting = self._waiting.first(self.config.max_num_seqs - len(self._running) + LOOK_AHEAD)
-        in_order = list(heapq.merge(prefilling, waiting, key=ORDER))
-        if plan.rescued is not None:
-            in_order.sort(key=lambda sequence: sequence is not plan.rescued)
         refused = 0
-        for sequence in in_order:
+        for sequence in heapq.merge(prefilling, waiting, key=ORDER):
             if plan.budget == 0:
                 return
             if sequence.status is SequenceStatus.RUNNING:
-                self.blocks.catch_up(sequence)
+                if self.blocks.catch_up(sequence):
+                    self._changed.add(sequence.sequence_id)
                 num_tokens = min(plan.budget, sequence.num_uncomputed_tokens)
                 if not self._grow(sequence, num_tokens, plan):
                     return
@@ -413,20 +415,16 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Blocks for the next `num_tokens` tokens. Those behind it that are not in the step yet give way, the last
-        first. Where it is the last itself, it gives way if it decodes; a prompt keeps its blocks and sits the step out.
-        False in both cases.
-        """
+        first. False where that is not enough: it keeps its blocks, and sits the step out."""
         while True:
             try:
                 self.blocks.grow(sequence, num_tokens)
                 return True
             except OutOfBlocksError:
                 last = next(other for other in reversed(self._running) if other not in plan)
-                if last is sequence and sequence.num_uncomputed_tokens > 1:
-                    return False
-                self._give_way(last, plan)
                 if last is sequence:
                     return False
+                self._give_way(last, plan)
 
     # -- admission -----------------------------------------------------------------------------------------------
 
@@ -434,8 +432,8 @@ class Scheduler:
         """Move a waiting sequence to RUNNING if there is a seat and room for it."""
         if len(self._running) >= self.config.max_num_seqs:
             return False
-        reuse = self._reusable(sequence)
-        if not self._has_room(sequence, reuse):
+        reuse = self._fitting(sequence)
+        if reuse is None:
             sequence.num_passes += 1
             return False
         first_time = sequence.status is SequenceStatus.WAITING
@@ -444,6 +442,7 @@ class Scheduler:
         sequence.transition(SequenceStatus.RUNNING)
         sequence.num_passes = 0
         self._running.add(sequence)
+        self._changed.add(sequence.sequence_id)
         if first_time:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self._prefix_hit_tokens += sequence.num_cached_tokens
@@ -461,44 +460,92 @@ class Scheduler:
         return True
 
     def _reusable(self, sequence: Sequence) -> Reuse:
+        """A fork copies a block of its parent before its step runs: by then a step before it must have written it."""
         parent = sequence.fork_of if sequence.status is SequenceStatus.WAITING else None
-        computed = parent is not None and parent.num_computed_tokens >= sequence.num_prompt_tokens
-        return self.blocks.find(sequence, parent if computed else None)
-
-    def _has_room(self, sequence: Sequence, reuse: Reuse) -> bool:
-        """Whether it can be prefilled to its end beside what those that run need to finish their prompts, or their
-        next token. Lower classes are not counted: they would give way to it."""
-        reserved = sum(
-            other.block_table.blocks_missing(len(other.token_ids))
-            for other in self._running
-            if other.block_table is not None and other.priority <= sequence.priority
+        there = (
+            parent is not None
+            and parent.num_settled_tokens >= sequence.num_prompt_tokens
+            and parent.sequence_id not in self._changed
         )
-        return self.blocks.room_for(sequence, reuse) + reserved <= self.pool.num_free
+        return self.blocks.find(sequence, parent if there else None)
+
+    def _fitting(self, sequence: Sequence) -> Reuse | None:
+        """What a waiting sequence need not compute, where it can be prefilled to its end beside what the others need to
+        finish their prompts, or their next token. None where there is no room for that."""
+        room = self.pool.num_free - self._reserved(sequence)
+        if self.blocks.least_room_for(sequence) > room:
+            return None
+        reuse = self._reusable(sequence)
+        return reuse if self.blocks.room_for(sequence, reuse) <= room else None
+
+    def _reserved(self, sequence: Sequence) -> int:
+        return sum(self._reserve(other, sequence) for other in self._running)
+
+    @staticmethod
+    def _reserve(other: Sequence, sequence: Sequence) -> int:
+        """Blocks that a newcomer leaves to one that runs."""
+        if gives_way(other, sequence):
+            return 0
+        assert other.block_table is not None
+        return other.block_table.blocks_missing(len(other.token_ids))
 
     def _make_way(self, plan: StepPlan) -> None:
-        """Before a step is made up: a seat and room for a waiting sequence that was passed over MAX_PASSES times, or
-        else for the first in the queue, from those of lower classes that are behind it."""
+        """Before a step is made up, admit a waiting sequence that was passed over MAX_PASSES times, whoever has to give
+        way for that; or else the first in the queue, if those of lower classes that are behind it have to.
+
+        One that was let in by the first rule does not give way by either: several that were passed over would take
+        turns in throwing each other out, and none would get anywhere.
+        """
         candidates = self._waiting.first(LOOK_AHEAD)
         if not candidates:
             return
         rescued = next((sequence for sequence in candidates if sequence.num_passes >= MAX_PASSES), None)
         sequence = candidates[0] if rescued is None else rescued
-        victims = list(reversed(self._running))
-        if rescued is None:
-            victims = [v for v in victims if v.priority > sequence.priority and v.order > sequence.order]
-            room = self.pool.num_free + sum(map(self.blocks.num_releasable, victims))
-            if not victims or room < self.blocks.room_for(sequence, self._reusable(sequence)):
-                return
-        plan.rescued = rescued
-        for victim in victims:
-            if self.admission(sequence) is Admission.OK:
-                break
-            self._give_way(victim, plan)
-        else:
+        willing = [
+            other
+            for other in reversed(self._running)
+            if (gives_way(other, sequence) if rescued is None else not other.rescued)
+        ]
+        if rescued is None and not willing:
             return
-        if rescued is not None and plan.gave_way:
-            self._rescues += 1
-            self._log(f"made room after {sequence.num_passes} passes for", sequence, logging.INFO)
+        victims = [] if self.admission(sequence) is Admission.OK else self._victims(sequence, willing)
+        if victims is None:
+            return
+        for victim in victims:
+            self._give_way(victim, plan)
+        admitted = self._admit(sequence)
+        assert admitted, f"no room for {sequence}"
+        self.blocks.grow(sequence, min(plan.budget, sequence.num_uncomputed_tokens))  # before anybody else takes them
+        if rescued is not None:
+            rescued.rescued = True
+            if victims:
+                self._rescues += 1
+                self._log("made room for", sequence, logging.INFO)
+
+    def _victims(self, sequence: Sequence, willing: list[Sequence]) -> list[Sequence] | None:
+        """Those that have to give way for a waiting sequence, from the front of `willing`. None where not even all of
+        them would do: nobody gives way in vain."""
+        room = self.pool.num_free - self._reserved(sequence)
+        most = sum(self._reserve(other, sequence) + len(other.block_table or ()) for other in willing)
+        if self.blocks.least_room_for(sequence) > room + most:
+            return None
+        reuse = self.blocks.find(sequence)
+        hit = {cached.block for cached in reuse.hit.blocks}  # that they are free again is no gain
+        short = self.blocks.room_for(sequence, reuse) - room
+        seats = self.config.max_num_seqs - len(self._running)
+        dropped: Counter[int] = Counter()
+        victims: list[Sequence] = []
+        while short > 0 or len(victims) + seats < 1:
+            if len(victims) == len(willing):
+                return None
+            other = willing[len(victims)]
+            assert other.block_table is not None
+            victims.append(other)
+            short -= self._reserve(other, sequence)
+            for block in other.block_table.block_ids:
+                dropped[block] += 1
+                short -= dropped[block] == self.pool.ref_count(block) and block not in hit
+        return victims
 
     def _release_forks(self, parent: Sequence) -> None:
         """Its prompt is computed, or will not be by it: the forks may queue."""
@@ -518,6 +565,7 @@ class Scheduler:
         if not swapped:
             self.blocks.release(sequence)
         self._running.remove(sequence)
+        sequence.rescued = False
         sequence.transition(SequenceStatus.SWAPPED if swapped else SequenceStatus.PREEMPTED)
         sequence.num_preemptions += 1
         self._preemptions += 1
@@ -540,3 +588,8 @@ class Scheduler:
 
 def is_decoding(sequence: Sequence) -> bool:
     return sequence.num_uncomputed_tokens == 1 and not sequence.awaits_last_token
+
+
+def gives_way(other: Sequence, sequence: Sequence) -> bool:
+    """Whether one that runs gives way to a waiting one, only because it is of a lower class and its turn is later."""
+    return other.priority > sequence.priority and other.order > sequence.order and not other.rescued

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 from mlxpaged.cache import BlockTable
 
@@ -55,6 +56,14 @@ PENDING = -1
 """Stands for a token that the device draws and the host has not read yet, while the next step is under way."""
 
 
+class LastLook(NamedTuple):
+    """What the prefix cache was last seen to spare a waiting sequence: blocks that were missing, and when."""
+
+    num_tokens: int
+    room: int
+    num_gains: int
+
+
 class IllegalTransitionError(RuntimeError):
     """A sequence was moved along an edge that its state machine does not have."""
 
@@ -101,6 +110,8 @@ class Sequence:
         self.num_swapped_tokens = 0  # whose values they hold
         self.fork_of: Sequence | None = None  # has the same prompt, and blocks to share
         self.num_passes = 0  # steps in a row that had no room for it
+        self.last_look: LastLook | None = None
+        self.rescued = False  # it runs because it was passed over too often
         self.finish_reason: FinishReason | None = None
         self._status = SequenceStatus.WAITING
 

@@ -9,24 +9,53 @@ from mlxpaged.scheduler import (
     Batch,
     BlockMoves,
     FinishReason,
+    Priority,
     ScheduledSequence,
     Scheduler,
     SchedulerConfig,
     Sequence,
     SequenceStatus,
 )
+from mlxpaged.scheduler import (
+    scheduler as scheduler_module,
+)
+from mlxpaged.scheduler.queue import ORDER
 from mlxpaged.scheduler.sequence import PENDING
 
 
-def make_scheduler(num_blocks: int = 64, block_size: int = 4, **options: int | bool) -> Scheduler:
-    settings: dict[str, int | bool] = {"max_num_seqs": 8, "max_num_batched_tokens": 16} | options
-    return Scheduler(SchedulerConfig(num_blocks=num_blocks, block_size=block_size, **settings))  # type: ignore[arg-type]
+class FakeClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def sequence(number: int, prompt: int | list[int], max_tokens: int = 4, stop: int | None = None) -> Sequence:
+def make_scheduler(
+    num_blocks: int = 64, block_size: int = 4, clock: Callable[[], float] | None = None, **options: int | bool | str
+) -> Scheduler:
+    settings: dict[str, int | bool | str] = {"max_num_seqs": 8, "max_num_batched_tokens": 16} | options
+    config = SchedulerConfig(num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
+    return Scheduler(config, FakeClock() if clock is None else clock)
+
+
+def sequence(
+    number: int,
+    prompt: int | list[int],
+    max_tokens: int = 4,
+    stop: int | None = None,
+    priority: Priority = Priority.NORMAL,
+    arrival_time: float = 0.0,
+    fork_of: Sequence | None = None,
+) -> Sequence:
     """A prompt given by its length consists of tokens that no other sequence has."""
     tokens = [number * 1000 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-    return Sequence(number, tokens, max_tokens, frozenset() if stop is None else frozenset({stop}))
+    stop_ids = frozenset() if stop is None else frozenset({stop})
+    seq = Sequence(number, tokens, max_tokens, stop_ids, priority, arrival_time)
+    seq.fork_of = fork_of
+    return seq
 
 
 def unfinished(scheduler: Scheduler) -> list[Sequence]:
@@ -35,6 +64,14 @@ def unfinished(scheduler: Scheduler) -> list[Sequence]:
 
 def answer(seq: Sequence) -> list[int]:
     return seq.token_ids[seq.num_prompt_tokens :]
+
+
+def undisturbed(prompt: int | list[int], number: int, max_tokens: int) -> list[int]:
+    """The answer of a sequence that has the whole pool to itself."""
+    seq = sequence(number, prompt, max_tokens)
+    while seq.num_output_tokens < max_tokens:
+        seq.token_ids.append(next_token(seq))
+    return answer(seq)
 
 
 def next_token(seq: Sequence) -> int:
@@ -58,6 +95,7 @@ class Simulation:
         self.under_way: Batch | None = None
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> the tokens up to this one
         self.swapped: dict[tuple[int, int], tuple[int, ...]] = {}  # (swap slot, offset) -> the same
+        self.places: dict[ScheduledSequence, list[tuple[int, int]]] = {}  # (block, offset) that a step wrote
         self.drawn: dict[tuple[int, int], int] = {}  # (sequence, position) -> token, on the device
         self.ended: dict[int, FinishReason] = {}
         self.computed: Counter[int] = Counter()
@@ -82,10 +120,20 @@ class Simulation:
 
     def schedule(self) -> tuple[Batch, list[Batch]]:
         """The next batch, and those whose tokens are to be read once it runs."""
-        preemptions = {seq.sequence_id: seq.num_preemptions for seq in unfinished(self.scheduler)}
+        known = unfinished(self.scheduler)
+        preemptions = {seq.sequence_id: seq.num_preemptions for seq in known}
+        overdue = [seq for seq in known if seq.num_passes >= scheduler_module.MAX_PASSES]
+        was_running = set(self.scheduler.running)
         batch, before = self.scheduler.schedule(), self.under_way
-        for row in batch.rows:
-            assert row.sequence.num_preemptions == preemptions[row.sequence.sequence_id], "it gave way in this step"
+        served = [row.sequence for row in batch.rows]
+        for seq in served:
+            assert seq.num_preemptions == preemptions[seq.sequence_id], "it gave way in this step"
+        gainers = served + [seq for seq in self.scheduler.running if seq not in was_running]
+        for seq in known:
+            if seq.num_preemptions > preemptions[seq.sequence_id]:
+                assert any(other.order < seq.order or other in overdue for other in gainers), f"{seq} gave way in vain"
+        assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert len({seq.sequence_id for seq in served}) == len(served)
         self.check_books()
         assert batch.rows or before is not None, "nothing was scheduled while sequences wait"
         if not self.overlap:
@@ -93,8 +141,9 @@ class Simulation:
         self.under_way = batch if batch.rows else None
         return batch, [] if before is None else [before]
 
-    def fail(self, choose: Callable[[list[Sequence]], Sequence]) -> None:
-        """What is under way fails because of one sequence, and is run again as the engine does."""
+    def fail(self, choose: Callable[[list[Sequence]], Sequence] | None) -> None:
+        """What is under way fails because of one sequence, or (choose: None) with the loss of everything in the pools,
+        and is run again as EngineCore does."""
         batch, due = self.schedule()
         self.move(batch.moves)
         self.compute(batch.rows)
@@ -104,34 +153,73 @@ class Simulation:
         for row in rows:
             self.forget(row)
         running = [row.sequence for row in rows if row.sequence.status is SequenceStatus.RUNNING]
-        culprit = choose(running) if running else None
-        if any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
+        culprit = None
+        if choose is None:
+            for row in rows:
+                if row.sequence.finish_reason is None:
+                    self.end_failed(row.sequence)
             self.scheduler.reset_cache()
+            self.slots.clear()
+        else:
+            culprit = choose(running) if running else None
+            if any(row.sequence.status is not SequenceStatus.RUNNING for row in rows):
+                self.scheduler.reset_cache()
         for row in rows:
             if row.sequence.status in (SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED):
                 self.scheduler.start_over(row.sequence)
         for each in failed:
             for row in each.rows:
                 if row.sequence is culprit and culprit.status is SequenceStatus.RUNNING:
-                    self.scheduler.fail(culprit.sequence_id)
-                    self.note_end(culprit)
-            alive = [row for row in each.rows if row.sequence.status is SequenceStatus.RUNNING]
-            self.compute(alive)
-            self.settle(each, alive)
+                    self.end_failed(culprit)
+            self.run_again(each)
+
+    def end_failed(self, seq: Sequence) -> None:
+        if seq.status is SequenceStatus.RUNNING:
+            self.scheduler.fail(seq.sequence_id)
+        else:
+            self.scheduler.finish(seq.sequence_id, FinishReason.ERROR)
+        self.note_end(seq)
+
+    def run_again(self, batch: Batch) -> None:
+        alive = [row for row in batch.rows if row.sequence.status is SequenceStatus.RUNNING]
+        self.compute(alive)
+        self.settle(batch, alive)
+
+    def fail_to_move(self, num_done: int) -> None:
+        """The moves of a step fail behind the first few. It is run without those who need them, as EngineCore does."""
+        batch, due = self.schedule()
+        moves, done = batch.moves, num_done
+        if not moves:
+            self.move(moves)
+            self.compute(batch.rows)
+        else:
+            kinds = []
+            for kind in (moves.swap_out, moves.copies, moves.swap_in):
+                kinds.append(tuple(kind[:done]))
+                done -= len(kinds[-1])
+            self.move(BlockMoves(*kinds))
+            self.scheduler.undo_moves(batch)
+            self.check_books()
+            self.under_way = None
+        if not moves or not self.overlap:
+            for each in due:
+                self.run_again(each) if moves else self.settle(each)
+            return
+        for each in due:
+            self.settle(each)
+        self.run_again(batch)
 
     def forget(self, row: ScheduledSequence) -> None:
-        """A step wrote nothing, or nothing right. Blocks that were given back meanwhile may hold anything."""
-        table = row.sequence.block_table
-        size = self.scheduler.config.block_size
-        for position in range(row.start, row.context_len) if table is not None else ():
-            assert table is not None
-            if position // size < len(table.block_ids):
-                self.slots.pop((table.block_ids[position // size], position % size), None)
+        """A step wrote nothing, or nothing right, in whatever blocks the sequence had then."""
+        for place in self.places.pop(row):
+            self.slots.pop(place, None)
         self.drawn.pop((row.sequence.sequence_id, row.context_len), None)
 
     def move(self, moves: BlockMoves) -> None:
         """In the order that BlockMoves promises to be safe. Blocks move as they are, whatever was never written."""
         size = self.scheduler.config.block_size
+        read, written = {slot for slot, _ in moves.swap_in}, {slot for _, slot in moves.swap_out}
+        assert read.isdisjoint(written), "a step writes a slot that it reads"
         for kind, source, target in (
             (moves.swap_out, self.slots, self.swapped),
             (moves.copies, self.slots, self.slots),
@@ -157,6 +245,7 @@ class Simulation:
                 for position, token in enumerate(seq.token_ids[: row.context_len])
             ]
             places = [(seq.block_table.block_ids[p // size], p % size) for p in range(row.context_len)]
+            self.places[row] = places[row.start :]
             for position in range(row.start, row.context_len):
                 assert places[position] not in written, "two sequences write to one place"
                 written.add(places[position])
@@ -211,8 +300,17 @@ class Simulation:
             if seq.block_table is not None:
                 holders.update(seq.block_table.block_ids)
         assert all(pool.ref_count(block) == holders[block] for block in range(pool.num_blocks))
+        for seq in self.scheduler.waiting:
+            if seq.fork_of is None:
+                look, least = seq.last_look, self.scheduler.blocks.least_room_for(seq)
+                room = self.scheduler.blocks.room_for(seq, self.scheduler.blocks.find(seq))
+                assert least <= room, f"{seq} would be refused in error"
+                seq.last_look = look
         swap = self.scheduler.blocks.swap
         if swap is not None:
             assert all(swap.ref_count(slot) == slots[slot] <= 1 for slot in range(swap.num_blocks))
         running = [s for s in unfinished(self.scheduler) if s.status is SequenceStatus.RUNNING]
         assert len(running) <= self.scheduler.config.max_num_seqs
+        assert sorted(running, key=ORDER) == list(self.scheduler.running)
+        listed = [*running, *self.scheduler.waiting, *(s for forks in self.scheduler._forks.values() for s in forks)]
+        assert Counter(s.sequence_id for s in listed) == Counter(s.sequence_id for s in unfinished(self.scheduler))

@@ -1,85 +1,191 @@
-"""Whatever clients do, the books balance, nobody reads foreign KV, and every sequence ends exactly once."""
+"""Whatever clients do, the books balance, nobody reads foreign KV, nobody waits forever, every sequence ends once.
+
+MLXPAGED_LONG=1 runs the same machine for minutes (`make test-scheduler`).
+"""
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxpaged.scheduler import FinishReason, PromptTooLongError
-from tests.scheduler.simulation import Simulation, make_scheduler, sequence, unfinished
+from mlxpaged.scheduler import FinishReason, Priority, PromptTooLongError
+from mlxpaged.scheduler import scheduler as scheduler_module
+from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed, unfinished
+
+LONG = bool(os.environ.get("MLXPAGED_LONG"))
+
+priorities = st.sampled_from(Priority)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Prompts of two letters share prefixes often, and a small pool runs out often."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.simulation: Simulation | None = None
+
     @initialize(
         num_blocks=st.integers(3, 24),
+        num_swap_slots=st.sampled_from([0, 0, 3, 8, 200]),
         cap=st.integers(1, 6),
         budget=st.integers(6, 24),
+        mode=st.sampled_from(["mixed", "mixed", "separate"]),
+        decode_preference=st.sampled_from([0.2, 0.5, 0.9]),
+        max_passes=st.sampled_from([1, 3, 64]),
         prefix_caching=st.booleans(),
         overlap=st.booleans(),
     )
-    def start(self, num_blocks: int, cap: int, budget: int, prefix_caching: bool, overlap: bool) -> None:
-        self.simulation = Simulation(
-            make_scheduler(
-                num_blocks, 4, max_num_seqs=cap, max_num_batched_tokens=budget, prefix_caching=prefix_caching
-            ),
-            overlap,
+    def start(
+        self,
+        num_blocks: int,
+        num_swap_slots: int,
+        cap: int,
+        budget: int,
+        mode: str,
+        decode_preference: float,
+        max_passes: int,
+        prefix_caching: bool,
+        overlap: bool,
+    ) -> None:
+        self.clock = FakeClock()
+        self.patch = mock.patch.object(scheduler_module, "MAX_PASSES", max_passes)
+        self.patch.start()
+        scheduler = make_scheduler(
+            num_blocks,
+            4,
+            self.clock,
+            num_swap_slots=num_swap_slots,
+            max_num_seqs=cap,
+            max_num_batched_tokens=budget,
+            prefill_mode=mode,
+            decode_preference=decode_preference,
+            prefix_caching=prefix_caching,
         )
-        self.accepted: dict[int, tuple[list[int], int]] = {}
-        self.number = 0
+        self.simulation = Simulation(scheduler, overlap)
+        self.accepted: dict[int, object] = {}
 
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40), max_tokens=st.integers(1, 12))
-    def submit(self, prompt: list[int], max_tokens: int) -> None:
-        self.number += 1
+    @property
+    def sim(self) -> Simulation:
+        assert self.simulation is not None
+        return self.simulation
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
+        max_tokens=st.integers(1, 12),
+        priority=priorities,
+        forks=st.sampled_from([0, 0, 0, 1, 3]),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, priority: Priority, forks: int) -> None:
+        parent = None
+        for _ in range(1 + forks):
+            number = len(self.accepted) + 1
+            seq = sequence(number, prompt, max_tokens, None, priority, self.clock.now, parent)
+            try:
+                self.sim.add(seq)
+            except PromptTooLongError:
+                return
+            self.accepted[number] = seq
+            parent = parent or seq
+
+    @rule(prefix=st.integers(0, 30), tail=st.lists(st.integers(0, 9), min_size=1, max_size=6), priority=priorities)
+    def submit_with_common_prefix(self, prefix: int, tail: list[int], priority: Priority) -> None:
+        self.submit([7] * prefix + tail, 5, priority, 0)
+
+    @precondition(lambda self: self.simulation is not None and self.sim.scheduler.has_unfinished())
+    @rule(data=st.data(), max_tokens=st.integers(1, 8))
+    def fork(self, data: st.DataObject, max_tokens: int) -> None:
+        parent = data.draw(st.sampled_from(sorted(unfinished(self.sim.scheduler), key=lambda s: s.sequence_id)))
+        prompt = parent.token_ids[: parent.num_prompt_tokens]
+        number = len(self.accepted) + 1
+        seq = sequence(number, prompt, max_tokens, None, parent.priority, parent.arrival_time, parent)
         try:
-            self.simulation.add(sequence(self.number, prompt, max_tokens))
+            self.sim.add(seq)
         except PromptTooLongError:
             return
-        self.accepted[self.number] = (prompt, max_tokens)
+        self.accepted[number] = seq
 
-    @rule(prefix=st.integers(0, 30), tail=st.lists(st.integers(0, 9), min_size=1, max_size=6))
-    def submit_with_common_prefix(self, prefix: int, tail: list[int]) -> None:
-        self.submit([7] * prefix + tail, 5)
-
-    @precondition(lambda self: self.simulation.has_work)
-    @rule(steps=st.integers(1, 6))
-    def step(self, steps: int) -> None:
+    @precondition(lambda self: self.simulation is not None and self.sim.has_work)
+    @rule(steps=st.integers(1, 6), seconds=st.sampled_from([0.0, 0.01, 3.0]))
+    def step(self, steps: int, seconds: float) -> None:
         for _ in range(steps):
-            if self.simulation.has_work:
-                self.simulation.step()
+            self.clock.now += seconds
+            if self.sim.has_work:
+                self.sim.step()
 
-    @precondition(lambda self: self.simulation.scheduler.has_unfinished())
+    @rule(seconds=st.sampled_from([5.0, 10.0, 20.0, 1000.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @precondition(lambda self: self.simulation is not None and self.sim.scheduler.has_unfinished())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        numbers = sorted(s.sequence_id for s in unfinished(self.simulation.scheduler))
-        self.simulation.abort(data.draw(st.sampled_from(numbers)))
+        numbers = sorted(s.sequence_id for s in unfinished(self.sim.scheduler))
+        self.sim.abort(data.draw(st.sampled_from(numbers)))
 
-    @precondition(lambda self: self.simulation.has_work)
+    @precondition(lambda self: self.simulation is not None and self.sim.has_work)
     @rule(data=st.data())
     def fail_one_sequence(self, data: st.DataObject) -> None:
-        self.simulation.fail(lambda running: data.draw(st.sampled_from(running)))
+        self.sim.fail(lambda running: data.draw(st.sampled_from(running)))
 
-    @precondition(lambda self: self.simulation.under_way is None)
+    @precondition(lambda self: self.simulation is not None and self.sim.has_work)
+    @rule()
+    def lose_the_pools_in_a_step(self) -> None:
+        self.sim.fail(None)
+
+    @precondition(lambda self: self.simulation is not None and self.sim.has_work)
+    @rule(num_done=st.integers(0, 3))
+    def fail_to_move(self, num_done: int) -> None:
+        self.sim.fail_to_move(num_done)
+
+    @precondition(lambda self: self.simulation is not None and self.sim.under_way is None)
     @rule()
     def lose_the_pools(self) -> None:
-        self.simulation.scheduler.reset_cache()
-        self.simulation.slots.clear()
+        self.sim.scheduler.reset_cache()
+        self.sim.slots.clear()
+
+    @rule()
+    def clear_the_cache(self) -> None:
+        if self.sim.scheduler.prefix_cache is not None:
+            self.sim.scheduler.prefix_cache.clear()
+            assert self.sim.scheduler.pool.usage().cached == 0
+
+    @rule(count=st.integers(1, 8))
+    def evict(self, count: int) -> None:
+        self.sim.scheduler.pool.evict(count)
 
     @invariant()
     def books_balance(self) -> None:
-        if hasattr(self, "simulation"):
-            self.simulation.check_books()
+        if self.simulation is not None:
+            self.sim.check_books()
 
     def teardown(self) -> None:
-        if not hasattr(self, "simulation"):
+        if self.simulation is None:
             return
-        self.simulation.run()
-        assert set(self.simulation.ended) == set(self.accepted)
-        assert self.simulation.scheduler.pool.usage().used == 0
-        assert set(self.simulation.ended.values()) <= {FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR}
+        try:
+            self.end()
+        finally:
+            self.patch.stop()
+
+    def end(self) -> None:
+        sim = self.sim
+        sim.run(2_000)
+        assert set(sim.ended) == set(self.accepted)
+        assert sim.scheduler.pool.usage().used == 0
+        assert sim.scheduler.blocks.swap_usage().used == 0
+        for number, seq in self.accepted.items():
+            if sim.ended[number] is FinishReason.LENGTH:
+                prompt = seq.token_ids[: seq.num_prompt_tokens]
+                assert answer(seq) == undisturbed(prompt, number, seq.max_tokens)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=20_000 if LONG else 600,
+    stateful_step_count=60 if LONG else 40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 TestScheduler = SchedulerMachine.TestCase

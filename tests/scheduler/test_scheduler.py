@@ -6,21 +6,13 @@ import pytest
 
 from mlxpaged.scheduler import (
     FinishReason,
+    Priority,
     PromptTooLongError,
     SchedulerConfig,
     SequenceStatus,
     UnknownSequenceError,
 )
-from tests.scheduler.simulation import Simulation, answer, make_scheduler, next_token, sequence, unfinished
-
-
-def undisturbed(prompt: int | list[int], number: int, max_tokens: int) -> list[int]:
-    """The answer of a sequence that has the whole pool to itself."""
-    seq = sequence(number, prompt, max_tokens)
-    while seq.num_output_tokens < max_tokens:
-        seq.token_ids.append(next_token(seq))
-    return answer(seq)
-
+from tests.scheduler.simulation import Simulation, answer, make_scheduler, next_token, sequence, undisturbed, unfinished
 
 # -- batches ---------------------------------------------------------------------------------------------------------
 
@@ -333,6 +325,20 @@ def test_a_failure_leaves_those_alone_with_whom_only_settled_blocks_were_shared(
     assert simulation.ended == {culprit: FinishReason.ERROR, 3 - culprit: FinishReason.LENGTH}
     assert simulation.scheduler.prefix_cache is not None
     assert len(simulation.scheduler.prefix_cache) >= len(PREFIX) // 4
+
+
+def test_what_a_failed_step_should_have_written_for_one_that_gave_way_since_is_not_found_again() -> None:
+    simulation = Simulation(make_scheduler(max_num_seqs=1, max_num_batched_tokens=64), overlap=True)
+    low = sequence(1, [*PREFIX, 1], priority=Priority.LOW)
+    simulation.add(low)
+    simulation.step()
+    high = sequence(2, 5, priority=Priority.HIGH)
+    simulation.add(high)
+    simulation.fail(lambda running: next(seq for seq in running if seq is high))
+    assert low.status is SequenceStatus.PREEMPTED
+    simulation.add(sequence(3, [*PREFIX, 3]))
+    simulation.run()
+    assert simulation.ended == {1: FinishReason.LENGTH, 2: FinishReason.ERROR, 3: FinishReason.LENGTH}
 
 
 # -- overlapped steps ------------------------------------------------------------------------------------------------
