@@ -130,3 +130,13 @@ def test_retract_unpublishes_own_blocks_but_not_adopted_ones() -> None:
     second.publish(tokens, 16, keys)
     assert second.retract(2) == second.block_ids[2:]
     assert len(cache.match(keys, tokens)) == 2
+
+
+def test_a_private_copy_of_a_published_block_is_no_longer_part_of_the_chain() -> None:
+    pool, cache = make()
+    parent, fork = BlockTable(pool, cache), BlockTable(pool, cache)
+    fill(parent, cache, list(range(12)))
+    fork.fork(parent, 12)
+    assert len(fork.chain) == 3
+    fork.make_private(5)
+    assert [cached.block for cached in fork.chain] == parent.block_ids[:1]
