@@ -151,3 +151,11 @@ def test_a_private_copy_of_a_published_block_is_no_longer_part_of_the_chain() ->
     assert len(fork.chain) == 3
     fork.make_private(5)
     assert [cached.block for cached in fork.chain] == parent.block_ids[:1]
+
+
+def test_a_fork_knows_what_its_full_blocks_contain_and_no_more() -> None:
+    pool, cache = make()
+    parent, fork = BlockTable(pool, cache), BlockTable(pool, cache)
+    fill(parent, cache, list(range(12)))
+    fork.fork(parent, 9)
+    assert [cached.block for cached in fork.chain] == parent.block_ids[:2]

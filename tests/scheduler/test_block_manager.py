@@ -309,7 +309,7 @@ def test_sixteen_of_three_classes_with_one_prefix_compute_it_once() -> None:
 
 def test_of_overlapped_steps_too_the_blocks_that_an_answer_fills_are_found() -> None:
     simulation = Simulation(make_scheduler(max_num_batched_tokens=64), overlap=True)
-    first = sequence(1, PROMPT, max_tokens=9)
+    first = sequence(1, PROMPT, max_tokens=7)
     simulation.add(first)
     simulation.run()
     assert len(simulation.scheduler.blocks.find(sequence(2, [*first.token_ids, 1, 2])).hit) == 4
