@@ -59,7 +59,7 @@ class BlockPool(Generic[Content]):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.on_evict: Callable[[int, Content], None] | None = None
-        self.num_gains = 0  # times that a block came into use or was given content: only then can a prefix hit improve
+        self.num_gains = 0  # times that a block was given content, or taken back with it: of use to a prefix hit
         self._ref_counts = [0] * num_blocks
         self._empty = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -91,7 +91,6 @@ class BlockPool(Generic[Content]):
         blocks = [self._empty.popleft() for _ in range(count)]
         for block in blocks:
             self._ref_counts[block] = 1
-        self.num_gains += count
         return blocks
 
     def evict(self, count: int) -> None:

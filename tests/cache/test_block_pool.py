@@ -114,3 +114,11 @@ def test_a_hit_takes_a_cached_block_out_of_the_middle_of_the_free_list() -> None
 def test_content_is_only_given_to_blocks_in_use() -> None:
     with pytest.raises(BlockPoolError, match="free"):
         BlockPool(1).remember(0, "content")
+
+
+def test_the_block_that_was_freed_last_is_handed_out_next() -> None:
+    """Its memory is committed already: a pool that is never full stays small."""
+    pool: BlockPool[str] = BlockPool(8)
+    blocks = pool.allocate(3)
+    pool.release([blocks[1]])
+    assert pool.allocate(2) == [blocks[1], 3]

@@ -134,3 +134,15 @@ def test_clear_forgets_everything_and_leaves_running_sequences_their_blocks() ->
     assert hit_tokens(cache, list(range(8))) == 0
     assert pool.usage().used == len(running)
     assert pool.usage().cached == 0
+
+
+def test_what_follows_an_evicted_block_is_not_offered_because_nobody_could_find_it() -> None:
+    pool, cache = make()
+    tokens = list(range(8))
+    table = store(pool, cache, tokens[:4])
+    pool.forget(table.block_ids[0])
+    table.grow(8)
+    table.publish(tokens, 8, keys_of(cache, tokens))
+    assert len(cache) == 0
+    table.release()
+    assert pool.usage().cached == 0

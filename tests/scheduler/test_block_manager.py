@@ -151,6 +151,15 @@ def test_one_that_only_waits_for_its_last_token_is_not_swapped_out() -> None:
     simulation.run()
 
 
+def test_one_that_has_computed_nothing_has_nothing_to_swap() -> None:
+    scheduler = make_scheduler(num_swap_slots=8)
+    seq = sequence(1, PROMPT)
+    scheduler.add(seq)
+    assert scheduler._admit(seq)
+    scheduler._preempt(seq, swap=True)
+    assert seq.status is SequenceStatus.PREEMPTED
+
+
 # -- forks -----------------------------------------------------------------------------------------------------------
 
 
@@ -300,7 +309,7 @@ def test_sixteen_of_three_classes_with_one_prefix_compute_it_once() -> None:
 
 def test_of_overlapped_steps_too_the_blocks_that_an_answer_fills_are_found() -> None:
     simulation = Simulation(make_scheduler(max_num_batched_tokens=64), overlap=True)
-    first = sequence(1, PROMPT, max_tokens=9)
+    first = sequence(1, PROMPT, max_tokens=7)
     simulation.add(first)
     simulation.run()
     assert len(simulation.scheduler.blocks.find(sequence(2, [*first.token_ids, 1, 2])).hit) == 4
@@ -329,9 +338,10 @@ def test_what_is_missing_is_not_looked_up_again_before_it_can_be_less() -> None:
     assert blocks.room_for(waiter, blocks.find(waiter)) == 3
     assert blocks.least_room_for(waiter) == 3
     blocks.grow(holder, 9)
-    assert blocks.least_room_for(waiter) == 0, "three blocks were taken"
+    assert blocks.least_room_for(waiter) == 3
     holder.num_computed_tokens = 9
     blocks.publish(holder)
+    assert blocks.least_room_for(waiter) == 1, "two blocks were published"
     assert blocks.room_for(waiter, blocks.find(waiter)) == 2, "its last token is left to compute, so one block is found"
     assert blocks.least_room_for(waiter) == 2
     waiter.token_ids.append(8)

@@ -311,6 +311,7 @@ def test_it_is_no_rescue_where_nobody_has_to_give_way() -> None:
 
 def test_one_that_was_rescued_and_preempted_since_is_like_any_other() -> None:
     simulation, large = blocked_queue()
+    simulation.scheduler.get(large).max_tokens = 9
     for _ in range(MAX_PASSES + 1):
         simulation.step()
     simulation.scheduler.reset_cache()
