@@ -128,7 +128,7 @@ def test_a_preemption_is_a_phase_of_its_own(demo_server: RunningServer, stream: 
     assert (preempted["recomputed_tokens"] > 30) == (swap_blocks == 0)
     assert preempted["prompt_chunks"] == [30]
     assert preempted["steps"] == 60
-    # A second per step that it was part of, and as many as it sat out with its blocks in hand, none being free for more.
+    # A second per step that it was part of, and per step that it sat out with its blocks in hand, no other being free.
     assert preempted["prefill_seconds"] + preempted["decode_seconds"] >= 60
 
 
