@@ -57,6 +57,10 @@ class DuplicateRequestError(Exception):
     """An unfinished request has this id."""
 
 
+class MinTokensError(ValueError):
+    """A request's least number of tokens is more than the most that it may generate."""
+
+
 class RequestFailedError(Exception):
     """The engine could not complete the answer."""
 
@@ -232,7 +236,7 @@ class AsyncEngine:
         """Queue requests for which there is a reservation, whose time is their arrival time: all, or none on an error.
 
         default_max_tokens: a limit, as far as there is room, where their parameters have none.
-        Raises EngineUnavailableError, PromptTooLongError or DuplicateRequestError.
+        Raises EngineUnavailableError, PromptTooLongError, MinTokensError or DuplicateRequestError.
         """
         streams = []
         for request in requests:
@@ -241,6 +245,9 @@ class AsyncEngine:
                 raise DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
             if request.params.max_tokens is None and default_max_tokens is not None:
                 max_tokens = min(max_tokens, default_max_tokens)
+            if request.params.min_tokens > max_tokens:
+                message = f"{request.params.min_tokens} are asked for, and at most {max_tokens} can be generated"
+                raise MinTokensError(message)
             limited = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=max_tokens))
             streams.append(RequestStream(limited, self._abort, lambda: self.state))
         self._streams.update((stream.request.request_id, stream) for stream in streams)

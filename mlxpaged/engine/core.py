@@ -76,8 +76,15 @@ class RunningRequest:
     def sampling_row(self, position: int) -> SamplingRow:
         """To draw the token at `position`."""
         sequence, params = self.sequence, self.request.params
+        too_short = position - sequence.num_prompt_tokens < params.min_tokens
         return SamplingRow(
-            sequence.sequence_id, params, self.seed, sequence.token_ids, sequence.num_prompt_tokens, position
+            sequence.sequence_id,
+            params,
+            self.seed,
+            sequence.token_ids,
+            sequence.num_prompt_tokens,
+            position,
+            forbidden=sequence.stop_token_ids if too_short else (),
         )
 
 
@@ -433,7 +440,8 @@ class EngineCore:
             span = (running.made_chars, running.made_chars + len(piece))
             running.held_logprobs.append(HeldLogprobs(sampled.logprobs, *span))
         running.made_chars += len(piece)
-        text, stopped = running.stop_strings.feed(piece)
+        too_short = sequence.num_output_tokens < running.request.params.min_tokens
+        text, stopped = (piece, False) if too_short else running.stop_strings.feed(piece)
         if stopped:
             if reason is None:
                 self.scheduler.finish(sequence.sequence_id, FinishReason.STOP)

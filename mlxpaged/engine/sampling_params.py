@@ -16,7 +16,8 @@ class SamplingParams:
     temperature: 0 is greedy. top_k: 0 for all. repetition_penalty: divides (positive) or multiplies (negative) logits
     of tokens seen in prompt or answer (CTRL, Keskar et al. 2019). presence_ and frequency_penalty: subtracted once, and
     per occurrence, for tokens of the answer, as OpenAI defines them. seed: None draws one. logprobs: None for none,
-    else the number of most likely tokens to report beside the sampled one.
+    else the number of most likely tokens to report beside the sampled one. min_tokens: so many are drawn before a token
+    or a string may end the answer.
     """
 
     max_tokens: int | None = None
@@ -33,6 +34,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_tokens: int = 0
 
     @property
     def greedy(self) -> bool:

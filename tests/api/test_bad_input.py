@@ -67,6 +67,9 @@ COMMON: list[tuple[str, Any]] = [
     ("stop_token_ids", [10**9]),
     ("stop_token_ids", [10**30]),
     ("ignore_eos", "yes"),
+    ("min_tokens", -1),
+    ("min_tokens", 2),  # more than max_tokens, which is 1
+    ("min_tokens", "1"),
     ("stream", "true"),
     ("stream", 1),
     ("stream_options", {"include_usage": True}),
@@ -127,6 +130,9 @@ ONLY_CHAT: list[tuple[str, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
     ("store", True),
+    ("modalities", []),
+    ("modalities", ["text", "audio"]),
+    ("verbosity", "low"),
     ("best_of", 2),
 ]
 
@@ -155,7 +161,7 @@ ONLY_COMPLETIONS: list[tuple[str, Any]] = [
     ("logprobs", True),
     ("logprobs", 21),
     ("logprobs", -1),
-    ("echo", True),
+    ("echo", "yes"),
     ("best_of", 17),
     ("best_of", 0),
     ("best_of", "2"),

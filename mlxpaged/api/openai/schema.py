@@ -53,6 +53,7 @@ class SamplingFields(Body):
     stop: list[str] | None = None  # as `_stop_is_a_list` leaves it
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     # Accepted for what they are: labels that change nothing.
@@ -132,6 +133,7 @@ class SamplingFields(Body):
             stop=tuple(self.stop or ()),
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            min_tokens=self.min_tokens or 0,
         )
 
 
@@ -163,6 +165,8 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1)] | None = None
+    verbosity: Literal["medium"] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -195,8 +199,8 @@ class CompletionRequest(SamplingFields):
     prompt: list[str] | list[list[int]]  # as `_one_kind_of_prompt` leaves it
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
     # Not supported beyond the value that asks for nothing.
-    echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
 
     @field_validator("prompt", mode="plain")
@@ -221,6 +225,12 @@ class CompletionRequest(SamplingFields):
             if isinstance(prompt, list):
                 check_token_list(f"prompt.{i}", prompt)
         return value
+
+    @model_validator(mode="after")
+    def _echo_has_no_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise bad_parameter("echo", "cannot be combined with logprobs: the prompt's are not computed")
+        return self
 
     @model_validator(mode="after")
     def _best_of_fits(self) -> CompletionRequest:
