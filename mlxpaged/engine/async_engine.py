@@ -17,6 +17,7 @@ from mlxpaged.cache import BlockUsage, blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
 from mlxpaged.engine.engine_thread import Abort, Callbacks, Cancel, EngineThread, Query, Stop, Submit
+from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.status import EngineStatus
 from mlxpaged.models import Tokenizer
@@ -92,6 +93,7 @@ class EngineInfo:
     block_size: int
     backend: str
     created: int
+    grammars: Grammars
 
     @property
     def max_tokens_in_pool(self) -> int:
@@ -343,6 +345,7 @@ class AsyncEngine:
             block_size=core.scheduler.pool.block_size,
             backend=core.runner.backend,
             created=int(time.time()),
+            grammars=core.grammars,
         )
         self._hand_over(self._become_ready, info, core.stats())
 

@@ -1,9 +1,9 @@
 """From logits to tokens, for all rows of a step at once.
 
-Order, as in vLLM: logit bias and penalties, forbidden tokens, temperature, min-p, top-k, top-p, draw. A row draws by
-adding Gumbel noise to its scaled logits and taking the largest, which samples the softmax exactly (Gumbel 1954). The
-noise is a function of the request's seed and the token's position alone, so a seeded request repeats whoever else is in
-the batch.
+Order, as in vLLM: logit bias and penalties, forbidden tokens and grammars, temperature, min-p, top-k, top-p, draw. A
+row draws by adding Gumbel noise to its scaled logits and taking the largest, which samples the softmax exactly (Gumbel
+1954). The noise is a function of the request's seed and the token's position alone, so a seeded request repeats whoever
+else is in the batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxpaged.engine.grammar import Mask
 from mlxpaged.engine.request import TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
 
@@ -23,7 +24,7 @@ from mlxpaged.engine.sampling_params import SamplingParams
 class SamplingRow:
     """One row of logits. position: of the token that is drawn now. token_ids: prompt and answer, of which the tokens
     from `position` on, and the one before it while a step is under way, may be unknown. forbidden: tokens that must not
-    be drawn now."""
+    be drawn now. mask: the tokens that may be, where a grammar says so."""
 
     sequence_id: int
     params: SamplingParams
@@ -32,10 +33,11 @@ class SamplingRow:
     num_prompt_tokens: int
     position: int
     forbidden: Collection[int] = ()
+    mask: Mask | None = None
 
     @property
     def plain(self) -> bool:
-        return self.params.plain and not self.forbidden
+        return self.params.plain and not self.forbidden and self.mask is None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Sampler:
         if all(row.plain for row in rows):
             return Samples(mx.argmax(logits, axis=-1).astype(mx.int32))
         raw = logits.astype(mx.float32)
-        scores = without_forbidden(self._counts.penalize(biased(raw, rows), rows), rows)
+        scores = masked(without_forbidden(self._counts.penalize(biased(raw, rows), rows), rows), rows)
         tokens = mx.argmax(scores, axis=-1).astype(mx.int32)
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if drawn:
@@ -106,6 +108,21 @@ def without_forbidden(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array
     allowed = mx.array(logits)
     allowed[mx.array(at), mx.array(tokens)] = -mx.inf
     return allowed
+
+
+def masked(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Set to -inf what a row's grammar does not allow. The bits are expanded on the device: they are a 32nd of what
+    would have to be uploaded otherwise."""
+    masks = {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
+    if not masks:
+        return logits
+    words = mx.array(np.stack(list(masks.values())).view(np.uint32))
+    bits = (words[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    allowed = bits.reshape(len(masks), -1)[:, : logits.shape[-1]].astype(mx.bool_)
+    index = mx.array(list(masks))
+    constrained = mx.array(logits)
+    constrained[index] = mx.where(allowed, logits[index], -mx.inf)
+    return constrained
 
 
 class TokenCounts:

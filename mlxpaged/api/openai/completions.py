@@ -42,6 +42,7 @@ async def respond(request: Request, body: CompletionRequest) -> Response:
     with begin(server, engine, terms, body, num_prompts=len(body.prompts())) as generation:
         prompts = await server.tokenize(encode)
         check_token_ids(info, params, "prompt", prompts)
+        await server.compile(info, params.constraint)
         if body.echo:
             reply.echoes = await server.tokenize(echoes)
         generation.submit("prompt", prompts, params, DEFAULT_COMPLETION_TOKENS)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.engine import SamplingParams
+from mlxpaged.api.openai.body_model import Body as Body
+from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
+from mlxpaged.engine import Constraint, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -23,20 +26,12 @@ TokenId = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
 class StreamOptions(Body):
     include_usage: bool | None = False
     include_obfuscation: Literal[False] | None = None
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
-class SamplingFields(Body):
+class SamplingFields(StructuredFields):
     """What chat completions and completions have in common."""
 
     model: str | None = None
@@ -134,6 +129,7 @@ class SamplingFields(Body):
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             min_tokens=self.min_tokens or 0,
+            constraint=self.constraint(),
         )
 
 
@@ -159,8 +155,8 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
     # Not supported beyond the value that asks for nothing.
-    response_format: TextFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
@@ -175,6 +171,11 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise bad_parameter("top_logprobs", "needs logprobs to be true")
         return self
+
+    def constraints(self) -> Iterator[Constraint]:
+        if self.response_format is not None:
+            yield from self.response_format.constraints()
+        yield from super().constraints()
 
     def params(self) -> SamplingParams:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
