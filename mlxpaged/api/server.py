@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the metrics, and the thread that tokenizes."""
+"""What the routes share: the engine, the metrics, and the threads that tokenize and that compile constraints."""
 
 from __future__ import annotations
 
@@ -11,15 +11,27 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from mlxpaged.api.errors import ApiError, model_not_found
+from mlxpaged.api.errors import ApiError, bad_parameter, model_not_found
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
-from mlxpaged.engine import AsyncEngine, EngineConfig, EngineInfo, EngineState, RequestOutput
+from mlxpaged.engine import (
+    AsyncEngine,
+    Constraint,
+    EngineBusyError,
+    EngineConfig,
+    EngineInfo,
+    EngineState,
+    GrammarError,
+    RequestOutput,
+)
 from mlxpaged.engine import Request as EngineRequest
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+COMPILE_SECONDS = 10.0
+"""For a constraint. What the compiler does not give up on by itself takes less than a second."""
 
 
 class Server:
@@ -33,6 +45,8 @@ class Server:
         self._started = clock()
         # One thread: a fast tokenizer must not be used by two at once, and a long prompt must not stop the event loop.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-tokenizer")
+        # Two: a constraint that takes long does not hold the next one up. The compiler lets other threads run.
+        self._grammar_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-grammar")
 
     def _observe(self, request: EngineRequest, output: RequestOutput) -> None:
         self.metrics.observe(request, output)
@@ -60,6 +74,22 @@ class Server:
         """Run a function that uses the tokenizer on the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
 
+    async def compile(self, info: EngineInfo, constraint: Constraint | None) -> None:
+        """So that the engine finds it ready. Raises ApiError, naming the field, where it cannot be enforced, and
+        EngineBusyError where there was no time to find out."""
+        if constraint is None:
+            return
+        compiling = self._grammar_threads.submit(info.grammars.compile, constraint)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(compiling), COMPILE_SECONDS)
+        except GrammarError as error:
+            raise bad_parameter(constraint.param, str(error), code="unsupported_constraint") from None
+        except asyncio.TimeoutError:
+            if compiling.cancelled():  # it had not been begun
+                raise EngineBusyError(f"no time to compile {constraint.param}: others are being compiled") from None
+            message = f"takes more than {COMPILE_SECONDS:.0f} s to compile"
+            raise bad_parameter(constraint.param, message, code="unsupported_constraint") from None
+
     @property
     def uptime(self) -> float:
         """Seconds."""
@@ -73,6 +103,7 @@ class Server:
 
     async def close(self) -> None:
         self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         if self.engine is not None and await self.engine.stop(timeout=10.0 if self.engine.info else 1.0):
             logger.info("engine thread stopped")
 

@@ -8,6 +8,7 @@ from mlxpaged.engine.async_engine import (
     EngineInfo,
     EngineState,
     EngineUnavailableError,
+    MinTokensError,
     QueueFullError,
     RequestCancelledError,
     RequestFailedError,
@@ -15,14 +16,17 @@ from mlxpaged.engine.async_engine import (
 )
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.grammar import GrammarError, Grammars
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine.sampling_params import Constraint, ConstraintKind, SamplingParams
 from mlxpaged.engine.status import EngineStatus, SequenceState
 from mlxpaged.engine.timeline import Timeline
 from mlxpaged.scheduler import Priority
 
 __all__ = [
     "AsyncEngine",
+    "Constraint",
+    "ConstraintKind",
     "DeadlineExceededError",
     "DuplicateRequestError",
     "EndedRequest",
@@ -34,6 +38,9 @@ __all__ = [
     "EngineStats",
     "EngineStatus",
     "EngineUnavailableError",
+    "GrammarError",
+    "Grammars",
+    "MinTokensError",
     "Priority",
     "QueueFullError",
     "Request",

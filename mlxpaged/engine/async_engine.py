@@ -17,6 +17,7 @@ from mlxpaged.cache import BlockUsage, blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
 from mlxpaged.engine.engine_thread import Abort, Callbacks, Cancel, EngineThread, Query, Stop, Submit
+from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.status import EngineStatus
 from mlxpaged.models import Tokenizer
@@ -57,6 +58,10 @@ class DuplicateRequestError(Exception):
     """An unfinished request has this id."""
 
 
+class MinTokensError(ValueError):
+    """A request's least number of tokens is more than the most that it may generate."""
+
+
 class RequestFailedError(Exception):
     """The engine could not complete the answer."""
 
@@ -88,6 +93,7 @@ class EngineInfo:
     block_size: int
     backend: str
     created: int
+    grammars: Grammars
 
     @property
     def max_tokens_in_pool(self) -> int:
@@ -232,7 +238,7 @@ class AsyncEngine:
         """Queue requests for which there is a reservation, whose time is their arrival time: all, or none on an error.
 
         default_max_tokens: a limit, as far as there is room, where their parameters have none.
-        Raises EngineUnavailableError, PromptTooLongError or DuplicateRequestError.
+        Raises EngineUnavailableError, PromptTooLongError, MinTokensError or DuplicateRequestError.
         """
         streams = []
         for request in requests:
@@ -241,6 +247,9 @@ class AsyncEngine:
                 raise DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
             if request.params.max_tokens is None and default_max_tokens is not None:
                 max_tokens = min(max_tokens, default_max_tokens)
+            if request.params.min_tokens > max_tokens:
+                message = f"{request.params.min_tokens} are asked for, and at most {max_tokens} can be generated"
+                raise MinTokensError(message)
             limited = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=max_tokens))
             streams.append(RequestStream(limited, self._abort, lambda: self.state))
         self._streams.update((stream.request.request_id, stream) for stream in streams)
@@ -336,6 +345,7 @@ class AsyncEngine:
             block_size=core.scheduler.pool.block_size,
             backend=core.runner.backend,
             created=int(time.time()),
+            grammars=core.grammars,
         )
         self._hand_over(self._become_ready, info, core.stats())
 

@@ -18,6 +18,7 @@ from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.deadlines import Deadlines
+from mlxpaged.engine.grammar import GrammarMatcher, Grammars, Mask
 from mlxpaged.engine.memory import kv_blocks, swap_slots
 from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
@@ -62,9 +63,12 @@ class HeldLogprobs(NamedTuple):
 class RunningRequest:
     """A request inside the engine: its sequence and the state of its text."""
 
-    def __init__(self, request: Request, sequence: Sequence, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, sequence: Sequence, tokenizer: Tokenizer, matcher: GrammarMatcher | None
+    ) -> None:
         self.request = request
         self.sequence = sequence
+        self.matcher = matcher
         self.detokenizer = tokenizer.detokenizer()
         self.stop_strings = StopStrings(request.params.stop)
         self.made_chars = 0  # of the answer's text, those that are held back included
@@ -73,11 +77,23 @@ class RunningRequest:
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
         self.timeline = TimelineRecorder(sequence) if request.timeline else None
 
-    def sampling_row(self, position: int) -> SamplingRow:
-        """To draw the token at `position`."""
-        sequence, params = self.sequence, self.request.params
+    def forbidden(self, position: int) -> frozenset[int]:
+        """Tokens that must not be drawn at `position`."""
+        too_short = position - self.sequence.num_prompt_tokens < self.request.params.min_tokens
+        return self.sequence.stop_token_ids if too_short else frozenset()
+
+    def sampling_row(self, position: int, mask: Mask | None) -> SamplingRow:
+        """To draw the token at `position`. mask: what its grammar allows there, if it has one."""
+        sequence = self.sequence
         return SamplingRow(
-            sequence.sequence_id, params, self.seed, sequence.token_ids, sequence.num_prompt_tokens, position
+            sequence.sequence_id,
+            self.request.params,
+            self.seed,
+            sequence.token_ids,
+            sequence.num_prompt_tokens,
+            position,
+            forbidden=self.forbidden(position) if mask is None else (),
+            mask=mask,
         )
 
 
@@ -133,6 +149,7 @@ class EngineCore:
         tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune)
         self.runner = ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir)
         self.sampler = Sampler(served.vocab_size)
+        self.grammars = Grammars(served.tokenizer, served.vocab_size)
         self._ids = itertools.count()
         self._requests: dict[int, RunningRequest] = {}
         self._sequence_of: dict[str, int] = {}
@@ -144,10 +161,15 @@ class EngineCore:
         self._batch = Batch(())
 
     def add(self, request: Request) -> None:
-        """Queue a request that fits the context and the pool. Raises PromptTooLongError where it does not."""
+        """Queue a request that fits the context and the pool. Raises PromptTooLongError where it does not, and
+        GrammarError for a constraint that cannot be enforced."""
         params = request.params
         assert params.max_tokens is not None
-        stop_ids = params.stop_token_ids | (frozenset() if params.ignore_eos else self.served.tokenizer.eos_token_ids)
+        matcher = None
+        if params.constraint is not None:
+            matcher = self.grammars.start(params.constraint, params.ignore_eos)
+        runs_past_eos = params.ignore_eos and matcher is None  # with a grammar, it is drawn only at the very end
+        stop_ids = params.stop_token_ids | (frozenset() if runs_past_eos else self.served.tokenizer.eos_token_ids)
         sequence = Sequence(
             next(self._ids),
             request.prompt_token_ids,
@@ -158,8 +180,9 @@ class EngineCore:
         )
         parent = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         sequence.fork_of = None if parent is None else self._requests[parent].sequence
+        sequence.needs_last_token = matcher is not None
         self.scheduler.add(sequence)
-        self._requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer)
+        self._requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer, matcher)
         self._deadlines.watch(sequence.sequence_id, request)
         self._sequence_of[request.request_id] = sequence.sequence_id
 
@@ -389,12 +412,26 @@ class EngineCore:
         """Start a step. before: the step under way that draws its pending tokens."""
         tables = self.scheduler.get_block_tables(batch.sequence_ids)
         logits = self.runner.forward(batch, tables, before.drawn if before is not None else None)
+        sampling = [(self._requests[row.sequence.sequence_id], row.context_len) for row in batch.rows if row.samples]
+        masks = self._masks(sampling, logits)
         rows = [
-            self._requests[row.sequence.sequence_id].sampling_row(row.context_len) for row in batch.rows if row.samples
+            running.sampling_row(position, masks.get(running.sequence.sequence_id)) for running, position in sampling
         ]
         step = StepUnderWay(batch, logits.max(axis=-1), self.sampler.sample(logits, rows) if rows else None)
         self.runner.start_step(*step.results)
         return step
+
+    def _masks(self, sampling: ListOf[tuple[RunningRequest, int]], logits: mx.array) -> dict[int, Mask]:
+        """By sequence id, of those with a grammar. Made while the device works on the logits."""
+        constrained = {
+            running.sequence.sequence_id: (running.matcher, running.forbidden(position))
+            for running, position in sampling
+            if running.matcher is not None
+        }
+        if not constrained:
+            return {}
+        self.runner.start_step(logits)
+        return dict(zip(constrained, self.grammars.masks(list(constrained.values())), strict=True))
 
     def _lose_pools(self) -> None:
         logger.error("the KV pools were lost: every other running sequence starts over")
@@ -420,20 +457,26 @@ class EngineCore:
             return self._forget(running, f"no text could be made: {type(error).__name__}: {error}")
 
     def _advance(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
-        """Turn a sampled token into text, and end the answer where a stop string is complete."""
+        """Turn a sampled token into text, and end the answer where its grammar or a stop string is complete."""
         sequence = running.sequence
         reason = sequence.finish_reason
+        complete = running.matcher is not None and running.matcher.advance(sampled.token_id)
         self._generated += 1
         if running.timeline is not None:
             running.timeline.draw_token(self.clock())
         piece = "" if reason is FinishReason.STOP else running.detokenizer.add(sampled.token_id)
+        if complete:
+            if reason is None:
+                self.scheduler.finish(sequence.sequence_id, FinishReason.STOP)
+            reason = FinishReason.STOP
         if reason is not None:
             piece += running.detokenizer.finish()
         if sampled.logprobs is not None:
             span = (running.made_chars, running.made_chars + len(piece))
             running.held_logprobs.append(HeldLogprobs(sampled.logprobs, *span))
         running.made_chars += len(piece)
-        text, stopped = running.stop_strings.feed(piece)
+        too_short = sequence.num_output_tokens < running.request.params.min_tokens
+        text, stopped = (piece, False) if too_short else running.stop_strings.feed(piece)
         if stopped:
             if reason is None:
                 self.scheduler.finish(sequence.sequence_id, FinishReason.STOP)

@@ -1,19 +1,21 @@
 """From logits to tokens, for all rows of a step at once.
 
-Order, as in vLLM: logit bias and penalties, temperature, min-p, top-k, top-p, draw. A row draws by adding Gumbel noise
-to its scaled logits and taking the largest, which samples the softmax exactly (Gumbel 1954). The noise is a function of
-the request's seed and the token's position alone, so a seeded request repeats whoever else is in the batch.
+Order, as in vLLM: logit bias and penalties, forbidden tokens and grammars, temperature, min-p, top-k, top-p, draw. A
+row draws by adding Gumbel noise to its scaled logits and taking the largest, which samples the softmax exactly (Gumbel
+1954). The noise is a function of the request's seed and the token's position alone, so a seeded request repeats whoever
+else is in the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlxpaged.engine.grammar import Mask
 from mlxpaged.engine.request import TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
 
@@ -21,7 +23,8 @@ from mlxpaged.engine.sampling_params import SamplingParams
 @dataclass(frozen=True)
 class SamplingRow:
     """One row of logits. position: of the token that is drawn now. token_ids: prompt and answer, of which the tokens
-    from `position` on, and the one before it while a step is under way, may be unknown."""
+    from `position` on, and the one before it while a step is under way, may be unknown. forbidden: tokens that must not
+    be drawn now. mask: the tokens that may be, where a grammar says so."""
 
     sequence_id: int
     params: SamplingParams
@@ -29,6 +32,12 @@ class SamplingRow:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     position: int
+    forbidden: Collection[int] = ()
+    mask: Mask | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.params.plain and not self.forbidden and self.mask is None
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,10 @@ class Sampler:
 
     def sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Samples:
         """logits[R, V] of any float type, one row of logits per entry of `rows`."""
-        if all(row.params.plain for row in rows):
+        if all(row.plain for row in rows):
             return Samples(mx.argmax(logits, axis=-1).astype(mx.int32))
         raw = logits.astype(mx.float32)
-        scores = self._counts.penalize(biased(raw, rows), rows)
+        scores = masked(without_forbidden(self._counts.penalize(biased(raw, rows), rows), rows), rows)
         tokens = mx.argmax(scores, axis=-1).astype(mx.int32)
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if drawn:
@@ -87,6 +96,33 @@ def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
         return logits
     at, tokens, bias = zip(*entries, strict=True)
     return logits.at[mx.array(at), mx.array(tokens)].add(mx.array(bias))
+
+
+def without_forbidden(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Set to -inf what a row must not draw. A tokenizer may have end tokens that the model has no logits for."""
+    size = logits.shape[-1]
+    entries = [(i, token) for i, row in enumerate(rows) for token in row.forbidden if token < size]
+    if not entries:
+        return logits
+    at, tokens = zip(*entries, strict=True)
+    allowed = mx.array(logits)
+    allowed[mx.array(at), mx.array(tokens)] = -mx.inf
+    return allowed
+
+
+def masked(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Set to -inf what a row's grammar does not allow. The bits are expanded on the device: they are a 32nd of what
+    would have to be uploaded otherwise."""
+    masks = {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
+    if not masks:
+        return logits
+    words = mx.array(np.stack(list(masks.values())).view(np.uint32))
+    bits = (words[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    allowed = bits.reshape(len(masks), -1)[:, : logits.shape[-1]].astype(mx.bool_)
+    index = mx.array(list(masks))
+    constrained = mx.array(logits)
+    constrained[index] = mx.where(allowed, logits[index], -mx.inf)
+    return constrained
 
 
 class TokenCounts:

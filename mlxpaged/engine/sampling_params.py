@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 MIN_TEMPERATURE = 1e-5
 """Below it, dividing float32 logits by the temperature overflows long before a second token could be drawn."""
+
+
+ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What form an answer must have: that of a JSON schema, a regular expression, one of a JSON list of strings, or a
+    grammar in Lark's or GBNF's notation. param: the field of the request that asks for it, for messages."""
+
+    kind: ConstraintKind
+    text: str
+    param: str = field(default="constraint", compare=False)
 
 
 @dataclass(frozen=True)
@@ -16,7 +30,9 @@ class SamplingParams:
     temperature: 0 is greedy. top_k: 0 for all. repetition_penalty: divides (positive) or multiplies (negative) logits
     of tokens seen in prompt or answer (CTRL, Keskar et al. 2019). presence_ and frequency_penalty: subtracted once, and
     per occurrence, for tokens of the answer, as OpenAI defines them. seed: None draws one. logprobs: None for none,
-    else the number of most likely tokens to report beside the sampled one.
+    else the number of most likely tokens to report beside the sampled one. min_tokens: so many are drawn before a token
+    or a string may end the answer. constraint: what the answer must be; it ends where nothing can follow, whatever
+    ignore_eos and min_tokens say, which only keep it from ending where it could go on.
     """
 
     max_tokens: int | None = None
@@ -33,6 +49,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    constraint: Constraint | None = None
 
     @property
     def greedy(self) -> bool:

@@ -29,6 +29,11 @@ class Tokenizer:
         """Tokens of plain text, with the special tokens that the model expects around a prompt."""
         return list(self._encoder.encode(text))
 
+    @property
+    def reader(self) -> Any:
+        """The Hugging Face tokenizer, for whoever only reads it; any thread."""
+        return self._decoder
+
     def least_tokens(self, num_chars: int) -> int:
         """The fewest tokens that a text of so many characters can have, known without tokenizing it."""
         return num_chars // self._longest_token

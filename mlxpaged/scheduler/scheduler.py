@@ -13,6 +13,7 @@ the first in order can always go on.
 
 A step may be scheduled while the one before it is still under way, its tokens unknown: a sequence is then scheduled on
 with PENDING in the place of its last token. What the device does is ordered, so blocks may change hands at once.
+One that needs its last token on the host (a grammar says what may follow it) sits such a step out; the others do not.
 """
 
 from __future__ import annotations
@@ -400,7 +401,7 @@ class Scheduler:
                 if not self._grow(sequence, num_tokens, plan):
                     return
                 self._add(plan, sequence, num_tokens)
-            elif refused == LOOK_AHEAD or sequence.sequence_id in plan.gave_way:
+            elif refused == LOOK_AHEAD or sequence.sequence_id in plan.gave_way or sequence.awaits_host:
                 continue
             elif self._admit(sequence):
                 num_tokens = min(plan.budget, sequence.num_uncomputed_tokens)
@@ -587,7 +588,7 @@ class Scheduler:
 
 
 def is_decoding(sequence: Sequence) -> bool:
-    return sequence.num_uncomputed_tokens == 1 and not sequence.awaits_last_token
+    return sequence.num_uncomputed_tokens == 1 and not (sequence.awaits_last_token or sequence.awaits_host)
 
 
 def gives_way(other: Sequence, sequence: Sequence) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -281,6 +282,16 @@ def test_greedy_rows_are_the_same_beside_any_neighbour() -> None:
     ]
     rows = [row(i, **({"temperature": 0.0} if i % 2 else neighbours[i // 2])) for i in range(8)]
     assert sample(logits, rows)[1::2] == best[1::2]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"logprobs": 2}, {"presence_penalty": 1.0}])
+def test_forbidden_tokens_are_not_drawn_and_the_neighbours_do_not_notice(params: dict[str, Any]) -> None:
+    logits = logits_of(3)
+    plain = sample(logits, [row(i, **params) for i in range(3)])
+    rows = [dataclasses.replace(row(i, **params), forbidden=[plain[1], VOCAB + 5] if i == 1 else ()) for i in range(3)]
+    drawn = sample(logits, rows)
+    assert (drawn[0], drawn[2]) == (plain[0], plain[2])
+    assert drawn[1] != plain[1]
 
 
 def test_a_hot_row_still_draws_the_only_possible_token() -> None:

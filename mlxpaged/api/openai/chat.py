@@ -36,6 +36,7 @@ async def respond(request: Request, body: ChatRequest) -> Response:
     with begin(server, engine, terms, body, num_prompts=1) as generation:
         prompt = await server.tokenize(lambda: info.tokenizer.apply_chat_template(messages))
         check_token_ids(info, params, "messages", [prompt])
+        await server.compile(info, params.constraint)
         generation.submit("messages", [prompt], params)
     if body.stream:
         return EventStream(reply.events(generation), generation.close)

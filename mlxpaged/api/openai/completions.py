@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -34,11 +34,17 @@ async def respond(request: Request, body: CompletionRequest) -> Response:
     def encode() -> list[list[int]]:
         return [info.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
 
+    def echoes() -> list[str]:
+        return [p if isinstance(p, str) else info.tokenizer.decode(p) for p in body.prompts()]
+
     check_text_length(info, "prompt", max((len(p) for p in body.prompts() if isinstance(p, str)), default=0))
     reply = CompletionReply(info, body, terms)
     with begin(server, engine, terms, body, num_prompts=len(body.prompts())) as generation:
         prompts = await server.tokenize(encode)
         check_token_ids(info, params, "prompt", prompts)
+        await server.compile(info, params.constraint)
+        if body.echo:
+            reply.echoes = await server.tokenize(echoes)
         generation.submit("prompt", prompts, params, DEFAULT_COMPLETION_TOKENS)
     if body.stream:
         return EventStream(reply.events(generation), generation.close)
@@ -46,9 +52,13 @@ async def respond(request: Request, body: CompletionRequest) -> Response:
 
 
 class CompletionReply:
-    """The answers to one or more prompts in the format of the completions API, whole or in chunks."""
+    """The answers to one or more prompts in the format of the completions API, whole or in chunks.
+
+    echoes: the prompts' texts, which begin their answers; empty where they do not.
+    """
 
     def __init__(self, info: EngineInfo, body: CompletionRequest, terms: Terms) -> None:
+        self.echoes: Sequence[str] = ()
         self._info = info
         self._body = body
         self._terms = terms
@@ -67,7 +77,8 @@ class CompletionReply:
         choices = await generation.collect()
         return self._envelope() | {
             "choices": [
-                self._choice(i, choice.text, choice.finish_reason, choice.logprobs) for i, choice in enumerate(choices)
+                self._choice(i, self._echo(i) + choice.text, choice.finish_reason, choice.logprobs)
+                for i, choice in enumerate(choices)
             ],
             "usage": generation.usage(),
             **timeline_field([choice.timeline for choice in choices]),
@@ -77,6 +88,8 @@ class CompletionReply:
         offsets = [0] * len(generation.streams)
         usage = {"usage": None} if self._body.include_usage else {}
         try:
+            for index in range(len(generation.streams) if self.echoes else 0):
+                yield event(self._envelope() | {"choices": [self._choice(index, self._echo(index), None, [])]} | usage)
             async for index, output in generation.outputs():
                 reason = output.finish_reason.value if output.finish_reason else None
                 if output.text or output.logprobs or reason:
@@ -89,6 +102,9 @@ class CompletionReply:
             yield "data: [DONE]\n\n"
         except Exception as error:
             yield event(from_engine(error).body())
+
+    def _echo(self, index: int) -> str:
+        return self.echoes[index // self._body.num_choices] if self.echoes else ""
 
     def _choice(
         self, index: int, text: str, finish_reason: str | None, tokens: list[TokenLogprobs], offset: int = 0

@@ -19,6 +19,7 @@ from mlxpaged.api.server import Server
 from mlxpaged.engine import (
     AsyncEngine,
     EngineInfo,
+    MinTokensError,
     QueueFullError,
     Request,
     RequestCancelledError,
@@ -132,6 +133,8 @@ class Generation:
         except PromptTooLongError as error:
             param = "max_tokens" if all(fits_alone(self._engine, prompt) for prompt in prompts) else field
             raise bad_parameter(param, str(error), code="context_length_exceeded") from None
+        except MinTokensError as error:
+            raise bad_parameter("min_tokens", str(error)) from None
         self._request.submitted = True
 
     def _engine_request(self, number: int, prompt: list[int], params: SamplingParams) -> Request:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.engine import SamplingParams
+from mlxpaged.api.openai.body_model import Body as Body
+from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
+from mlxpaged.engine import Constraint, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -23,20 +26,12 @@ TokenId = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
 class StreamOptions(Body):
     include_usage: bool | None = False
     include_obfuscation: Literal[False] | None = None
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
-class SamplingFields(Body):
+class SamplingFields(StructuredFields):
     """What chat completions and completions have in common."""
 
     model: str | None = None
@@ -53,6 +48,7 @@ class SamplingFields(Body):
     stop: list[str] | None = None  # as `_stop_is_a_list` leaves it
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     # Accepted for what they are: labels that change nothing.
@@ -132,6 +128,8 @@ class SamplingFields(Body):
             stop=tuple(self.stop or ()),
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            min_tokens=self.min_tokens or 0,
+            constraint=self.constraint(),
         )
 
 
@@ -157,12 +155,14 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
     # Not supported beyond the value that asks for nothing.
-    response_format: TextFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1)] | None = None
+    verbosity: Literal["medium"] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -171,6 +171,11 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise bad_parameter("top_logprobs", "needs logprobs to be true")
         return self
+
+    def constraints(self) -> Iterator[Constraint]:
+        if self.response_format is not None:
+            yield from self.response_format.constraints()
+        yield from super().constraints()
 
     def params(self) -> SamplingParams:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -195,8 +200,8 @@ class CompletionRequest(SamplingFields):
     prompt: list[str] | list[list[int]]  # as `_one_kind_of_prompt` leaves it
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
     # Not supported beyond the value that asks for nothing.
-    echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
 
     @field_validator("prompt", mode="plain")
@@ -221,6 +226,12 @@ class CompletionRequest(SamplingFields):
             if isinstance(prompt, list):
                 check_token_list(f"prompt.{i}", prompt)
         return value
+
+    @model_validator(mode="after")
+    def _echo_has_no_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise bad_parameter("echo", "cannot be combined with logprobs: the prompt's are not computed")
+        return self
 
     @model_validator(mode="after")
     def _best_of_fits(self) -> CompletionRequest:

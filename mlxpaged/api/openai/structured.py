@@ -1,0 +1,119 @@
+"""Structured output: the fields that say what an answer must be, OpenAI's and vLLM's, and the constraint they ask for.
+
+Whether a schema, regular expression or grammar can be enforced is found out by compiling it (api/server.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.openai.body_model import Body
+from mlxpaged.engine import Constraint
+
+MAX_ALTERNATIVES = 1000
+"""Of a choice."""
+
+Schema = dict[str, Any] | str
+"""A JSON schema, or the JSON text of one."""
+Alternatives = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)
+]
+
+ANY_OBJECT = '{"type":"object"}'
+
+
+class JsonSchema(Body):
+    """name, description: labels. strict: either way the answer fits the schema."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_goes_with_its_type(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise bad_parameter("response_format.json_schema", "is required where type is 'json_schema'")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise bad_parameter("response_format.json_schema", f"needs type to be 'json_schema', not {self.type!r}")
+        return self
+
+    def constraints(self) -> Iterator[Constraint]:
+        if self.type == "json_object":
+            yield Constraint("json_schema", ANY_OBJECT, "response_format")
+        elif self.json_schema is not None:
+            yield schema_constraint(self.json_schema.schema_, "response_format.json_schema.schema")
+
+
+class StructuredOutputs(Body):
+    """vLLM's."""
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Alternatives | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def constraints(self) -> Iterator[Constraint]:
+        if self.json_object:
+            yield Constraint("json_schema", ANY_OBJECT, "structured_outputs.json_object")
+        yield from constraints(self.json_, self.regex, self.choice, self.grammar, "structured_outputs.")
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> StructuredOutputs:
+        if not any(True for _ in self.constraints()):
+            raise bad_parameter("structured_outputs", "must have one of json, regex, choice, grammar and json_object")
+        return self
+
+
+class StructuredFields(Body):
+    """What chat completions and completions have in common of it."""
+
+    structured_outputs: StructuredOutputs | None = None
+    # The names that vLLM had for them before.
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Alternatives | None = None
+    guided_grammar: str | None = None
+
+    def constraints(self) -> Iterator[Constraint]:
+        """All that the request asks for; a request may ask for one."""
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.constraints()
+        yield from constraints(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, "guided_")
+
+    def constraint(self) -> Constraint | None:
+        """Raises ApiError where there is more than one."""
+        first, *others = [*self.constraints(), None]
+        if first is not None and others[0] is not None:
+            raise bad_parameter(others[0].param, f"cannot be combined with {first.param}; give one of them")
+        return first
+
+
+def constraints(
+    schema: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None, prefix: str
+) -> Iterator[Constraint]:
+    if schema is not None:
+        yield schema_constraint(schema, f"{prefix}json")
+    if regex is not None:
+        yield Constraint("regex", regex, f"{prefix}regex")
+    if choice is not None:
+        yield Constraint("choice", json.dumps(choice), f"{prefix}choice")
+    if grammar is not None:
+        yield Constraint("grammar", grammar, f"{prefix}grammar")
+
+
+def schema_constraint(schema: Schema, param: str) -> Constraint:
+    return Constraint("json_schema", schema if isinstance(schema, str) else json.dumps(schema), param)
