@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from mlxpaged.api import health, requests, status
+from mlxpaged.api import health, requests, status, tokenize
 from mlxpaged.api.errors import HANDLED, handle_api_error, handle_http_exception, handle_unexpected_error
 from mlxpaged.api.openai import chat, completions, models
 from mlxpaged.api.request_id import RequestIds
@@ -43,6 +43,8 @@ def create_app(config: EngineConfig | None, clock: Callable[[], float] = time.mo
             Route("/v1/completions", completions.create, methods=["POST"]),
             Route("/v1/models", models.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
+            Route("/tokenize", tokenize.tokenize, methods=["POST"]),
+            Route("/detokenize", tokenize.detokenize, methods=["POST"]),
             # A path, so that no id at all is an unknown one, and not redirected to the route that ends all.
             Route("/v1/requests/{request_id:path}", requests.cancel, methods=["DELETE"]),
             Route("/v1/requests", requests.cancel_all, methods=["DELETE"]),
