@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels lint types bench wheel train-demo clean
+.PHONY: serve test test-kernels test-contract lint types bench wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -14,6 +14,11 @@ test: lint types
 
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/attention tests/metal_on_cpu
+
+test-contract: $(STAMP)
+	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[dev,contract]'; \
+	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,contract]'; fi
+	$(BIN)/python -m pytest -m contract tests/contract
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from mlxpaged.api import health, requests, status, tokenize
+from mlxpaged.api import health, openapi, requests, status, tokenize
 from mlxpaged.api.errors import HANDLED, handle_api_error, handle_http_exception, handle_unexpected_error
 from mlxpaged.api.openai import chat, completions, models
 from mlxpaged.api.request_id import RequestIds
@@ -52,6 +52,7 @@ def create_app(config: EngineConfig | None, clock: Callable[[], float] = time.mo
             Route("/v1/cache/clear", status.clear_cache, methods=["POST"]),
             Route("/health", health.health, methods=["GET"]),
             Route("/metrics", health.metrics, methods=["GET"]),
+            Route("/openapi.json", openapi.openapi, methods=["GET"]),
         ],
         middleware=[Middleware(RequestIds)],
         exception_handlers={
