@@ -18,12 +18,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from mlxpaged import __version__
+from mlxpaged.api.batches.records import BatchRecord, FileRecord
+from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.openai.terms import TIMELINE_HEADER
 from mlxpaged.api.request_id import HEADER, VALID
 from mlxpaged.api.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+FORM, BYTES = "multipart/form-data", "application/octet-stream"
 
 
 class ErrorDetail(BaseModel):
@@ -80,6 +83,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/detokenize"): Operation("The text of tokens", DetokenizeRequest, answer=DetokenizeResponse),
     ("DELETE", "/v1/requests/{request_id}"): Operation("End one request that is being answered"),
     ("DELETE", "/v1/requests"): Operation("End every request that is being answered"),
+    ("POST", "/v1/files"): Operation("Upload a file", FileUpload, body_media=FORM, answer=FileRecord),
+    ("GET", "/v1/files"): Operation("Files, the newest first", query=FileList),
+    ("GET", "/v1/files/{file_id}"): Operation("One file", answer=FileRecord),
+    ("DELETE", "/v1/files/{file_id}"): Operation("Delete a file"),
+    ("GET", "/v1/files/{file_id}/content"): Operation("What is in a file", media=(BYTES,)),
+    ("POST", "/v1/batches"): Operation("Run the requests of a file", BatchCreate, answer=BatchRecord),
+    ("GET", "/v1/batches"): Operation("Batches, the newest first", query=BatchList),
+    ("GET", "/v1/batches/{batch_id}"): Operation("One batch", answer=BatchRecord),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Operation("Cancel a batch", answer=BatchRecord),
     ("GET", "/v1/status"): Operation("Requests and memory in the engine"),
     ("POST", "/v1/cache/clear"): Operation("Empty the prefix cache"),
     ("GET", "/health"): Operation("Whether requests are taken", unavailable=JsonObject),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +24,9 @@ def test_the_description_is_valid() -> None:
         validate(client.get("/openapi.json").json())
 
 
-def test_no_body_that_fits_the_description_or_not_makes_the_server_fail_or_hang() -> None:
+def test_no_body_that_fits_the_description_or_not_makes_the_server_fail_or_hang(tmp_path: Path) -> None:
     """The pool is small, so that no answer is long."""
-    with running_server(EngineConfig(kv_cache_bytes=200_000)) as server:
+    with running_server(EngineConfig(kv_cache_bytes=200_000), data_dir=tmp_path) as server:
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
             *("--checks", CHECKS, "--max-examples", "60", "--mode", "all", "--request-timeout", "30"),
