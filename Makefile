@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-scheduler lint types bench bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-scheduler test-contract lint types bench bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -17,6 +17,11 @@ test-kernels: $(STAMP)
 
 test-scheduler: $(STAMP)
 	MLXPAGED_LONG=1 $(BIN)/python -m pytest tests/scheduler/test_properties.py
+
+test-contract: $(STAMP)
+	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[dev,contract]'; \
+	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,contract]'; fi
+	$(BIN)/python -m pytest -m contract tests/contract
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -92,9 +92,12 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(
-    config: EngineConfig | None, wait_loaded: bool = True, clock: Callable[[], float] = time.monotonic
+    config: EngineConfig | None,
+    wait_loaded: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    data_dir: Path | None = None,
 ) -> Iterator[RunningServer]:
-    app = create_app(config, clock)
+    app = create_app(config, clock, data_dir)
     if config is not None:
         engine = app.state.server.engine
         keep_core(engine, app)

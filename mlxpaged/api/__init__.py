@@ -1,5 +1,6 @@
 """HTTP only: requests, text, errors, events. Never tensors."""
 
 from mlxpaged.api.app import create_app
+from mlxpaged.api.batches import DataDirInUseError
 
-__all__ = ["create_app"]
+__all__ = ["DataDirInUseError", "create_app"]

@@ -6,13 +6,16 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from mlxpaged.api import health, requests, status
+from mlxpaged.api import health, openapi, requests, status, tokenize
+from mlxpaged.api.batches import BatchLane, Store
+from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.errors import HANDLED, handle_api_error, handle_http_exception, handle_unexpected_error
 from mlxpaged.api.openai import chat, completions, models
 from mlxpaged.api.request_id import RequestIds
@@ -22,20 +25,31 @@ from mlxpaged.engine import EngineConfig
 logger = logging.getLogger(__name__)
 
 
-def create_app(config: EngineConfig | None, clock: Callable[[], float] = time.monotonic) -> Starlette:
+def create_app(
+    config: EngineConfig | None, clock: Callable[[], float] = time.monotonic, data_dir: Path | None = None
+) -> Starlette:
     """An ASGI app that starts its engine with its lifespan. config: None for a server without a model. clock: seconds.
+    data_dir: where files and batches are kept; None for a server without them.
 
-    `app.state.server.engine` is the AsyncEngine.
+    `app.state.server.engine` is the AsyncEngine. Raises DataDirInUseError, OSError or ValueError where the directory
+    cannot be used.
     """
     server = Server(config, clock)
+    store = None if data_dir is None else Store(data_dir)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        lane = None
         if server.engine is not None:
             server.engine.start()
+            lane = app.state.lane = None if store is None else BatchLane(app, server.engine, store)
         yield
         logger.info("HTTP closed; stopping the engine thread")
+        if lane is not None:
+            await lane.stop()
         await server.close()
+        if store is not None:
+            store.close()
 
     app = Starlette(
         routes=[
@@ -43,6 +57,17 @@ def create_app(config: EngineConfig | None, clock: Callable[[], float] = time.mo
             Route("/v1/completions", completions.create, methods=["POST"]),
             Route("/v1/models", models.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
+            Route("/tokenize", tokenize.tokenize, methods=["POST"]),
+            Route("/detokenize", tokenize.detokenize, methods=["POST"]),
+            Route("/v1/files", batches.create_file, methods=["POST"]),
+            Route("/v1/files", batches.list_files, methods=["GET"]),
+            Route("/v1/files/{file_id}", batches.get_file, methods=["GET"]),
+            Route("/v1/files/{file_id}", batches.delete_file, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", batches.get_content, methods=["GET"]),
+            Route("/v1/batches", batches.create_batch, methods=["POST"]),
+            Route("/v1/batches", batches.list_batches, methods=["GET"]),
+            Route("/v1/batches/{batch_id}", batches.get_batch, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", batches.cancel_batch, methods=["POST"]),
             # A path, so that no id at all is an unknown one, and not redirected to the route that ends all.
             Route("/v1/requests/{request_id:path}", requests.cancel, methods=["DELETE"]),
             Route("/v1/requests", requests.cancel_all, methods=["DELETE"]),
@@ -50,6 +75,7 @@ def create_app(config: EngineConfig | None, clock: Callable[[], float] = time.mo
             Route("/v1/cache/clear", status.clear_cache, methods=["POST"]),
             Route("/health", health.health, methods=["GET"]),
             Route("/metrics", health.metrics, methods=["GET"]),
+            Route("/openapi.json", openapi.openapi, methods=["GET"]),
         ],
         middleware=[Middleware(RequestIds)],
         exception_handlers={
@@ -60,4 +86,5 @@ def create_app(config: EngineConfig | None, clock: Callable[[], float] = time.mo
         lifespan=lifespan,
     )
     app.state.server = server
+    app.state.store = store
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -23,31 +24,37 @@ Model = TypeVar("Model", bound=BaseModel)
 async def read_json(request: Request, model: type[Model]) -> Model:
     """Raises ApiError 413 for a body over MAX_BODY_BYTES, which is not kept, and 400 for one that does not fit
     `model`."""
-    expects_continue = request.headers.get("expect", "").lower() == "100-continue"
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > MAX_BODY_BYTES and expects_continue:
-        raise too_large()  # the client waits to hear whether it should send the body at all
-    body, received = bytearray(), 0
-    try:
-        async for piece in request.stream():
-            received += len(piece)
-            if received <= MAX_BODY_BYTES:
-                body += piece
-            elif received > MAX_DISCARDED_BYTES:
-                raise too_large()
-    except asyncio.CancelledError:  # the server's end came before that of the body
-        raise ApiError(503, "the server is shutting down", "server_error", code="draining") from None
-    except ClientDisconnect:
-        raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before the end of its request") from None
-    if received > MAX_BODY_BYTES:
-        raise too_large()
+    body = bytearray()
+    async for piece in pieces(request, MAX_BODY_BYTES):
+        body += piece
     try:
         return model.model_validate_json(bytes(body))
     except ValidationError as error:
         raise from_validation(error) from None
 
 
-def too_large() -> ApiError:
-    limit = MAX_BODY_BYTES // (1024 * 1024)
-    message = f"the request body is larger than {limit} MiB"
+async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    """A body of at most `limit` bytes, as it comes. Raises ApiError 413 for a longer one."""
+    expects_continue = request.headers.get("expect", "").lower() == "100-continue"
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit and expects_continue:
+        raise too_large(limit)  # the client waits to hear whether it should send the body at all
+    received = 0
+    try:
+        async for piece in request.stream():
+            received += len(piece)
+            if received <= limit:
+                yield piece
+            elif received > MAX_DISCARDED_BYTES:
+                raise too_large(limit)
+    except asyncio.CancelledError:  # the server's end came before that of the body
+        raise ApiError(503, "the server is shutting down", "server_error", code="draining") from None
+    except ClientDisconnect:
+        raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before the end of its request") from None
+    if received > limit:
+        raise too_large(limit)
+
+
+def too_large(limit: int) -> ApiError:
+    message = f"the request body is larger than {limit // (1024 * 1024)} MiB"
     return ApiError(413, message, param="body", code="body_too_large", headers={"Connection": "close"})

@@ -6,9 +6,10 @@ import argparse
 import logging
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
-from mlxpaged.api import create_app
+from mlxpaged.api import DataDirInUseError, create_app
 from mlxpaged.attention import BACKENDS
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli.flags import (
@@ -137,6 +138,13 @@ def add_parser(commands: Any) -> None:
     )
     flags.switch("--timelines", "add to every answer where its time went, as X-Mlxpaged-Timeline does for one")
     flags.value("--drain-timeout", seconds, 30.0, "seconds that running requests get at shutdown (default 30)")
+    flags.value(
+        "--data-dir",
+        Path,
+        None,
+        "directory for /v1/files and /v1/batches, made where it is missing (default: there are none)",
+        metavar="DIR",
+    )
     flags.value("--log-level", one_of(*LOG_LEVELS), "info", f"{', '.join(LOG_LEVELS)} (default info)")
     parser.set_defaults(run=run, parser=parser)
 
@@ -182,11 +190,16 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         args.parser.error(str(error))
     try:
+        app = create_app(config, data_dir=args.data_dir)
+    except (DataDirInUseError, OSError, ValueError) as error:
+        print(f"mlxpaged: --data-dir {args.data_dir}: {error}", file=sys.stderr)
+        return 1
+    try:
         listener = listen(args.host, args.port)
     except OSError as error:
         print(f"mlxpaged: cannot listen on {args.host}:{args.port}: {error.strerror or error}", file=sys.stderr)
         return 1
-    return HttpServer(create_app(config), listener, args.drain_timeout).run_until_signal()
+    return HttpServer(app, listener, args.drain_timeout).run_until_signal()
 
 
 def listen(host: str, port: int) -> socket.socket:

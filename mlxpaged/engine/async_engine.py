@@ -99,6 +99,11 @@ class EngineInfo:
     def max_tokens_in_pool(self) -> int:
         return self.num_blocks * self.block_size
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer: the last one of an answer is never in the pool."""
+        return min(self.context_length, self.max_tokens_in_pool + 1)
+
 
 class RequestStream:
     """The outputs of one request. Whoever does not read them to the last one must close it."""

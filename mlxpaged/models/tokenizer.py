@@ -25,9 +25,9 @@ class Tokenizer:
         self._special_ids: frozenset[int] = frozenset(self._decoder.all_special_ids)
         self.has_chat_template = bool(wrapped.has_chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of plain text, with the special tokens that the model expects around a prompt."""
-        return list(self._encoder.encode(text))
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of plain text, with or without the special tokens that the model expects around a prompt."""
+        return list(self._encoder.encode(text, add_special_tokens=add_special_tokens))
 
     @property
     def reader(self) -> Any:
@@ -54,9 +54,12 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=True))
 
+    def text_with_specials(self, token_ids: Sequence[int]) -> str:
+        return str(self._decoder.decode(list(token_ids), skip_special_tokens=False))
+
     def token_text(self, token_id: int) -> str:
         """How a token by itself is shown, special tokens included."""
-        return str(self._decoder.decode([token_id], skip_special_tokens=False))
+        return self.text_with_specials([token_id])
 
     def token_bytes(self, token_id: int) -> list[int]:
         """The UTF-8 bytes that a token stands for; a token may hold only part of a character."""

@@ -34,6 +34,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--ttft-timeout", "1.5", "3", "ttft_timeout", 1.5, 3.0),
     ("--ttft-timeout", "0", "5", "ttft_timeout", None, 5.0),
     ("--drain-timeout", "0", "2.5", "drain_timeout", 0.0, 2.5),
+    ("--data-dir", "some/where", "else", "data_dir", Path("some/where"), Path("else")),
     ("--log-level", "WARNING", "debug", "log_level", "WARNING", "DEBUG"),
 ]
 
@@ -72,8 +73,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def run_until_signal(self) -> int:
             return 0
 
-    def no_app(config: EngineConfig | None) -> None:
-        found["config"] = config
+    def no_app(config: EngineConfig | None, data_dir: Path | None) -> None:
+        found["config"], found["data_dir"] = config, data_dir
         if config is not None:
             found.update(vars(config))
 

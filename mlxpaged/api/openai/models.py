@@ -24,6 +24,8 @@ async def get_model(request: Request) -> Response:
 
 
 def describe(server: Server, name: str) -> dict[str, Any]:
+    """context_length: the model's own limit. max_model_len: that of a prompt and its answer here, where the KV pool may
+    be the smaller one."""
     assert server.engine is not None
     assert server.engine.info is not None
     info = server.engine.info
@@ -33,4 +35,6 @@ def describe(server: Server, name: str) -> dict[str, Any]:
         "created": info.created,
         "owned_by": "mlxpaged",
         "context_length": info.context_length,
+        "max_model_len": info.max_model_len,
+        "capabilities": {"chat": info.tokenizer.has_chat_template, "completions": True, "embeddings": False},
     }

@@ -26,6 +26,11 @@ TokenId = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopInput = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None
+"""What the API's description says of `stop`; its validator says it in fewer words when it refuses."""
+
+
 class StreamOptions(Body):
     include_usage: bool | None = False
     include_obfuscation: Literal[False] | None = None
@@ -62,7 +67,7 @@ class SamplingFields(StructuredFields):
     timeout: Seconds | None = None
     ttft_timeout: Seconds | None = None
 
-    @field_validator("stop", mode="plain")
+    @field_validator("stop", mode="plain", json_schema_input_type=StopInput)
     @classmethod
     def _stop_is_a_list(cls, value: Any) -> list[str] | None:
         if value is None:
@@ -196,6 +201,17 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions. Chat has none: an answer may fill the context."""
 
 
+PromptText = Annotated[str, Field(min_length=1)]
+PromptTokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
+PromptInput = (
+    PromptText
+    | PromptTokens
+    | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[PromptTokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+"""What the API's description says of `prompt`."""
+
+
 class CompletionRequest(SamplingFields):
     prompt: list[str] | list[list[int]]  # as `_one_kind_of_prompt` leaves it
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -204,7 +220,7 @@ class CompletionRequest(SamplingFields):
     # Not supported beyond the value that asks for nothing.
     suffix: Literal[""] | None = None
 
-    @field_validator("prompt", mode="plain")
+    @field_validator("prompt", mode="plain", json_schema_input_type=PromptInput)
     @classmethod
     def _one_kind_of_prompt(cls, value: Any) -> list[str] | list[list[int]]:
         """A string, token ids, or a list of either, as a list.

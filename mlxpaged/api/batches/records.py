@@ -1,0 +1,92 @@
+"""Files, batches and the lines of both directions, in OpenAI's shapes: what is shown, and what is kept on disk."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+
+
+class FileRecord(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"] = "processed"
+    expires_at: int | None = None
+
+
+class RequestCounts(BaseModel):
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class LineError(BaseModel):
+    """Why a batch was not started. line: of the input file, the first is 1."""
+
+    code: str
+    message: str
+    line: int
+    param: str | None = None
+
+
+class LineErrors(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[LineError]
+
+
+class BatchRecord(BaseModel):
+    """Times in seconds since 1970. The output files' ids are chosen before there are files: the shown ones are null
+    until then."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: LineErrors | None = None
+    input_file_id: str
+    completion_window: str
+    status: Status = "validating"
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts()
+    metadata: dict[str, str] | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        return self.status in UNFINISHED
+
+
+class LineResponse(BaseModel):
+    status_code: int
+    request_id: str
+    body: dict[str, Any]
+
+
+class LineFailure(BaseModel):
+    code: str
+    message: str
+
+
+class OutputLine(BaseModel):
+    """One line of an output file (a 200) or of an error file (everything else)."""
+
+    id: str
+    custom_id: str
+    response: LineResponse | None = None
+    error: LineFailure | None = None

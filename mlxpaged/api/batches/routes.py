@@ -1,0 +1,207 @@
+"""/v1/files and /v1/batches"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from mlxpaged.api.batches.lane import BatchLane, now
+from mlxpaged.api.batches.records import BatchRecord, FileRecord
+from mlxpaged.api.batches.store import Store
+from mlxpaged.api.body import pieces, read_json
+from mlxpaged.api.errors import ApiError, bad_parameter, from_validation
+from mlxpaged.api.openai.schema import Body
+from mlxpaged.api.request_id import new_id
+from mlxpaged.api.server import server_of
+
+MAX_FILE_BYTES = 200 * 1024 * 1024
+WINDOW_UNITS = {"m": 60, "h": 3600, "d": 86400}
+
+Record = TypeVar("Record", FileRecord, BatchRecord)
+Query = TypeVar("Query", bound=BaseModel)
+
+
+class FileUpload(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    file: Annotated[UploadFile, WithJsonSchema({"type": "string", "format": "binary"})]
+    purpose: Literal["batch"]
+
+
+class BatchCreate(Body):
+    """completion_window: minutes, hours or days, OpenAI's "24h" among them."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[mhd]$")]
+    metadata: dict[str, str] | None = None
+
+
+class BatchList(BaseModel):
+    """The newest first. after: an id; what follows it is listed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+
+
+class FileList(BatchList):
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+
+def store_of(request: Request) -> Store:
+    store: Store | None = request.app.state.store
+    if store is None:
+        raise ApiError(400, "this server keeps no files: start it with --data-dir", code="no_data_dir")
+    return store
+
+
+def lane_of(request: Request) -> BatchLane:
+    """Raises ApiError on a server without a model."""
+    server_of(request).ready(None)
+    lane: BatchLane = request.app.state.lane
+    return lane
+
+
+async def create_file(request: Request) -> Response:
+    store = store_of(request)
+    form = await read_form(request)
+    try:
+        try:
+            upload = FileUpload.model_validate(dict(form))
+        except ValidationError as error:
+            raise from_validation(error) from None
+        record = FileRecord(
+            id=new_id("file"),
+            bytes=upload.file.size or 0,
+            created_at=now(),
+            filename=upload.file.filename or "upload.jsonl",
+            purpose=upload.purpose,
+        )
+        await asyncio.to_thread(store.add_file, record, upload.file.file)
+    finally:
+        await form.close()
+    return JSONResponse(record.model_dump())
+
+
+async def read_form(request: Request) -> FormData:
+    """Raises ApiError for what is no form of one file and its purpose, or larger than MAX_FILE_BYTES."""
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise ApiError(400, "the body must be multipart/form-data", code="invalid_form")
+    try:
+        form = await MultiPartParser(request.headers, pieces(request, MAX_FILE_BYTES), max_files=1).parse()
+    except MultiPartException as error:
+        raise ApiError(400, f"the body is not a form of one file: {error.message}", code="invalid_form") from None
+    unknown = next((name for name in form if name not in FileUpload.model_fields), None)
+    if unknown is not None:
+        await form.close()
+        raise bad_parameter(unknown.split("[")[0], "this parameter is not supported", "unsupported_parameter")
+    return form
+
+
+async def list_files(request: Request) -> Response:
+    query = read_query(request, FileList)
+    records = [each for each in store_of(request).files.values() if query.purpose in (None, each.purpose)]
+    return page(records if query.order == "asc" else records[::-1], query)
+
+
+async def get_file(request: Request) -> Response:
+    return JSONResponse(find(store_of(request).files, request, "file").model_dump())
+
+
+async def get_content(request: Request) -> Response:
+    store = store_of(request)
+    record = find(store.files, request, "file")
+    return FileResponse(store.content(record.id), media_type="application/octet-stream", filename=record.filename)
+
+
+async def delete_file(request: Request) -> Response:
+    store = store_of(request)
+    record = find(store.files, request, "file")
+    if any(batch.unfinished and batch.input_file_id == record.id for batch in store.batches.values()):
+        raise ApiError(
+            409, f"file {record.id} is the input of an unfinished batch", param="file_id", code="file_in_use"
+        )
+    await asyncio.to_thread(store.delete_file, record.id)
+    return JSONResponse({"id": record.id, "object": "file", "deleted": True})
+
+
+async def create_batch(request: Request) -> Response:
+    body = await read_json(request, BatchCreate)
+    store, lane = store_of(request), lane_of(request)
+    file = store.files.get(body.input_file_id)
+    if file is None or file.purpose != "batch":
+        raise bad_parameter("input_file_id", f"there is no file {body.input_file_id!r} with the purpose 'batch'")
+    created_at = now()
+    batch = BatchRecord(
+        id=new_id("batch"),
+        endpoint=body.endpoint,
+        input_file_id=file.id,
+        completion_window=body.completion_window,
+        created_at=created_at,
+        expires_at=created_at + int(body.completion_window[:-1]) * WINDOW_UNITS[body.completion_window[-1]],
+        metadata=body.metadata,
+    )
+    await asyncio.to_thread(store.save_batch, batch)
+    lane.wake()
+    return JSONResponse(batch.model_dump())
+
+
+async def list_batches(request: Request) -> Response:
+    query = read_query(request, BatchList)
+    return page(list(store_of(request).batches.values())[::-1], query)
+
+
+async def get_batch(request: Request) -> Response:
+    return JSONResponse(find(store_of(request).batches, request, "batch").model_dump())
+
+
+async def cancel_batch(request: Request) -> Response:
+    batch = find(store_of(request).batches, request, "batch")
+    if not batch.unfinished:
+        raise ApiError(409, f"batch {batch.id} is {batch.status}", param="batch_id", code="batch_finished")
+    await lane_of(request).cancel(batch)
+    return JSONResponse(batch.model_dump())
+
+
+def find(records: Mapping[str, Record], request: Request, kind: str) -> Record:
+    """The one that the path names. Raises ApiError."""
+    record_id = request.path_params[f"{kind}_id"]
+    record = records.get(record_id)
+    if record is None:
+        raise ApiError(404, f"there is no {kind} {record_id!r}", param=f"{kind}_id", code=f"{kind}_not_found")
+    return record
+
+
+def read_query(request: Request, model: type[Query]) -> Query:
+    try:
+        return model.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def page(records: Sequence[FileRecord] | Sequence[BatchRecord], query: BatchList) -> Response:
+    ids = [record.id for record in records]
+    if query.after is not None and query.after not in ids:
+        raise bad_parameter("after", f"nothing in this list has the id {query.after!r}")
+    start = 0 if query.after is None else ids.index(query.after) + 1
+    shown: list[dict[str, Any]] = [record.model_dump() for record in records[start : start + query.limit]]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": start + query.limit < len(records),
+        }
+    )

@@ -1,0 +1,139 @@
+"""Files and batches in a directory. Everything here may block on the disk.
+
+    files/ID            a file's content           files/ID.json    its record
+    batches/ID.json     a batch's record           batches/ID.output, ID.errors   lines that are done, one after another
+
+Records are replaced whole, by renaming. Lines are appended; one that the server's end cut short is cut off at the next
+start, and that request runs again. So does one whose answer the system had not written when the power failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TypeVar
+
+from pydantic import BaseModel
+
+from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
+from mlxpaged.api.request_id import new_id
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+class DataDirInUseError(Exception):
+    """Another server keeps its files in this directory."""
+
+
+class Store:
+    """The only one to use its directory while it lives. `files` and `batches` by id, the oldest first."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises DataDirInUseError, or OSError where the directory cannot be used."""
+        self._files, self._batches = directory / "files", directory / "batches"
+        for path in (self._files, self._batches):
+            path.mkdir(parents=True, exist_ok=True)
+        self._lock = (directory / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise DataDirInUseError(f"another server uses {directory}") from None
+        self.files = load(self._files, FileRecord)
+        self.batches = load(self._batches, BatchRecord)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def content(self, file_id: str) -> Path:
+        return self._files / file_id
+
+    def add_file(self, record: FileRecord, content: IO[bytes]) -> None:
+        with replacing(self.content(record.id)) as file:
+            shutil.copyfileobj(content, file)
+        self._publish(record)
+
+    def _publish(self, record: FileRecord) -> None:
+        save(self._files / f"{record.id}.json", record)
+        self.files[record.id] = record
+
+    def delete_file(self, file_id: str) -> None:
+        """The record first: content without one is not shown."""
+        del self.files[file_id]
+        (self._files / f"{file_id}.json").unlink(missing_ok=True)
+        self.content(file_id).unlink(missing_ok=True)
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def save_batch(self, batch: BatchRecord) -> None:
+        save(self._batches / f"{batch.id}.json", batch)
+        self.batches[batch.id] = batch
+
+    def results(self, batch_id: str, kind: str) -> Path:
+        """kind: "output" or "errors"."""
+        return self._batches / f"{batch_id}.{kind}"
+
+    def append(self, batch_id: str, line: OutputLine) -> None:
+        kind = "output" if line.response is not None and line.response.status_code == 200 else "errors"
+        with self.results(batch_id, kind).open("ab") as file:
+            file.write(line.model_dump_json().encode() + b"\n")
+
+    def done(self, batch_id: str, kind: str) -> set[str]:
+        """The custom ids of the lines that are written, after a line that is incomplete is cut off."""
+        path = self.results(batch_id, kind)
+        done: set[str] = set()
+        if not path.exists():
+            return done
+        with path.open("r+b") as file:
+            end = 0
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                done.add(OutputLine.model_validate_json(line).custom_id)
+                end += len(line)
+            file.truncate(end)
+        return done
+
+    def publish_results(self, batch: BatchRecord, kind: str, file_id: str, created_at: int) -> bool:
+        """Make a file of the lines that are done. Repeating it is no error. False where there are none."""
+        path = self.results(batch.id, kind)
+        if path.exists():
+            os.replace(path, self.content(file_id))
+        elif not self.content(file_id).exists():
+            return False
+        size = self.content(file_id).stat().st_size
+        name = f"{batch.id}_{kind}.jsonl"
+        self._publish(FileRecord(id=file_id, bytes=size, created_at=created_at, filename=name, purpose="batch_output"))
+        return True
+
+
+def load(directory: Path, kind: type[Record]) -> dict[str, Record]:
+    """Every record of a directory, by its id. Raises ValueError for one that is broken, rather than to forget it."""
+    records = [kind.model_validate_json(path.read_bytes()) for path in directory.glob("*.json")]
+    records.sort(key=lambda record: (record.created_at, record.id))  # type: ignore[attr-defined]
+    return {record.id: record for record in records}  # type: ignore[attr-defined]
+
+
+def save(path: Path, record: BaseModel) -> None:
+    with replacing(path) as file:
+        file.write(record.model_dump_json().encode())
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` once it is on the disk, or leaves it as it was."""
+    temporary = path.with_name(f"{path.name}.{new_id('new')}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

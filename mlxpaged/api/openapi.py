@@ -1,0 +1,177 @@
+"""GET /openapi.json: the routes of the app, described by the pydantic models that check their bodies.
+
+A route that is not described in OPERATIONS is an error here, so that none can be forgotten.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from mlxpaged import __version__
+from mlxpaged.api.batches.records import BatchRecord, FileRecord
+from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
+from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
+from mlxpaged.api.openai.terms import TIMELINE_HEADER
+from mlxpaged.api.request_id import HEADER, VALID
+from mlxpaged.api.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+FORM, BYTES = "multipart/form-data", "application/octet-stream"
+
+
+class ErrorDetail(BaseModel):
+    """param: the field at fault. code: which error it is, for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail
+
+
+class JsonObject(BaseModel):
+    """An answer whose fields are those of the API that it follows."""
+
+    model_config = {"extra": "allow"}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """body, answer: models of the request's body and of a 200's. media: what a 200 can be. query: parameters of the
+    URL, as the fields of a model. headers: of the request, beside its id. unavailable: the answer of a 503 that is not
+    an error as everywhere else."""
+
+    summary: str
+    body: type[BaseModel] | None = None
+    body_media: str = JSON
+    answer: type[BaseModel] = JsonObject
+    media: tuple[str, ...] = (JSON,)
+    query: type[BaseModel] | None = None
+    headers: tuple[str, ...] = ()
+    unavailable: type[BaseModel] = ErrorResponse
+
+    @property
+    def models(self) -> Iterator[type[BaseModel]]:
+        yield from (model for model in (self.body, self.answer, self.query, self.unavailable) if model is not None)
+
+
+def generates(summary: str, body: type[BaseModel]) -> Operation:
+    return Operation(summary, body, media=(JSON, EVENTS), headers=(TIMELINE_HEADER,))
+
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): generates("Answer a conversation", ChatRequest),
+    ("POST", "/v1/completions"): generates("Continue one or more prompts", CompletionRequest),
+    ("GET", "/v1/models"): Operation("The models that are served"),
+    ("GET", "/v1/models/{model}"): Operation("One model"),
+    ("POST", "/tokenize"): Operation(
+        "The tokens of a prompt or a conversation", TokenizeRequest, answer=TokenizeResponse
+    ),
+    ("POST", "/detokenize"): Operation("The text of tokens", DetokenizeRequest, answer=DetokenizeResponse),
+    ("DELETE", "/v1/requests/{request_id}"): Operation("End one request that is being answered"),
+    ("DELETE", "/v1/requests"): Operation("End every request that is being answered"),
+    ("POST", "/v1/files"): Operation("Upload a file", FileUpload, body_media=FORM, answer=FileRecord),
+    ("GET", "/v1/files"): Operation("Files, the newest first", query=FileList),
+    ("GET", "/v1/files/{file_id}"): Operation("One file", answer=FileRecord),
+    ("DELETE", "/v1/files/{file_id}"): Operation("Delete a file"),
+    ("GET", "/v1/files/{file_id}/content"): Operation("What is in a file", media=(BYTES,)),
+    ("POST", "/v1/batches"): Operation("Run the requests of a file", BatchCreate, answer=BatchRecord),
+    ("GET", "/v1/batches"): Operation("Batches, the newest first", query=BatchList),
+    ("GET", "/v1/batches/{batch_id}"): Operation("One batch", answer=BatchRecord),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Operation("Cancel a batch", answer=BatchRecord),
+    ("GET", "/v1/status"): Operation("Requests and memory in the engine"),
+    ("POST", "/v1/cache/clear"): Operation("Empty the prefix cache"),
+    ("GET", "/health"): Operation("Whether requests are taken", unavailable=JsonObject),
+    ("GET", "/metrics"): Operation("Prometheus metrics", media=(TEXT,)),
+    ("GET", "/openapi.json"): Operation("This document"),
+}
+
+
+async def openapi(request: Request) -> Response:
+    return JSONResponse(document(request.app.routes))
+
+
+def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+    """OpenAPI 3.1. Raises KeyError for a route that OPERATIONS does not describe."""
+    models = {model for operation in OPERATIONS.values() for model in operation.models} | {ErrorResponse}
+    ordered = sorted(models, key=lambda model: model.__name__)
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in ordered], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path in sorted(served(routes), key=lambda each: each[1]):
+        paths.setdefault(path, {})[method.lower()] = described(method, path, schemas["$defs"])
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mlxpaged", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"]},
+    }
+
+
+def served(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
+    """(method, path) of every route, its path without Starlette's converters. HEAD comes with every GET."""
+    for route in routes:
+        assert isinstance(route, Route), route
+        for method in (route.methods or set()) - {"HEAD"}:
+            yield method, re.sub(r"{(\w+):\w+}", r"{\1}", route.path)
+
+
+def described(method: str, path: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    operation = OPERATIONS[method, path]
+    content = {media: content_of(media, operation.answer) for media in operation.media}
+    responses = {
+        "200": {"description": "OK", "content": content},
+        "503": answer_of(HTTPStatus.SERVICE_UNAVAILABLE.phrase, operation.unavailable),
+        "default": answer_of("An error", ErrorResponse),
+    }
+    description: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    parameters = [
+        *(parameter(name, "path", {"type": "string"}, required=True) for name in re.findall(r"{(\w+)}", path)),
+        *query_parameters(operation, schemas),
+        parameter(HEADER, "header", {"type": "string", "pattern": VALID.pattern.replace(r"\Z", "$")}),
+        *(parameter(name, "header", {"type": "string", "enum": ["0", "1"]}) for name in operation.headers),
+    ]
+    description["parameters"] = parameters
+    if operation.body is not None:
+        content = {operation.body_media: {"schema": ref(operation.body)}}
+        description["requestBody"] = {"required": True, "content": content}
+    return description
+
+
+def query_parameters(operation: Operation, schemas: dict[str, Any]) -> list[dict[str, Any]]:
+    if operation.query is None:
+        return []
+    return [
+        parameter(name, "query", schema) for name, schema in schemas[operation.query.__name__]["properties"].items()
+    ]
+
+
+def parameter(name: str, where: str, schema: dict[str, Any], required: bool = False) -> dict[str, Any]:
+    return {"name": name, "in": where, "required": required, "schema": schema}
+
+
+def content_of(media: str, answer: type[BaseModel]) -> dict[str, Any]:
+    """A schema of events would be one of the data of each, which here ends with a [DONE] that is no JSON."""
+    return {JSON: {"schema": ref(answer)}, EVENTS: {}}.get(media, {"schema": {"type": "string"}})
+
+
+def answer_of(description: str, model: type[BaseModel]) -> dict[str, Any]:
+    return {"description": description, "content": {JSON: {"schema": ref(model)}}}
+
+
+def ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}

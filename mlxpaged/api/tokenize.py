@@ -1,0 +1,84 @@
+"""POST /tokenize and /detokenize, in the shapes of vLLM: what a prompt becomes, and back. Nothing is generated."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlxpaged.api.body import read_json
+from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.openai.schema import MAX_LIST, MAX_TOKEN_ID, Body, Message
+from mlxpaged.api.server import server_of
+
+MAX_CHARS = 1_000_000
+MAX_TOKENS = 1_000_000
+"""All prompts are tokenized by one thread: none may keep it for seconds."""
+
+
+class TokenizeRequest(Body):
+    """A prompt, or the messages of a chat as its template renders them."""
+
+    model: str | None = None
+    prompt: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="after")
+    def _one_input(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_parameter("prompt", "give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise bad_parameter("add_special_tokens", "is for prompt; a chat template has those that it needs")
+        return self
+
+
+class TokenizeResponse(Body):
+    """max_model_len: most tokens of a prompt and its answer. token_strs: each token by itself, where asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=MAX_TOKENS, fail_fast=True)]
+
+
+class DetokenizeResponse(Body):
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    body = await read_json(request, TokenizeRequest)
+    server = server_of(request)
+    _, info = server.ready(body.model)
+    messages = [message.for_template() for message in body.messages or ()]
+    if sum(len(message["content"]) for message in messages) > MAX_CHARS:
+        raise bad_parameter("messages", f"have more than {MAX_CHARS} characters")
+
+    def work() -> TokenizeResponse:
+        if body.prompt is None:
+            tokens = info.tokenizer.apply_chat_template(messages)
+        else:
+            tokens = info.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        strings = [info.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        return TokenizeResponse(count=len(tokens), max_model_len=info.max_model_len, tokens=tokens, token_strs=strings)
+
+    return JSONResponse((await server.tokenize(work)).model_dump())
+
+
+async def detokenize(request: Request) -> Response:
+    body = await read_json(request, DetokenizeRequest)
+    server = server_of(request)
+    _, info = server.ready(body.model)
+    largest = max(body.tokens, default=0)
+    if largest >= info.vocab_size:
+        raise bad_parameter("tokens", f"token id {largest} is not in the vocabulary of {info.vocab_size} tokens")
+    prompt = await server.tokenize(lambda: info.tokenizer.text_with_specials(body.tokens))
+    return JSONResponse(DetokenizeResponse(prompt=prompt).model_dump())

@@ -1,0 +1,383 @@
+"""/v1/files and /v1/batches with the official client: answers, errors, cancelling, expiry, restarts, and idle room."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types import Batch
+
+from mlxpaged.api import DataDirInUseError, create_app
+from mlxpaged.api.batches import Store
+from mlxpaged.engine import EngineConfig
+from tests.api.helpers import DEADLINE, Background, StepGate, answer_text, ask, post, raw, run_on
+from tests.support import RunningServer, running_server, wait_until
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CONFIG = EngineConfig(kv_cache_bytes=16_000_000, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(CONFIG, data_dir=tmp_path_factory.mktemp("data") / "new") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    with server.client(timeout=DEADLINE) as client:
+        yield client
+    server.wait_idle(DEADLINE)
+
+
+def jsonl(bodies: Sequence[Any], url: str = COMPLETIONS) -> bytes:
+    lines = [{"custom_id": f"line-{i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def submit(client: OpenAI, content: bytes, endpoint: Any = COMPLETIONS, **fields: Any) -> Batch:
+    file = client.files.create(file=("requests.jsonl", content), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
+
+
+def ended(client: OpenAI, batch: Batch) -> Batch:
+    found: list[Batch] = []
+
+    def over() -> bool:
+        found.append(client.batches.retrieve(batch.id))
+        return found[-1].status in ("completed", "failed", "expired", "cancelled")
+
+    wait_until(over, DEADLINE)
+    return found[-1]
+
+
+def lines_of(client: OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
+    """By custom id."""
+    if file_id is None:
+        return {}
+    lines = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len({line["id"] for line in lines}) == len(lines)
+    return {line["custom_id"]: line for line in lines}
+
+
+def test_every_line_gets_the_answer_that_its_route_gives(client: OpenAI, server: RunningServer) -> None:
+    questions = [f"What is {i} + {i + 1}?" for i in range(12)]
+    bodies = [ask(question, max_tokens=12) for question in questions]
+    batch = submit(client, jsonl(bodies, CHAT), CHAT, metadata={"night": "1"})
+    assert (batch.object, batch.endpoint, batch.metadata) == ("batch", CHAT, {"night": "1"})
+    assert batch.expires_at == batch.created_at + 86400
+    done = ended(client, batch)
+    assert done.status == "completed"
+    assert done.request_counts is not None
+    assert done.request_counts.model_dump() == {"completed": 12, "failed": 0, "total": 12}
+    assert done.error_file_id is None
+    assert done.created_at <= (done.in_progress_at or 0) <= (done.finalizing_at or 0) <= (done.completed_at or 0)
+    lines = lines_of(client, done.output_file_id)
+    for i, body in enumerate(bodies):
+        response = lines[f"line-{i}"]["response"]
+        assert (response["status_code"], lines[f"line-{i}"]["error"]) == (200, None)
+        answer = response["body"]
+        assert answer["choices"] == post(server, body)["choices"]
+        assert (answer["object"], answer["service_tier"]) == ("chat.completion", "flex")
+        assert answer["id"] == response["request_id"]
+    assert batch.id in [each.id for each in client.batches.list()]
+
+
+def test_a_line_that_fails_fails_alone(client: OpenAI) -> None:
+    bad: dict[str, dict[str, Any]] = {
+        "temperature": {"temperature": 9},
+        "stream": {"stream": True},
+        "service_tier": {"service_tier": "priority"},
+        "colour": {"colour": "red"},
+        "n": {"n": 5},
+        "prompt": {"prompt": [20] * 5000},
+        "model": {"model": "gpt-4"},
+    }
+    good = run_on("Once upon", 4)
+    batch = ended(client, submit(client, jsonl([good, *(good | fields for fields in bad.values()), good])))
+    assert batch.status == "completed"
+    assert batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, len(bad))
+    assert set(lines_of(client, batch.output_file_id)) == {"line-0", f"line-{len(bad) + 1}"}
+    errors = lines_of(client, batch.error_file_id)
+    for i, param in enumerate(bad, start=1):
+        response = errors[f"line-{i}"]["response"]
+        assert response["status_code"] == (404 if param == "model" else 400)
+        assert response["body"]["error"]["param"] == param
+
+
+LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": run_on("x", 1)}
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        (b"", "empty_file", 1),
+        (b"\n\n", "empty_file", 1),
+        (b"hello\n", "invalid_json_line", 1),
+        (b"\xff\xfe\n", "invalid_json_line", 1),
+        (b"[" * 100_000, "invalid_json_line", 1),
+        ([LINE, LINE], "duplicate_custom_id", 2),
+        ([LINE, LINE | {"url": CHAT, "custom_id": "b"}], "mismatched_url", 2),
+        ([LINE | {"method": "GET"}], "invalid_request", 1),
+        ([LINE | {"body": 3}], "invalid_request", 1),
+        ([LINE | {"custom_id": 3}], "invalid_request", 1),
+        ([LINE | {"more": 3}], "invalid_request", 1),
+        ([{}], "invalid_request", 1),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_batch_runs_nothing(client: OpenAI, lines: Any, code: str, number: int) -> None:
+    content = lines if isinstance(lines, bytes) else "\n".join(map(json.dumps, lines)).encode()
+    batch = ended(client, submit(client, content))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, number)
+    assert batch.output_file_id is None
+
+
+def test_files_are_kept_listed_and_deleted(client: OpenAI) -> None:
+    content = b"\n".join([b'{"a": "caf\xc3\xa9"}'] * 100_000)
+    files = [client.files.create(file=(f"f{i}.jsonl", content), purpose="batch") for i in range(3)]
+    assert files[0].bytes == len(content)
+    assert client.files.retrieve(files[1].id).model_dump() == files[1].model_dump()
+    assert client.files.content(files[1].id).content == content
+    newest = [file.id for file in client.files.list(purpose="batch", limit=2)]  # follows the pages
+    assert newest[:3] == [file.id for file in files[::-1]]
+    oldest = [file.id for file in client.files.list(order="asc")]
+    assert oldest[-3:] == [file.id for file in files]
+    assert client.files.delete(files[0].id).deleted
+    with pytest.raises(openai.NotFoundError, match="file"):
+        client.files.retrieve(files[0].id)
+    assert files[0].id not in [file.id for file in client.files.list()]
+
+
+BAD_REQUESTS: list[tuple[str, str, dict[str, Any], int, str | None]] = [
+    ("POST", "/v1/files", {"files": {"file": b"x"}}, 400, "purpose"),
+    ("POST", "/v1/files", {"data": {"purpose": "batch"}, "files": {"other": b"x"}}, 400, "other"),
+    ("POST", "/v1/files", {"data": {"purpose": "assistants"}, "files": {"file": b"x"}}, 400, "purpose"),
+    ("POST", "/v1/files", {"data": {"purpose": "batch", "file": "x"}, "files": {"purpose": b"x"}}, 400, "file"),
+    (
+        "POST",
+        "/v1/files",
+        {"data": {"purpose": "batch", "expires_after[seconds]": "9"}, "files": {"file": b"x"}},
+        400,
+        "expires_after",
+    ),
+    ("POST", "/v1/files", {"json": {}}, 400, None),
+    ("POST", "/v1/files", {"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, None),
+    ("POST", "/v1/files", {"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=b"}}, 400, None),
+    ("GET", "/v1/files/nothing", {}, 404, "file_id"),
+    ("GET", "/v1/files/..%2Flock/content", {}, 404, None),
+    ("DELETE", "/v1/files/nothing", {}, 404, "file_id"),
+    ("GET", "/v1/files?limit=0", {}, 400, "limit"),
+    ("GET", "/v1/files?after=x", {}, 400, "after"),
+    ("GET", "/v1/files?colour=red", {}, 400, "colour"),
+    ("GET", "/v1/batches?limit=101", {}, 400, "limit"),
+    ("GET", "/v1/batches/nothing", {}, 404, "batch_id"),
+    ("POST", "/v1/batches/nothing/cancel", {}, 404, "batch_id"),
+    ("POST", "/v1/batches", {"json": {"endpoint": COMPLETIONS, "completion_window": "24h"}}, 400, "input_file_id"),
+]
+CREATE = {"input_file_id": "file-x", "endpoint": COMPLETIONS, "completion_window": "24h"}
+BAD_REQUESTS += [
+    ("POST", "/v1/batches", {"json": CREATE | fields}, 400, next(iter(fields)))
+    for fields in (
+        {"input_file_id": "file-x"},
+        {"endpoint": "/v1/embeddings"},
+        {"completion_window": "forever"},
+        {"completion_window": "0h"},
+        {"output_expires_after": {}},
+    )
+]
+
+
+@pytest.mark.parametrize(("method", "path", "options", "status", "param"), BAD_REQUESTS, ids=str)
+def test_what_cannot_be_done_is_refused_by_name(
+    server: RunningServer, method: str, path: str, options: dict[str, Any], status: int, param: str | None
+) -> None:
+    with raw(server) as client:
+        response = client.request(method, path, **options)
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_a_file_that_is_too_large_is_not_kept(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxpaged.api.batches.routes.MAX_FILE_BYTES", 3_000_000)
+    with raw(server) as client:
+        before = client.get("/v1/files").json()
+        form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": b"x" * 4_000_000}}
+        response = client.post("/v1/files", **form)
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "body_too_large"
+        assert client.get("/v1/files").json() == before
+
+
+def test_a_batch_leaves_half_of_the_places_and_waits_for_the_rest(client: OpenAI, server: RunningServer) -> None:
+    with StepGate(server) as gate:
+        batch = submit(client, jsonl([run_on("x", 40) for _ in range(6)]))
+        gate.wait_held()
+        gate.allow(1)
+        gate.wait_held()
+        wait_until(lambda: server.engine.num_unfinished == 2)
+        interactive = [Background.post(server, COMPLETIONS, run_on("Once", 60)) for _ in range(2)]
+        wait_until(lambda: server.engine.num_unfinished == 4)
+        gate.allow(2)
+        gate.wait_held()
+        assert server.engine.stats is not None
+        assert (server.engine.stats.scheduler.running, server.engine.stats.scheduler.waiting) == (4, 0)
+        gate.allow(10)
+        gate.wait_held()
+        assert server.engine.num_unfinished == 4
+        gate.open()
+        texts = [pending.text for pending in interactive]
+    assert texts == [answer_text(server, run_on("Once", 60))] * 2
+    assert ended(client, batch).status == "completed"
+
+
+def test_a_batch_starts_nothing_while_others_fill_the_places(client: OpenAI, server: RunningServer) -> None:
+    with StepGate(server) as gate:
+        interactive = [Background.post(server, COMPLETIONS, run_on("Once", 20)) for _ in range(4)]
+        wait_until(lambda: server.engine.num_unfinished == 4)
+        batch = submit(client, jsonl([run_on("x", 4)] * 3))
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+        gate.allow(3)
+        gate.wait_held()
+        assert server.engine.num_unfinished == 4
+        assert client.batches.retrieve(batch.id).request_counts == openai.types.BatchRequestCounts(
+            total=3, completed=0, failed=0
+        )
+        gate.open()
+        assert all(pending.text for pending in interactive)
+    assert ended(client, batch).status == "completed"
+
+
+def test_a_cancelled_batch_ends_at_once_and_keeps_what_is_done(client: OpenAI, server: RunningServer) -> None:
+    bodies = [run_on("x", 1), *[run_on("x", 1000) for _ in range(5)]]
+    with StepGate(server) as gate:
+        batch = submit(client, jsonl(bodies))
+        queued = submit(client, jsonl(bodies))
+
+        def one_is_done() -> bool:
+            counts = client.batches.retrieve(batch.id).request_counts
+            return counts is not None and counts.completed == 1
+
+        wait_until(lambda: one_is_done() or gate.allow(1), DEADLINE)
+        with pytest.raises(openai.ConflictError, match="unfinished"):
+            client.files.delete(batch.input_file_id)
+        assert client.batches.cancel(queued.id).status == "cancelled"
+        assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+        gate.open()
+        done = ended(client, batch)
+    assert done.status == "cancelled"
+    assert done.cancelled_at is not None
+    assert set(lines_of(client, done.output_file_id)) == {"line-0"}
+    server.wait_idle()
+    with pytest.raises(openai.ConflictError, match="cancelled"):
+        client.batches.cancel(batch.id)
+
+
+def test_a_batch_goes_on_after_a_restart_and_runs_nothing_twice(tmp_path: Path) -> None:
+    lengths = [6, 6, 6, 700, 700, 700]
+    bodies = [run_on(f"Once {i}", length) for i, length in enumerate(lengths)]
+    with running_server(CONFIG, data_dir=tmp_path) as server, server.client() as client, StepGate(server) as gate:
+        batch = submit(client, jsonl(bodies))
+
+        def some_are_done() -> bool:
+            counts = client.batches.retrieve(batch.id).request_counts
+            return counts is not None and counts.completed >= 2
+
+        wait_until(lambda: some_are_done() or gate.allow(1), DEADLINE)
+        with pytest.raises(DataDirInUseError):
+            create_app(CONFIG, data_dir=tmp_path)
+    kept = (tmp_path / "batches" / f"{batch.id}.output").read_bytes()
+    before = [json.loads(line) for line in kept.splitlines()]
+    assert 2 <= len(before) < 6
+    (tmp_path / "batches" / f"{batch.id}.output").write_bytes(kept + b'{"id": "batch_req-1", "custom')
+    with running_server(CONFIG, data_dir=tmp_path) as server, server.client() as client:
+        done = ended(client, batch)
+        assert done.status == "completed"
+        lines = lines_of(client, done.output_file_id)
+        assert len(lines) == 6
+        assert [lines[line["custom_id"]] for line in before] == before
+        assert server.engine.stats is not None
+        left = sum(lengths) - sum(line["response"]["body"]["usage"]["completion_tokens"] for line in before)
+        wait_until(lambda: server.engine.stats.generated_tokens_total == left)
+        texts = [lines[f"line-{i}"]["response"]["body"]["choices"][0]["text"] for i in range(6)]
+        assert texts == [answer_text(server, body) for body in bodies]
+    with running_server(CONFIG, data_dir=tmp_path) as server, server.client() as client:
+        assert client.batches.retrieve(batch.id) == done
+        assert len(lines_of(client, done.output_file_id)) == 6
+
+
+def test_a_batch_whose_window_has_closed_says_so_for_every_line_that_is_left(tmp_path: Path) -> None:
+    with running_server(CONFIG, data_dir=tmp_path) as server, server.client() as client, StepGate(server) as gate:
+        batch = submit(client, jsonl([run_on("x", 1), run_on("x", 900), run_on("x", 900)]))
+
+        def one_is_done() -> bool:
+            counts = client.batches.retrieve(batch.id).request_counts
+            return counts is not None and counts.completed == 1
+
+        wait_until(lambda: one_is_done() or gate.allow(1), DEADLINE)
+    path = tmp_path / "batches" / f"{batch.id}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"expires_at": batch.created_at}))
+    with running_server(CONFIG, data_dir=tmp_path) as server, server.client() as client:
+        done = ended(client, batch)
+        assert done.status == "expired"
+        assert done.expired_at is not None
+        assert set(lines_of(client, done.output_file_id)) == {"line-0"}
+        errors = lines_of(client, done.error_file_id)
+        assert {name: line["error"]["code"] for name, line in errors.items()} == {
+            "line-1": "batch_expired",
+            "line-2": "batch_expired",
+        }
+
+
+def test_results_are_published_once_however_often_the_server_ends_in_between(tmp_path: Path) -> None:
+    with running_server(CONFIG, data_dir=tmp_path) as server, server.client() as client:
+        done = ended(client, submit(client, jsonl([run_on("x", 2)])))
+        output = lines_of(client, done.output_file_id)
+    store = Store(tmp_path)
+    record = store.batches[done.id]
+    record.status, record.output_file_id, record.completed_at = "finalizing", None, None
+    store.save_batch(record)
+    store.close()
+    with running_server(CONFIG, data_dir=tmp_path) as server, server.client() as client:
+        again = ended(client, done)
+        assert again.status == "completed"
+        assert again.output_file_id == done.output_file_id
+        assert lines_of(client, again.output_file_id) == output
+
+
+def test_the_asynchronous_client_can_do_it_too(server: RunningServer) -> None:
+    async def run() -> str:
+        async with (
+            httpx.AsyncClient(trust_env=False, verify=False, timeout=DEADLINE) as http,
+            AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http) as client,
+        ):
+            content = jsonl([ask("What is 17 + 25?")], CHAT)
+            file = await client.files.create(file=("a.jsonl", content), purpose="batch")
+            batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+            while batch.status != "completed":
+                assert batch.status != "failed"
+                await asyncio.sleep(0.02)
+                batch = await client.batches.retrieve(batch.id)
+            assert batch.output_file_id is not None
+            return (await client.files.content(batch.output_file_id)).text
+
+    line = json.loads(asyncio.run(run()))
+    assert line["response"]["body"]["choices"][0]["message"]["content"] == "42"
+
+
+def test_a_server_without_a_directory_keeps_no_files(demo_server: RunningServer) -> None:
+    with demo_server.client() as client, pytest.raises(openai.BadRequestError, match="--data-dir"):
+        client.files.list()
+    with demo_server.client() as client, pytest.raises(openai.BadRequestError, match="--data-dir"):
+        client.batches.create(input_file_id="x", endpoint=CHAT, completion_window="24h")

@@ -1,0 +1,115 @@
+"""docs/compatibility.md is true: every row is tried on a running server, and no field lacks a row."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import BatchCreateParams, FileCreateParams, completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from mlxpaged.api.openapi import OPERATIONS
+from mlxpaged.engine import EngineConfig
+from tests.api.helpers import ask, raw, run_on
+from tests.support import RunningServer, running_server
+
+TABLE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+ROW = re.compile(r"\| `(?P<field>\w+)` \| `(?P<example>{.*?})` \| (?P<outcome>\w+) \| .*\|")
+OUTCOMES = {"honoured": 200, "label": 200, "refused": 400}
+
+CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
+
+SMALLEST: dict[str, dict[str, Any]] = {
+    CHAT: ask("x", max_tokens=2),
+    COMPLETIONS: run_on("x", 2),
+    "POST /tokenize": {"prompt": "x"},
+    "POST /detokenize": {"tokens": [20]},
+    "POST /v1/files": {"purpose": "batch", "file": "{}"},
+    "POST /v1/batches": {"endpoint": "/v1/completions", "completion_window": "24h"},
+}
+"""Bodies that the examples are added to, by the table's headings."""
+
+OFFICIAL: dict[str, set[str]] = {
+    CHAT: set(chat_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"},
+    COMPLETIONS: set(completion_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"},
+    "POST /v1/files": set(FileCreateParams.__annotations__),
+    "POST /v1/batches": set(BatchCreateParams.__annotations__),
+}
+"""What the official clients can send."""
+
+
+@dataclass(frozen=True)
+class Row:
+    endpoint: str
+    field: str
+    example: dict[str, Any]
+    outcome: str
+
+
+def rows() -> list[Row]:
+    """Raises where a line of a table is not a row."""
+    found, endpoint = [], ""
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("## "):
+            endpoint = line.removeprefix("## ")
+        elif line.startswith("| `"):
+            match = ROW.fullmatch(line)
+            assert match is not None, line
+            found.append(Row(endpoint, match["field"], json.loads(match["example"]), match["outcome"]))
+    return found
+
+
+ROWS = rows()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(EngineConfig(kv_cache_bytes=16_000_000), data_dir=tmp_path_factory.mktemp("data")) as server:
+        yield server
+
+
+def send(client: httpx.Client, endpoint: str, fields: dict[str, Any]) -> httpx.Response:
+    method, path = endpoint.split()
+    if path == "/v1/files":
+        data = {name: value for name, value in fields.items() if name != "file"}
+        return client.request(method, path, data=data, files={"file": fields["file"].encode()})
+    if path == "/v1/batches":
+        file_id = send(client, "POST /v1/files", SMALLEST["POST /v1/files"]).json()["id"]
+        fields = {"input_file_id": file_id} | fields
+    return client.request(method, path, json=fields)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row.endpoint.split('/')[-1]}-{row.field}-{row.outcome}" for row in ROWS])
+def test_a_row_is_true(server: RunningServer, row: Row) -> None:
+    with raw(server) as client:
+        response = send(client, row.endpoint, SMALLEST[row.endpoint] | row.example)
+    assert response.status_code == OUTCOMES[row.outcome], response.text
+    if row.outcome == "refused":
+        error = response.json()["error"]
+        assert error["param"].split(".")[0] == row.field
+        assert row.field in error["message"]
+
+
+@pytest.mark.parametrize("endpoint", SMALLEST)
+def test_no_field_lacks_a_row(endpoint: str) -> None:
+    method, path = endpoint.split()
+    body = OPERATIONS[method, path].body
+    assert body is not None
+    accepted = {row.field for row in ROWS if row.endpoint == endpoint and row.outcome != "refused"}
+    assert accepted == set(body.model_fields)
+    assert OFFICIAL.get(endpoint, set()) <= {row.field for row in ROWS if row.endpoint == endpoint}
+
+
+def test_every_heading_is_an_endpoint_that_is_tried() -> None:
+    assert {row.endpoint for row in ROWS} == set(SMALLEST)
+
+
+def test_every_json_body_of_the_server_has_a_table() -> None:
+    with_body = {f"{method} {path}" for (method, path), operation in OPERATIONS.items() if operation.body is not None}
+    assert with_body == set(SMALLEST)

@@ -1,0 +1,103 @@
+"""/tokenize and /detokenize, and what /v1/models tells about a model."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from mlxpaged.engine import EngineConfig
+from tests.api.helpers import Background, ask, chat_tokens, post, raw, run_on, tokens_of
+from tests.support import RunningServer, running_server
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 17 + 25?"}]
+
+
+def send(server: RunningServer, path: str, **body: Any) -> httpx.Response:
+    with raw(server) as client:
+        return client.post(path, json=body)
+
+
+def test_a_prompt_becomes_its_tokens_and_text_again(demo_server: RunningServer) -> None:
+    text = "Once upon a time, caf\u00e9 \u4e16\u754c <|im_end|>"
+    answer = send(demo_server, "/tokenize", model="demo", prompt=text, return_token_strs=True).json()
+    tokens = tokens_of(demo_server, text)
+    assert answer["tokens"] == tokens
+    assert (answer["count"], answer["max_model_len"]) == (len(tokens), 4096)
+    assert len(answer["token_strs"]) == len(tokens)
+    assert send(demo_server, "/detokenize", tokens=tokens).json() == {"prompt": text}
+    assert send(demo_server, "/tokenize", prompt=text, add_special_tokens=False).json()["token_strs"] is None
+
+
+def test_the_count_is_the_one_that_the_answer_reports(demo_server: RunningServer) -> None:
+    chat = send(demo_server, "/tokenize", messages=MESSAGES).json()
+    assert chat["tokens"] == chat_tokens(demo_server, MESSAGES)
+    usage = post(demo_server, ask("") | {"messages": MESSAGES})["usage"]
+    assert usage["prompt_tokens"] == chat["count"]
+    prompt = send(demo_server, "/tokenize", prompt="Once upon").json()
+    assert post(demo_server, run_on("Once upon", 1))["usage"]["prompt_tokens"] == prompt["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"prompt": ["x"]}, "prompt"),
+        ("/tokenize", {"prompt": "x" * 1_000_001}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 1_000_001}]}, "messages"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "colour": "red"}, "colour"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [1, "a"]}, "tokens.1"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {"tokens": [10**8]}, "tokens"),
+        ("/detokenize", {"tokens": [2**40]}, "tokens.0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    demo_server: RunningServer, path: str, body: dict[str, Any], named: str
+) -> None:
+    response = send(demo_server, path, **body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == named
+    assert send(demo_server, path, model="gpt-4", prompt="x", tokens=[1]).status_code in (400, 404)
+
+
+def test_tokenizing_leaves_the_event_loop_free(demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = demo_server.engine.info
+    assert info is not None
+    go_on, encode = threading.Event(), info.tokenizer.encode
+
+    def slow(*args: Any) -> list[int]:
+        assert go_on.wait(60)
+        return encode(*args)
+
+    monkeypatch.setattr(info.tokenizer, "encode", slow)
+    pending = Background.post(demo_server, "/tokenize", {"prompt": "x"})
+    with raw(demo_server) as client:
+        assert client.get("/health").status_code == 200
+    go_on.set()
+    assert pending.result().json()["count"] >= 1
+
+
+def test_a_model_tells_its_limits_and_what_it_can_do(client: OpenAI) -> None:
+    model = client.models.retrieve("demo").model_dump()
+    assert (model["context_length"], model["max_model_len"]) == (4096, 4096)
+    assert model["capabilities"] == {"chat": True, "completions": True, "embeddings": False}
+    assert [each.id for each in client.models.list()] == ["demo"]
+
+
+def test_a_small_pool_is_the_limit_of_a_model() -> None:
+    with running_server(EngineConfig(kv_cache_bytes=200_000)) as server:
+        limit = send(server, "/tokenize", prompt="x").json()["max_model_len"]
+        assert limit < 4096
+        prompt = [20] * (limit - 1)
+        assert post(server, run_on(prompt, 1))["usage"]["total_tokens"] == limit
+        assert send(server, "/v1/completions", **run_on([20] * limit, 1)).status_code == 400
+        with raw(server) as client:
+            assert client.get("/v1/models/demo").json()["max_model_len"] == limit
