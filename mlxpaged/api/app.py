@@ -17,7 +17,9 @@ from mlxpaged.api import health, openapi, requests, status, tokenize
 from mlxpaged.api.batches import BatchLane, Store
 from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.errors import HANDLED, handle_api_error, handle_http_exception, handle_unexpected_error
-from mlxpaged.api.openai import chat, completions, models
+from mlxpaged.api.openai import chat, completions, embeddings, models
+from mlxpaged.api.openai.responses import routes as responses
+from mlxpaged.api.openai.responses.store import ResponseStore
 from mlxpaged.api.request_id import RequestIds
 from mlxpaged.api.server import Server
 from mlxpaged.engine import EngineConfig
@@ -55,6 +57,11 @@ def create_app(
         routes=[
             Route("/v1/chat/completions", chat.create, methods=["POST"]),
             Route("/v1/completions", completions.create, methods=["POST"]),
+            Route("/v1/embeddings", embeddings.create, methods=["POST"]),
+            Route("/v1/responses", responses.create, methods=["POST"]),
+            Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
+            Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"]),
             Route("/v1/models", models.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
             Route("/tokenize", tokenize.tokenize, methods=["POST"]),
@@ -87,4 +94,5 @@ def create_app(
     )
     app.state.server = server
     app.state.store = store
+    app.state.responses = ResponseStore()
     return app

@@ -1,4 +1,4 @@
-"""Reading a request's body: bounded, JSON, and of the right shape."""
+"""Reading a request: its body, bounded, JSON, and of the right shape, and the parameters of its URL."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ async def read_json(request: Request, model: type[Model]) -> Model:
         body += piece
     try:
         return model.model_validate_json(bytes(body))
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def read_query(request: Request, model: type[Model]) -> Model:
+    """The parameters of the URL. Raises ApiError 400 where they do not fit `model`."""
+    try:
+        return model.model_validate(dict(request.query_params))
     except ValidationError as error:
         raise from_validation(error) from None
 

@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 from mlxpaged import __version__
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
+from mlxpaged.api.openai.responses.schema import ItemList, ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.openai.terms import TIMELINE_HEADER
 from mlxpaged.api.request_id import HEADER, VALID
@@ -75,6 +76,11 @@ def generates(summary: str, body: type[BaseModel]) -> Operation:
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): generates("Answer a conversation", ChatRequest),
     ("POST", "/v1/completions"): generates("Continue one or more prompts", CompletionRequest),
+    ("POST", "/v1/embeddings"): Operation("Refused with a 400: no model here makes embeddings"),
+    ("POST", "/v1/responses"): generates("Answer, and remember the conversation", ResponseRequest),
+    ("GET", "/v1/responses/{response_id}"): Operation("A stored response"),
+    ("DELETE", "/v1/responses/{response_id}"): Operation("Forget a response"),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation("What a response answered", query=ItemList),
     ("GET", "/v1/models"): Operation("The models that are served"),
     ("GET", "/v1/models/{model}"): Operation("One model"),
     ("POST", "/tokenize"): Operation(

@@ -54,6 +54,12 @@ def test_the_models_name_in_the_api_can_be_chosen() -> None:
             client.completions.create(model="demo", prompt="x")
 
 
+def test_embeddings_are_refused_by_name(demo_server: RunningServer) -> None:
+    with demo_server.client() as client, pytest.raises(openai.BadRequestError, match="no embeddings") as error:
+        client.embeddings.create(model="demo", input="x")
+    assert (error.value.param, error.value.code) == ("model", "embeddings_not_supported")
+
+
 def test_http_is_up_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxpaged.engine import engine_thread
 

@@ -29,7 +29,7 @@ def test_no_body_that_fits_the_description_or_not_makes_the_server_fail_or_hang(
     with running_server(EngineConfig(kv_cache_bytes=200_000), data_dir=tmp_path) as server:
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
-            *("--checks", CHECKS, "--max-examples", "60", "--mode", "all", "--request-timeout", "30"),
+            *("--checks", CHECKS, "--max-examples", "40", "--mode", "all", "--request-timeout", "30"),
             *("--generation-deterministic", "--no-color"),
         ]
         result = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from starlette.datastructures import FormData, UploadFile
@@ -15,9 +15,10 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from mlxpaged.api.batches.lane import BatchLane, now
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.store import Store
-from mlxpaged.api.body import pieces, read_json
+from mlxpaged.api.body import pieces, read_json, read_query
 from mlxpaged.api.errors import ApiError, bad_parameter, from_validation
 from mlxpaged.api.openai.schema import Body
+from mlxpaged.api.page import page
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.server import server_of
 
@@ -25,7 +26,6 @@ MAX_FILE_BYTES = 200 * 1024 * 1024
 WINDOW_UNITS = {"m": 60, "h": 3600, "d": 86400}
 
 Record = TypeVar("Record", FileRecord, BatchRecord)
-Query = TypeVar("Query", bound=BaseModel)
 
 
 class FileUpload(BaseModel):
@@ -112,7 +112,7 @@ async def read_form(request: Request) -> FormData:
 async def list_files(request: Request) -> Response:
     query = read_query(request, FileList)
     records = [each for each in store_of(request).files.values() if query.purpose in (None, each.purpose)]
-    return page(records if query.order == "asc" else records[::-1], query)
+    return listed(records if query.order == "asc" else records[::-1], query)
 
 
 async def get_file(request: Request) -> Response:
@@ -159,7 +159,7 @@ async def create_batch(request: Request) -> Response:
 
 async def list_batches(request: Request) -> Response:
     query = read_query(request, BatchList)
-    return page(list(store_of(request).batches.values())[::-1], query)
+    return listed(list(store_of(request).batches.values())[::-1], query)
 
 
 async def get_batch(request: Request) -> Response:
@@ -183,25 +183,5 @@ def find(records: Mapping[str, Record], request: Request, kind: str) -> Record:
     return record
 
 
-def read_query(request: Request, model: type[Query]) -> Query:
-    try:
-        return model.model_validate(dict(request.query_params))
-    except ValidationError as error:
-        raise from_validation(error) from None
-
-
-def page(records: Sequence[FileRecord] | Sequence[BatchRecord], query: BatchList) -> Response:
-    ids = [record.id for record in records]
-    if query.after is not None and query.after not in ids:
-        raise bad_parameter("after", f"nothing in this list has the id {query.after!r}")
-    start = 0 if query.after is None else ids.index(query.after) + 1
-    shown: list[dict[str, Any]] = [record.model_dump() for record in records[start : start + query.limit]]
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": start + query.limit < len(records),
-        }
-    )
+def listed(records: Sequence[FileRecord] | Sequence[BatchRecord], query: BatchList) -> Response:
+    return page([record.model_dump() for record in records], query.after, query.limit)

@@ -1,0 +1,28 @@
+"""A page of a list, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from mlxpaged.api.errors import bad_parameter
+
+
+def page(items: Sequence[dict[str, Any]], after: str | None, limit: int) -> Response:
+    """At most `limit` of the items, those behind the one with the id `after`. Raises ApiError where there is none."""
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise bad_parameter("after", f"nothing in this list has the id {after!r}")
+    start = 0 if after is None else ids.index(after) + 1
+    shown = items[start : start + limit]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": list(shown),
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": start + limit < len(items),
+        }
+    )
