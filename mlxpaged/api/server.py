@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -46,7 +47,7 @@ class Server:
         # One thread: a fast tokenizer must not be used by two at once, and a long prompt must not stop the event loop.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-tokenizer")
         # Two: a constraint that takes long does not hold the next one up. The compiler lets other threads run.
-        self._grammar_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-grammar")
+        self._compiling = asyncio.Semaphore(2)
 
     def _observe(self, request: EngineRequest, output: RequestOutput) -> None:
         self.metrics.observe(request, output)
@@ -79,16 +80,25 @@ class Server:
         EngineBusyError where there was no time to find out."""
         if constraint is None:
             return
-        compiling = self._grammar_threads.submit(info.grammars.compile, constraint)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(compiling), COMPILE_SECONDS)
+            await asyncio.wait_for(self._compiling.acquire(), COMPILE_SECONDS)
+        except asyncio.TimeoutError:
+            raise EngineBusyError(f"no time to compile {constraint.param}: others are being compiled") from None
+        compiled = asyncio.wrap_future(in_daemon_thread(lambda: info.grammars.compile(constraint)))
+        compiled.add_done_callback(self._end_compiling)
+        await asyncio.wait([compiled], timeout=COMPILE_SECONDS)
+        if not compiled.done():
+            message = f"takes more than {COMPILE_SECONDS:.0f} s to compile"
+            raise bad_parameter(constraint.param, message, code="unsupported_constraint")
+        try:
+            compiled.result()
         except GrammarError as error:
             raise bad_parameter(constraint.param, str(error), code="unsupported_constraint") from None
-        except asyncio.TimeoutError:
-            if compiling.cancelled():  # it had not been begun
-                raise EngineBusyError(f"no time to compile {constraint.param}: others are being compiled") from None
-            message = f"takes more than {COMPILE_SECONDS:.0f} s to compile"
-            raise bad_parameter(constraint.param, message, code="unsupported_constraint") from None
+
+    def _end_compiling(self, compiled: asyncio.Future[Any]) -> None:
+        self._compiling.release()
+        if not compiled.cancelled():
+            compiled.exception()  # nobody else may ask for it
 
     @property
     def uptime(self) -> float:
@@ -103,9 +113,24 @@ class Server:
 
     async def close(self) -> None:
         self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
-        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         if self.engine is not None and await self.engine.stop(timeout=10.0 if self.engine.info else 1.0):
             logger.info("engine thread stopped")
+
+
+def in_daemon_thread(function: Callable[[], Result]) -> Future[Result]:
+    """For what cannot be interrupted: unlike an executor's threads, this one does not keep the process from ending."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="mlxpaged-grammar", daemon=True).start()
+    return future
 
 
 def server_of(request: Request) -> Server:

@@ -11,7 +11,6 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-from mlxpaged.engine.one_of import disjoint_one_of_as_any_of
+from mlxpaged.engine.json_schema import check_schema, disjoint_one_of_as_any_of
 from mlxpaged.engine.sampling_params import Constraint, ConstraintKind
 from mlxpaged.models import Tokenizer
 
@@ -130,26 +129,13 @@ def grammar_text(constraint: Constraint) -> str:
     """In llguidance's own notation. Raises ValueError."""
     if constraint.kind != "json_schema":
         return grammar_from(constraint.kind, constraint.text)
-    schema = disjoint_one_of_as_any_of(json.loads(constraint.text))
-    if not isinstance(schema, dict):
-        raise ValueError("a schema must be a JSON object")
-    if (length := pattern_chars(schema)) > MAX_CHARS["regex"]:
-        raise ValueError(f"has patterns of {length} characters; the limit is {MAX_CHARS['regex']}")
+    schema = json.loads(constraint.text)
+    check_schema(schema)
     # A schema may carry options of llguidance's. These are not its author's to choose: the first two would let the
     # answer be what the schema does not allow.
     options = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
-
-
-def pattern_chars(schema: Any) -> int:
-    """Length of all regular expressions in a schema. Whatever is called `pattern` counts, a property's name too."""
-    if isinstance(schema, list):
-        return sum(map(pattern_chars, schema))
-    if not isinstance(schema, dict):
-        return 0
-    names = schema.get("patternProperties")
-    own = [schema.get("pattern"), *(names if isinstance(names, dict) else ())]
-    return sum(len(text) for text in own if isinstance(text, str)) + sum(map(pattern_chars, schema.values()))
+    text = json.dumps(disjoint_one_of_as_any_of(schema))
+    return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
 
 
 def check(matcher: LLMatcher) -> None:

@@ -1,11 +1,15 @@
-"""`oneOf` in JSON schemas: where its branches exclude each other anyway, it means `anyOf`, which a grammar can say.
+"""JSON schemas on their way to the compiler: rewritten where that makes them enforceable, refused where they are traps.
 
-That is how pydantic writes a union with a discriminator. Any other `oneOf` stays, and is refused by the compiler.
+`oneOf` whose branches exclude each other anyway means `anyOf`, which a grammar can say. That is how pydantic writes a
+union with a discriminator. Any other `oneOf` stays, and is refused by the compiler.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -14,10 +18,44 @@ NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSc
 DATA = {"const", "enum", "default", "examples", "example"}
 """Keywords whose value is no schema."""
 
+MAX_PATTERN_CHARS = 8 * 1024
+"""Of all regular expressions of a schema. The time to compile them grows with its square: half a second for these."""
+
+MAX_MULTIPLE = 10_000
+"""Least common multiple of all `multipleOf`, in units of their last decimal. The compiler builds a state for each
+remainder, at 100,000 a second, and gives up only in some cases: with a million it had not ended after 8 seconds."""
+
 MAX_BRANCHES = 64
 """Of a `oneOf`; all pairs of them are compared."""
 
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
+
+
+def check_schema(schema: Any) -> None:
+    """Raises ValueError for one that is no object, or that would take the compiler for ever."""
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be a JSON object")
+    nodes = list(_nodes(schema))
+    texts = [text for node in nodes for text in (node.get("pattern"), *_names(node.get("patternProperties")))]
+    length = sum(len(text) for text in texts if isinstance(text, str))
+    if length > MAX_PATTERN_CHARS:
+        raise ValueError(f"has patterns of {length} characters; the limit is {MAX_PATTERN_CHARS}")
+    multiples = [Decimal(str(node["multipleOf"])) for node in nodes if type(node.get("multipleOf")) in (int, float)]
+    decimals = max([0, *(-int(value.as_tuple().exponent) for value in multiples)])
+    if decimals > 20 or math.lcm(*(int(abs(value).scaleb(decimals)) for value in multiples)) > MAX_MULTIPLE:
+        raise ValueError(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE}")
+
+
+def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every object in it, whether a schema or not."""
+    if isinstance(schema, dict):
+        yield schema
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _nodes(part)
+
+
+def _names(value: Any) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
 
 
 def disjoint_one_of_as_any_of(root: Any) -> Any:

@@ -1,0 +1,371 @@
+"""Structured output over HTTP, with the official client: every kind, every way of asking, beside plain requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from typing import Annotated, Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+from mlxpaged.api import server as api_server
+from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.grammar import Grammars
+from tests.api.helpers import DEADLINE, answer_text, ask, block_bytes, post, random_tokens, raw, run_on, stream_together
+from tests.support import RunningServer, running_server, wait_until
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+LARK = """
+start: key "=" value
+key: /[a-c]{1,4}/
+value: NUMBER | "none"
+NUMBER: /[0-9]{1,3}/
+"""
+
+KINDS: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "[0-9]{3}-[a-f]{2}"}, r"[0-9]{3}-[a-f]{2}"),
+    ({"structured_outputs": {"regex": "(ab|cd/){2,3}"}}, r"(ab|cd/){2,3}"),
+    ({"guided_choice": ["yes", "no", "perhaps"]}, r"yes|no|perhaps"),
+    ({"structured_outputs": {"choice": ['say "x"\n', "ü😀"]}}, 'say "x"\n|ü😀'),
+    ({"guided_grammar": LARK}, r"[a-c]{1,4}=([0-9]{1,3}|none)"),
+    ({"structured_outputs": {"grammar": 'root ::= "<" [x-z] ">" | "<>"'}}, r"<[x-z]?>"),
+    ({"guided_json": {"type": "boolean"}}, r"true|false"),
+    ({"guided_json": '{"enum": [1, "b"]}'}, r'1|"b"'),
+    ({"structured_outputs": {"json": {"const": None}}}, r"null"),
+]
+
+
+def schema_format(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema} | fields}
+
+
+@pytest.mark.parametrize(("fields", "pattern"), KINDS)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_every_kind_holds_the_answer_on_both_routes(
+    client: OpenAI, fields: dict[str, Any], pattern: str, temperature: float
+) -> None:
+    options: dict[str, Any] = {"model": "demo", "temperature": temperature, "seed": 5, "extra_body": fields}
+    chat = client.chat.completions.create(messages=[{"role": "user", "content": "Add: 4 plus 5"}], n=2, **options)
+    plain = client.completions.create(prompt="Once upon", max_tokens=40, n=2, **options)
+    answers = [(c.message.content or "", c.finish_reason) for c in chat.choices]
+    answers += [(c.text, c.finish_reason) for c in plain.choices]
+    for text, reason in answers:
+        assert re.fullmatch(pattern, text), text
+        assert reason == "stop"
+
+
+def test_json_object_is_an_object(client: OpenAI) -> None:
+    for fields in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
+        for seed in range(3):
+            body = ask("Who are you?", temperature=1, seed=seed, max_tokens=120, **fields)
+            response = httpx.post(f"{client.base_url}chat/completions", json=body, timeout=DEADLINE)
+            [choice] = response.json()["choices"]
+            text = choice["message"]["content"]
+            assert text.startswith("{")
+            if choice["finish_reason"] == "stop":
+                assert isinstance(json.loads(text), dict)
+            else:
+                assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_schema_is_enforced_strict_or_not(client: OpenAI, strict: bool | None) -> None:
+    for seed in range(2):
+        completion = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Who are you?"}],
+            response_format=schema_format(PERSON, strict=strict),  # type: ignore[arg-type]
+            seed=seed,
+        )
+        jsonschema.validate(json.loads(completion.choices[0].message.content or ""), PERSON)
+
+
+class Circle(BaseModel):
+    kind: Literal["circle"]
+    radius: Annotated[int, Field(ge=1, le=99)]
+
+
+class Square(BaseModel):
+    kind: Literal["square"]
+    side: Annotated[int, Field(ge=1, le=99)]
+
+
+class Drawing(BaseModel):
+    title: Annotated[str, Field(max_length=10)]
+    shape: Annotated[Circle | Square, Field(discriminator="kind")]
+    scale: Literal[1, 2, 3] | None
+
+
+def test_the_client_parses_answers_into_pydantic_models(client: OpenAI) -> None:
+    for seed in range(3):
+        completion = client.chat.completions.parse(
+            model="demo",
+            messages=[{"role": "user", "content": "Reverse: red blue"}],
+            response_format=Drawing,
+            seed=seed,
+            n=2,
+        )
+        for choice in completion.choices:
+            assert isinstance(choice.message.parsed, Drawing)
+
+
+def test_a_stream_of_several_answers_each_fits(client: OpenAI) -> None:
+    texts, reasons = ["", "", ""], {}
+    pieces = 0
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "Repeat: blue river"}],
+        response_format=schema_format(PERSON),  # type: ignore[arg-type]
+        stream=True,
+        seed=1,
+        n=3,
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            pieces += bool(choice.delta.content)
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+    assert len(set(texts)) == 3
+    assert pieces > 10
+    assert reasons == {0: "stop", 1: "stop", 2: "stop"}
+
+
+def test_a_seeded_answer_is_the_same_alone_and_among_several(client: OpenAI) -> None:
+    def texts(n: int, seed: int) -> list[str]:
+        fields = {"guided_regex": "[a-z0-9]{20}"}
+        options: dict[str, Any] = {"model": "demo", "prompt": "x", "max_tokens": 60, "seed": seed}
+        return [choice.text for choice in client.completions.create(n=n, extra_body=fields, **options).choices]
+
+    assert texts(3, 7) == [*texts(1, 7), *texts(1, 8), *texts(1, 9)]
+
+
+def test_log_probabilities_are_the_models_own(demo_server: RunningServer) -> None:
+    """Those before the constraint: what it wanted to say first is among them, whatever it was made to say."""
+    free = post(demo_server, ask("Repeat: blue river", logprobs=True, top_logprobs=2, max_tokens=1))
+    held = post(demo_server, ask("Repeat: blue river", logprobs=True, top_logprobs=2, guided_choice=["no"]))
+    [first, *_] = held["choices"][0]["logprobs"]["content"]
+    [wanted] = free["choices"][0]["logprobs"]["content"]
+    assert held["choices"][0]["message"]["content"] == "no"
+    assert "".join(entry["token"] for entry in held["choices"][0]["logprobs"]["content"]) == "no"
+    assert first["top_logprobs"] == wanted["top_logprobs"]
+    assert first["logprob"] < -1
+
+
+def test_best_of_picks_among_constrained_answers(client: OpenAI) -> None:
+    completion = client.completions.create(
+        model="demo", prompt="x", best_of=4, n=2, seed=1, extra_body={"guided_choice": ["one", "two", "three"]}
+    )
+    assert all(choice.text in ("one", "two", "three") for choice in completion.choices)
+
+
+# -- where an answer ends ------------------------------------------------------------------------------------------
+
+
+def test_max_tokens_cuts_an_answer_short(client: OpenAI) -> None:
+    completion = client.completions.create(
+        model="demo", prompt="x", max_tokens=5, extra_body={"guided_regex": "(ab){50}"}, temperature=0
+    )
+    assert completion.choices[0].finish_reason == "length"
+    assert completion.choices[0].text != "ab" * 50
+    assert ("ab" * 50).startswith(completion.choices[0].text)
+
+
+def test_an_answer_complete_at_its_last_token_has_stopped(demo_server: RunningServer) -> None:
+    answer = post(demo_server, run_on("x", 3, guided_regex="[0-9]{3}", ignore_eos=False))
+    assert re.fullmatch("[0-9]{3}", answer["choices"][0]["text"])
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_a_stop_string_ends_an_answer_before_its_constraint_does(demo_server: RunningServer) -> None:
+    answer = post(demo_server, run_on("x", 40, guided_regex="ab=(cd){9}", stop="c"))
+    assert answer["choices"][0]["text"] == "ab="
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_ignore_eos_and_min_tokens_end_where_nothing_can_follow(demo_server: RunningServer) -> None:
+    """But not before: of what may end or go on, the answer goes on."""
+    for fields in ({"ignore_eos": True}, {"ignore_eos": False, "min_tokens": 20}):
+        answer = post(demo_server, run_on("x", 40, guided_regex="7{1,4}", **fields))
+        assert answer["choices"][0]["text"] == "7777"
+        assert answer["choices"][0]["finish_reason"] == "stop"
+    answer = post(
+        demo_server, run_on("x", 40, guided_regex="7*", ignore_eos=False, min_tokens=6, logit_bias={"2": 100})
+    )
+    assert len(answer["choices"][0]["text"]) >= 6
+
+
+def test_bias_and_penalties_choose_within_the_constraint(demo_server: RunningServer) -> None:
+    digits = {digit: demo_server.engine.info.tokenizer.encode(digit)[-1] for digit in "38"}
+    for digit, token in digits.items():
+        fields = {"guided_regex": "[0-9]{4}", "logit_bias": {str(token): 100}}
+        assert answer_text(demo_server, run_on("x", 20, **fields)) == digit * 4
+    fields = {"guided_regex": "[0-9]{8}", "frequency_penalty": 2, "presence_penalty": 2, "repetition_penalty": 10}
+    assert len(set(answer_text(demo_server, run_on("x", 20, **fields)))) > 3
+
+
+# -- with others ---------------------------------------------------------------------------------------------------
+
+
+def test_plain_answers_beside_constrained_ones_are_those_alone(demo_server: RunningServer) -> None:
+    plain = [run_on(random_tokens(40, seed), 40, **extra) for seed in range(4) for extra in ({}, {"seed": seed})]
+    for i, body in enumerate(plain):
+        body["temperature"] = i % 2
+    alone = [answer_text(demo_server, body) for body in plain]
+    held = [run_on("x", 80, guided_json=PERSON, temperature=1, seed=i) for i in range(4)]
+    mixed = stream_together(demo_server, [*plain[:4], *held, *plain[4:]])
+    assert mixed[:4] + mixed[8:] == alone
+    for text in mixed[4:8]:
+        assert text.startswith("{")
+    assert mixed[4:8] == [answer_text(demo_server, body) for body in held]
+
+
+def test_constrained_answers_survive_preemption(tmp_path: Any) -> None:
+    """Computed again or swapped, they are those of a roomy server."""
+    bodies = [
+        run_on(random_tokens(30, i), 45, guided_regex="([a-z]{2} [0-9]{2}\n){30}", temperature=1, seed=i)
+        for i in range(5)
+    ]
+    with running_server(EngineConfig(kv_cache_bytes=64_000_000)) as roomy:
+        expected = [answer_text(roomy, body) for body in bodies]
+        size = block_bytes(roomy)
+    for swap in (0, 20 * size):
+        with running_server(EngineConfig(kv_cache_bytes=6 * size, swap_space_bytes=swap)) as tiny:
+            assert stream_together(tiny, bodies) == expected
+            stats = tiny.engine.stats.scheduler
+            assert stats.preemptions_total > 0
+            assert (stats.blocks_swapped_out_total > 0) == (swap > 0)
+            tiny.wait_idle()
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": schema_format({"not": {}})}, "response_format.json_schema.schema", "not"),
+    ({"response_format": schema_format({"type": "objct"})}, "response_format.json_schema.schema", "objct"),
+    (
+        {"response_format": schema_format({"oneOf": [{"type": "integer"}, {"type": "number"}]})},
+        "response_format.json_schema.schema",
+        "oneOf",
+    ),
+    (
+        {"response_format": schema_format({"type": "object", "x-guidance": {"lenient": True}, "not": {}})},
+        "response_format.json_schema.schema",
+        "not",
+    ),
+    ({"guided_json": {"$ref": "http://localhost/x.json"}}, "guided_json", "localhost"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json", "no text fits it"),
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+    ({"guided_json": "[]"}, "guided_json", "must be a JSON object"),
+    ({"guided_json": '{"items":' * 5000 + "{}" + "}" * 5000}, "guided_json", "nested too deeply"),
+    ({"structured_outputs": {"json": '{"items":' * 150 + "{}" + "}" * 150}}, "structured_outputs.json", "recursion"),
+    ({"guided_json": {"enum": ["x" * 140_000]}}, "guided_json", "the limit is 131072"),
+    ({"guided_json": {"items": {"pattern": "a?" * 5000}}}, "guided_json", "patterns of 10000 characters"),
+    ({"guided_json": {"allOf": [{"multipleOf": p} for p in (1009, 1013)]}}, "guided_json", "multipleOf is above 10000"),
+    ({"guided_regex": "[a-z"}, "guided_regex", "unclosed character class"),
+    ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
+    ({"structured_outputs": {"regex": "a?" * 5000}}, "structured_outputs.regex", "the limit is 8192"),
+    ({"guided_regex": "(){0}"}, "guided_regex", "empty text"),
+    ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar", "missing"),
+    ({"guided_grammar": "root ::= ((("}, "guided_grammar", "GBNF"),
+    ({"guided_grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "guided_grammar", "nested"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "reason"), REFUSED)
+def test_what_cannot_be_enforced_is_refused_with_the_reason(
+    client: OpenAI, fields: dict[str, Any], param: str, reason: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "x"}], extra_body=fields, max_tokens=1
+        )
+    assert refusal.value.param == param
+    assert reason in refusal.value.message, refusal.value.message
+    assert refusal.value.code == "unsupported_constraint"
+
+
+def test_a_request_has_one_constraint(client: OpenAI) -> None:
+    both = {"response_format": {"type": "json_object"}, "guided_regex": "a"}
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with response_format") as refusal:
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "x"}], extra_body=both)
+    assert refusal.value.param == "guided_regex"
+
+
+def test_a_slow_constraint_is_given_up_and_holds_nobody_up(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that compile for ever: they are refused, a third gets a 503, plain requests are answered meanwhile."""
+    monkeypatch.setattr(api_server, "COMPILE_SECONDS", 0.3)
+    release = threading.Event()
+    compiling = Grammars.compile
+
+    def slow(grammars: Grammars, constraint: Any) -> Any:
+        if constraint.text.startswith("slow"):
+            release.wait(DEADLINE)
+        return compiling(grammars, constraint)
+
+    monkeypatch.setattr(Grammars, "compile", slow)
+
+    async def together() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=demo_server.url, timeout=DEADLINE, trust_env=False, verify=False) as http:
+
+            def send(**fields: Any) -> Any:
+                return asyncio.ensure_future(http.post("/v1/completions", json=run_on("x", 2, **fields)))
+
+            slow = [send(guided_regex=f"slow{i}") for i in range(2)]
+            await asyncio.sleep(0.1)
+            other, plain = send(guided_regex="fast"), send()
+            await plain
+            assert not any(request.done() for request in slow)
+            return [*await asyncio.gather(*slow), await other, await plain]
+
+    try:
+        *slow_answers, other, plain = asyncio.run(together())
+    finally:
+        release.set()
+    assert [answer.status_code for answer in slow_answers] == [400, 400]
+    assert slow_answers[0].json()["error"]["param"] == "guided_regex"
+    assert "to compile" in slow_answers[0].json()["error"]["message"]
+    assert (other.status_code, other.json()["error"]["code"]) == (503, "engine_busy")
+    assert plain.status_code == 200
+    demo_server.wait_idle()
+
+
+def test_an_answer_whose_grammar_becomes_too_complex_ends_with_an_error_and_the_others_go_on(
+    demo_server: RunningServer,
+) -> None:
+    branches = [{"type": "object", "properties": {"a": {"maxLength": i}, f"b{i}": {}}} for i in range(500)]
+    bomb = run_on("x", 400, guided_json={"anyOf": branches})
+    plain = run_on(random_tokens(20, 1), 30)
+    expected = answer_text(demo_server, plain)
+    with raw(demo_server) as client:
+        failed: dict[str, httpx.Response] = {}
+        thread = threading.Thread(target=lambda: failed.update(r=client.post("/v1/completions", json=bomb)))
+        thread.start()
+        assert answer_text(demo_server, plain) == expected
+        thread.join(DEADLINE)
+    error = failed["r"].json()["error"]
+    assert failed["r"].status_code == 500
+    assert "cannot go on within its constraint" in error["message"]
+    wait_until(lambda: demo_server.engine.num_unfinished == 0)

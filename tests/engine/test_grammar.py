@@ -1,0 +1,178 @@
+"""Constraints in the engine: the matcher stays with the booked tokens, whatever becomes of a step."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxpaged.engine import Constraint, EngineConfig, EngineCore, GrammarError, Request, SamplingParams
+from mlxpaged.engine.core import StepUnderWay
+from mlxpaged.engine.grammar import KEPT
+from mlxpaged.engine.json_schema import disjoint_one_of_as_any_of
+from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.models import ServedModel, load_model
+from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.scheduler import FinishReason
+from tests.support import make_tiny_model, poison_new_blocks
+
+LINES = Constraint("regex", "([a-z]{2} [0-9]{2}\n){1,9}")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return load_model(str(make_tiny_model(tmp_path_factory.mktemp("llama"), "llama", eos_token_id=2)))
+
+
+def make_core(served: ServedModel, blocks: int = 100, **options: Any) -> EngineCore:
+    cache = blocks * 32 * bytes_per_token(served.layers)
+    core = EngineCore(EngineConfig(kv_cache_bytes=cache, **options), served)
+    poison_new_blocks(core)
+    return core
+
+
+def add(core: EngineCore, name: str, prompt: list[int], constraint: Constraint | None, **params: Any) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 40, "ignore_eos": True} | params
+    core.add(Request(name, prompt, SamplingParams(constraint=constraint, **options), time.monotonic()))
+
+
+def finish(core: EngineCore) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    while core.has_work():
+        for output in core.step():
+            assert output.error is None, output.error
+            texts[output.request_id] = texts.get(output.request_id, "") + output.text
+            if output.finish_reason is FinishReason.STOP and output.request_id.startswith("held"):
+                assert re.fullmatch(LINES.text, texts[output.request_id])
+    assert core.scheduler.pool.usage().used == 0
+    return texts
+
+
+def add_mix(core: EngineCore) -> None:
+    """Six held to LINES, six free ones, with shared prefixes."""
+    for i in range(6):
+        prompt = [5, 6, 7] * 12 + [i + 10]
+        options = {"seed": i, "temperature": float(i % 3), "logprobs": 1 if i == 4 else None}
+        if i == 5:
+            options |= {"frequency_penalty": 1.0, "top_p": 0.9}
+        add(core, f"held {i}", prompt, LINES, max_tokens=30 + 5 * i, **options)
+        add(core, f"free {i}", prompt, None, **options)
+
+
+@pytest.fixture(scope="module")
+def expected(served: ServedModel) -> dict[str, str]:
+    core = make_core(served)
+    add_mix(core)
+    return finish(core)
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("mode", ["mixed", "separate"])
+@pytest.mark.parametrize(("blocks", "swap"), [(100, 0), (6, 0), (6, 12)], ids=["roomy", "recomputed", "swapped"])
+def test_answers_do_not_depend_on_overlap_preemption_or_failures(
+    served: ServedModel,
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    overlaps: bool,
+    mode: str,
+    blocks: int,
+    swap: int,
+) -> None:
+    monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
+    rng, read = random.Random(1), StepUnderWay.read
+
+    def sometimes_failing(step: StepUnderWay) -> Any:
+        if len(step.batch.rows) > 1 and rng.random() < 0.1:
+            raise RuntimeError("injected")
+        return read(step)
+
+    monkeypatch.setattr(StepUnderWay, "read", sometimes_failing)
+    space = swap * 32 * bytes_per_token(served.layers)
+    core = make_core(served, blocks, swap_space_bytes=space, prefill_mode=mode, max_num_batched_tokens=64)
+    add_mix(core)
+    assert finish(core) == expected
+    stats = core.stats().scheduler
+    assert (stats.preemptions_total > 0) or blocks == 100
+    assert (stats.blocks_swapped_out_total > 0) == (swap > 0)
+
+
+def test_only_the_constrained_ones_sit_out_the_look_ahead(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With overlapped steps a free one has a row in every step, a held one in every second."""
+    monkeypatch.setattr(ModelRunner, "overlaps", True)
+    rows: list[set[int]] = []
+    dispatch = EngineCore._dispatch
+
+    def noting(core: EngineCore, batch: Any, before: Any = None) -> Any:
+        rows.append({row.sequence.sequence_id for row in batch.rows})
+        return dispatch(core, batch, before)
+
+    monkeypatch.setattr(EngineCore, "_dispatch", noting)
+    core = make_core(served)
+    add(core, "free", [1, 2, 3], None, max_tokens=20)
+    add(core, "held", [4, 5, 6], Constraint("regex", "[a-z]{40}"), max_tokens=10)
+    finish(core)
+    assert rows[:20] == [{0, 1} if step % 2 == 0 else {0} for step in range(20)]
+
+
+def test_a_held_one_alone_goes_on_without_look_ahead(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRunner, "overlaps", True)
+    core = make_core(served)
+    add(core, "held", [4, 5, 6], LINES)
+    finish(core)
+
+
+def test_compiled_constraints_are_kept_but_not_for_ever(served: ServedModel) -> None:
+    core = make_core(served)
+    first = core.grammars.compile(Constraint("regex", "a0"))
+    assert core.grammars.compile(Constraint("regex", "a0", param="elsewhere")) is first
+    for i in range(1, KEPT + 1):
+        core.grammars.compile(Constraint("regex", f"a{i}"))
+    assert core.grammars.compile(Constraint("regex", "a0")) is not first
+
+
+def test_what_cannot_be_compiled_is_refused_by_the_engine_too(served: ServedModel) -> None:
+    core = make_core(served)
+    with pytest.raises(GrammarError, match="unclosed"):
+        add(core, "held", [1], Constraint("regex", "[a"))
+    assert not core.has_work()
+
+
+def test_a_mask_has_a_bit_for_every_token_and_no_more(served: ServedModel) -> None:
+    core = make_core(served)
+    matcher = core.grammars.start(Constraint("choice", '["a", "b"]'), ignore_eos=True)
+    [mask] = core.grammars.masks([(matcher, ())])
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert {served.tokenizer.token_text(int(token)) for token in allowed} == {"a", "b"}
+    [without_a] = core.grammars.masks([(matcher, allowed[:1].tolist())])
+    assert np.unpackbits(without_a.view(np.uint8)).sum() == 1
+    [all_avoided] = core.grammars.masks([(matcher, allowed.tolist())])
+    assert (all_avoided == mask).all()
+
+
+A = {"type": "object", "properties": {"kind": {"const": "a"}}, "required": ["kind"]}
+B = {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}, "required": ["kind"]}
+
+
+@pytest.mark.parametrize(
+    ("branches", "disjoint"),
+    [
+        ([A, B], True),
+        ([A, {"$ref": "#/$defs/b"}], True),
+        ([{"type": "string"}, {"type": ["null", "integer"]}, A], True),
+        ([A, A], False),
+        ([A, {**B, "required": []}], False),
+        ([{"type": "integer"}, {"type": "number"}], False),
+        ([A, {}], False),
+        ([A, {"$ref": "#/$defs/missing"}], False),
+        ([{"type": "string"}] + [{"type": "integer"}] * 64, False),
+        ("nothing", False),
+    ],
+)
+def test_one_of_is_any_of_where_its_branches_exclude_each_other(branches: Any, disjoint: bool) -> None:
+    schema = {"$defs": {"b": B}, "properties": {"oneOf": {"oneOf": branches}}, "default": {"oneOf": [A, B]}}
+    key = "anyOf" if disjoint else "oneOf"
+    assert disjoint_one_of_as_any_of(schema) == {**schema, "properties": {"oneOf": {key: branches}}}
