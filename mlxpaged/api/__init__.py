@@ -1,5 +1,7 @@
 """HTTP only: requests, text, errors, events. Never tensors."""
 
+from mlxpaged.api.access.key_file import KeyFileError
 from mlxpaged.api.app import create_app
+from mlxpaged.api.config import HttpConfig
 
-__all__ = ["create_app"]
+__all__ = ["HttpConfig", "KeyFileError", "create_app"]

@@ -10,9 +10,12 @@ from collections.abc import AsyncIterator, Callable
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from mlxpaged.api import health, requests, status
+from mlxpaged.api.access.guards import KeyCheck, Origins, RequestLimit
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.errors import HANDLED, handle_api_error, handle_http_exception, handle_unexpected_error
 from mlxpaged.api.openai import chat, completions, models
 from mlxpaged.api.request_id import RequestIds
@@ -22,12 +25,23 @@ from mlxpaged.engine import EngineConfig
 logger = logging.getLogger(__name__)
 
 
-def create_app(config: EngineConfig | None, clock: Callable[[], float] = time.monotonic) -> Starlette:
+EXPOSED_HEADERS = (
+    "X-Request-Id",
+    "Retry-After",
+    *(f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")),
+)
+"""To scripts in pages, which otherwise see a few of HTTP's own only."""
+
+
+def create_app(
+    config: EngineConfig | None, http: HttpConfig | None = None, clock: Callable[[], float] = time.monotonic
+) -> Starlette:
     """An ASGI app that starts its engine with its lifespan. config: None for a server without a model. clock: seconds.
 
-    `app.state.server.engine` is the AsyncEngine.
+    `app.state.server.engine` is the AsyncEngine. Raises KeyFileError.
     """
-    server = Server(config, clock)
+    http = http or HttpConfig()
+    server = Server(config, http, clock)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -51,7 +65,7 @@ def create_app(config: EngineConfig | None, clock: Callable[[], float] = time.mo
             Route("/health", health.health, methods=["GET"]),
             Route("/metrics", health.metrics, methods=["GET"]),
         ],
-        middleware=[Middleware(RequestIds)],
+        middleware=middleware(http, server),
         exception_handlers={
             HTTPException: handle_http_exception,
             Exception: handle_unexpected_error,
@@ -61,3 +75,21 @@ def create_app(config: EngineConfig | None, clock: Callable[[], float] = time.mo
     )
     app.state.server = server
     return app
+
+
+def middleware(http: HttpConfig, server: Server) -> list[Middleware]:
+    """From the outside in: each may rely on those before it. What CORS answers by itself needs no key."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=http.cors_origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED_HEADERS,
+    )
+    return [
+        Middleware(RequestIds),
+        Middleware(Origins, hosts=http.allowed_hosts, origins=http.cors_origins),
+        *([cors] if http.cors_origins else []),
+        Middleware(RequestLimit, most=http.max_connections),
+        Middleware(KeyCheck, keys=server.keys),
+    ]

@@ -9,9 +9,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST, ApiError, from_validation
-
-MAX_BODY_BYTES = 16 * 1024 * 1024
-"""More than four million tokens of English: no model's context is longer."""
+from mlxpaged.api.server import server_of
 
 MAX_DISCARDED_BYTES = 512 * 1024 * 1024
 """Of a body that is too large, so much is read and thrown away: a client that is still sending when the connection
@@ -21,33 +19,34 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_json(request: Request, model: type[Model]) -> Model:
-    """Raises ApiError 413 for a body over MAX_BODY_BYTES, which is not kept, and 400 for one that does not fit
+    """Raises ApiError 413 for a body over the server's limit, which is not kept, and 400 for one that does not fit
     `model`."""
+    limit = server_of(request).http.max_body_bytes
     expects_continue = request.headers.get("expect", "").lower() == "100-continue"
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > MAX_BODY_BYTES and expects_continue:
-        raise too_large()  # the client waits to hear whether it should send the body at all
+    if announced.isdigit() and int(announced) > limit and expects_continue:
+        raise too_large(limit)  # the client waits to hear whether it should send the body at all
     body, received = bytearray(), 0
     try:
         async for piece in request.stream():
             received += len(piece)
-            if received <= MAX_BODY_BYTES:
+            if received <= limit:
                 body += piece
-            elif received > MAX_DISCARDED_BYTES:
-                raise too_large()
+            elif received > limit + MAX_DISCARDED_BYTES:
+                raise too_large(limit)
     except asyncio.CancelledError:  # the server's end came before that of the body
         raise ApiError(503, "the server is shutting down", "server_error", code="draining") from None
     except ClientDisconnect:
         raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before the end of its request") from None
-    if received > MAX_BODY_BYTES:
-        raise too_large()
+    if received > limit:
+        raise too_large(limit)
     try:
         return model.model_validate_json(bytes(body))
     except ValidationError as error:
         raise from_validation(error) from None
 
 
-def too_large() -> ApiError:
-    limit = MAX_BODY_BYTES // (1024 * 1024)
-    message = f"the request body is larger than {limit} MiB"
+def too_large(limit: int) -> ApiError:
+    mebibytes, rest = divmod(limit, 1024 * 1024)
+    message = f"the request body is larger than {f'{limit} bytes' if rest else f'{mebibytes} MiB'}"
     return ApiError(413, message, param="body", code="body_too_large", headers={"Connection": "close"})

@@ -1,9 +1,9 @@
-"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
+"""Errors, and the format that each path has for them: OpenAI's, {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlxpaged.api.access.key_file import redacted
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.engine import (
     DeadlineExceededError,
@@ -49,7 +50,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = shortened(message, MAX_MESSAGE)
+        self.message = shortened(redacted(message), MAX_MESSAGE)
         self.kind = kind
         self.param = None if param is None else shortened(param, MAX_PARAM)
         self.code = code
@@ -58,8 +59,14 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+FORMATS: tuple[tuple[str, Callable[[ApiError], dict[str, Any]]], ...] = (("", ApiError.body),)
+"""The body of an error by the beginning of the path; the first one that fits counts."""
+
+
+def render(error: ApiError, path: str) -> JSONResponse:
+    body = next(body for prefix, body in FORMATS if path.startswith(prefix))
+    return JSONResponse(body(error), status_code=error.status, headers=error.headers)
 
 
 def shortened(text: str, limit: int) -> str:
@@ -122,13 +129,13 @@ def from_engine(error: Exception) -> ApiError:
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 
 
-async def handle_api_error(_request: Request, error: Exception) -> Response:
-    return from_engine(error).response()
+async def handle_api_error(request: Request, error: Exception) -> Response:
+    return render(from_engine(error), request.url.path)
 
 
 async def handle_unexpected_error(request: Request, error: Exception) -> Response:
     """Runs outside of all middleware, that for the header included."""
-    response = from_engine(error).response()
+    response = render(from_engine(error), request.url.path)
     response.headers[HEADER] = request.state.request_id
     return response
 
@@ -140,7 +147,8 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed at {request.url.path}",
     }
     headers = dict(error.headers) if error.headers else None
-    return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers).response()
+    answer = ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers)
+    return render(answer, request.url.path)
 
 
 HANDLED: tuple[type[Exception], ...] = (

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from mlxpaged.api.access.key_ring import KeyRing
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.errors import ApiError, model_not_found
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
@@ -23,9 +25,14 @@ Result = TypeVar("Result")
 
 
 class Server:
-    """One per app. `engine` is None for a server started without a model."""
+    """One per app. `engine` is None for a server started without a model, `keys` for one that asks for none."""
 
-    def __init__(self, config: EngineConfig | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: EngineConfig | None, http: HttpConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises KeyFileError."""
+        self.http = http
+        self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None
         self.metrics = Metrics(lambda: self.engine.stats if self.engine else None)
         self.engine = AsyncEngine(config, self._observe, clock) if config else None
         self.open_requests = OpenRequests()
@@ -36,6 +43,7 @@ class Server:
 
     def _observe(self, request: EngineRequest, output: RequestOutput) -> None:
         self.metrics.observe(request, output)
+        self.open_requests.count(request.request_id, len(output.token_ids))
         if output.finish_reason is not None:
             logger.info(
                 "%s finish_reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d seconds=%.3f",

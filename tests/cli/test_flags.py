@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mlxpaged import __version__
+from mlxpaged.api import HttpConfig
 from mlxpaged.cli import main, serve
 from mlxpaged.engine import EngineConfig, Priority
 
@@ -34,7 +35,12 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--ttft-timeout", "1.5", "3", "ttft_timeout", 1.5, 3.0),
     ("--ttft-timeout", "0", "5", "ttft_timeout", None, 5.0),
     ("--drain-timeout", "0", "2.5", "drain_timeout", 0.0, 2.5),
-    ("--log-level", "WARNING", "debug", "log_level", "WARNING", "DEBUG"),
+    ("--log-level", "WARNING", "debug", "log_level", "warning", "debug"),
+    ("--api-keys", "a.json", "b.json", "api_keys", Path("a.json"), Path("b.json")),
+    ("--allowed-host", "My.Mac", "a,b", "allowed_hosts", ("my.mac",), ("a", "b")),
+    ("--cors-origin", "*", "http://a:1, https://b", "cors_origins", ("*",), ("http://a:1", "https://b")),
+    ("--max-body-size", "2MB", "1GiB", "max_body_bytes", 2_000_000, 1_073_741_824),
+    ("--max-connections", "7", "8", "max_connections", 7, 8),
 ]
 
 SWITCHES = [
@@ -72,17 +78,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def run_until_signal(self) -> int:
             return 0
 
-    def no_app(config: EngineConfig | None) -> None:
+    def no_app(config: EngineConfig | None, http: HttpConfig) -> None:
         found["config"] = config
+        found.update(vars(http))
         if config is not None:
             found.update(vars(config))
 
-    def no_logging(**options: Any) -> None:
-        found["log_level"] = options["level"]
+    def no_logging(level: str) -> None:
+        found["log_level"] = level
 
     monkeypatch.setattr(serve, "create_app", no_app)
     monkeypatch.setattr(serve, "HttpServer", NoServer)
-    monkeypatch.setattr(serve.logging, "basicConfig", no_logging)
+    monkeypatch.setattr(serve, "set_up", no_logging)
     monkeypatch.setenv("MLXPAGED_PORT", "0")
     return found
 

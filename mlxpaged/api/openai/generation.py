@@ -66,7 +66,7 @@ def begin(
     would never take as many.
     """
     count = num_prompts * body.num_candidates
-    request = server.open_requests.open(terms.request_id, count)
+    request = server.open_requests.open(terms.request_id, count, terms.caller)
     generation = Generation(server, engine, terms, body, request)
     try:
         with engine.reserve(count) as arrival_time:
@@ -133,6 +133,7 @@ class Generation:
             param = "max_tokens" if all(fits_alone(self._engine, prompt) for prompt in prompts) else field
             raise bad_parameter(param, str(error), code="context_length_exceeded") from None
         self._request.submitted = True
+        self._request.count(sum(len(prompt) for prompt in prompts))
 
     def _engine_request(self, number: int, prompt: list[int], params: SamplingParams) -> Request:
         terms, names, candidate = self._terms, self._request.names, number % self._num_candidates
