@@ -98,7 +98,7 @@ def running_server(
     clock: Callable[[], float] = time.monotonic,
     http: HttpConfig | None = None,
 ) -> Iterator[RunningServer]:
-    app = create_app(config, http, clock)
+    app = create_app(config, clock, http)
     if config is not None:
         engine = app.state.server.engine
         keep_core(engine, app)

@@ -34,14 +34,13 @@ EXPOSED_HEADERS = (
 
 
 def create_app(
-    config: EngineConfig | None, http: HttpConfig | None = None, clock: Callable[[], float] = time.monotonic
+    config: EngineConfig | None, clock: Callable[[], float] = time.monotonic, http: HttpConfig | None = None
 ) -> Starlette:
     """An ASGI app that starts its engine with its lifespan. config: None for a server without a model. clock: seconds.
 
     `app.state.server.engine` is the AsyncEngine. Raises KeyFileError.
     """
-    http = http or HttpConfig()
-    server = Server(config, http, clock)
+    server = Server(config, clock, http or HttpConfig())
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -65,7 +64,7 @@ def create_app(
             Route("/health", health.health, methods=["GET"]),
             Route("/metrics", health.metrics, methods=["GET"]),
         ],
-        middleware=middleware(http, server),
+        middleware=middleware(server),
         exception_handlers={
             HTTPException: handle_http_exception,
             Exception: handle_unexpected_error,
@@ -77,8 +76,9 @@ def create_app(
     return app
 
 
-def middleware(http: HttpConfig, server: Server) -> list[Middleware]:
+def middleware(server: Server) -> list[Middleware]:
     """From the outside in: each may rely on those before it. What CORS answers by itself needs no key."""
+    http = server.http
     cors = Middleware(
         CORSMiddleware,
         allow_origins=http.cors_origins,

@@ -60,13 +60,21 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-FORMATS: tuple[tuple[str, Callable[[ApiError], dict[str, Any]]], ...] = (("", ApiError.body),)
-"""The body of an error by the beginning of the path; the first one that fits counts."""
+def openai_body(error: ApiError, _request_id: str) -> dict[str, Any]:
+    return error.body()
 
 
-def render(error: ApiError, path: str) -> JSONResponse:
+FORMATS: tuple[tuple[str, Callable[[ApiError, str], dict[str, Any]]], ...] = (("", openai_body),)
+"""The body of an error, which may name the request's id, by the beginning of the path; the first one that fits."""
+
+
+def render(error: ApiError, path: str, request_id: str) -> JSONResponse:
     body = next(body for prefix, body in FORMATS if path.startswith(prefix))
-    return JSONResponse(body(error), status_code=error.status, headers=error.headers)
+    return JSONResponse(body(error, request_id), status_code=error.status, headers=error.headers)
+
+
+def answer_to(request: Request, error: ApiError) -> JSONResponse:
+    return render(error, request.url.path, request.state.request_id)
 
 
 def shortened(text: str, limit: int) -> str:
@@ -130,12 +138,12 @@ def from_engine(error: Exception) -> ApiError:
 
 
 async def handle_api_error(request: Request, error: Exception) -> Response:
-    return render(from_engine(error), request.url.path)
+    return answer_to(request, from_engine(error))
 
 
 async def handle_unexpected_error(request: Request, error: Exception) -> Response:
     """Runs outside of all middleware, that for the header included."""
-    response = render(from_engine(error), request.url.path)
+    response = answer_to(request, from_engine(error))
     response.headers[HEADER] = request.state.request_id
     return response
 
@@ -148,7 +156,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     }
     headers = dict(error.headers) if error.headers else None
     answer = ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers)
-    return render(answer, request.url.path)
+    return answer_to(request, answer)
 
 
 HANDLED: tuple[type[Exception], ...] = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -27,9 +26,7 @@ Result = TypeVar("Result")
 class Server:
     """One per app. `engine` is None for a server started without a model, `keys` for one that asks for none."""
 
-    def __init__(
-        self, config: EngineConfig | None, http: HttpConfig, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: EngineConfig | None, clock: Callable[[], float], http: HttpConfig) -> None:
         """Raises KeyFileError."""
         self.http = http
         self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -44,6 +45,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULTS = EngineConfig()
 HTTP_DEFAULTS = HttpConfig()
 BACKLOG = 2048
+OTHER_FILES = 512
+"""Beside connections that are answered: those that are idle, the model, the log."""
 
 
 def add_parser(commands: Any) -> None:
@@ -226,12 +229,21 @@ def run(args: argparse.Namespace) -> int:
         remedy = "name a file of API keys with --api-keys (`mlxpaged keys add` makes one), or let everybody in with"
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     try:
-        app = create_app(config, http_config(args))
+        app = create_app(config, http=http_config(args))
     except KeyFileError as error:
         listener.close()
         print(f"mlxpaged: {error}", file=sys.stderr)
         return 1
+    allow_open_files(args.max_connections + OTHER_FILES)
     return HttpServer(app, listener, args.drain_timeout).run_until_signal()
+
+
+def allow_open_files(count: int) -> None:
+    """As far as the system lets us. A shell on a Mac starts with 256, and each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listen(host: str, port: int) -> socket.socket:

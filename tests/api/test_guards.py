@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from mlxpaged.api import HttpConfig
+from mlxpaged.cli import http_protocol
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import DEADLINE, StepGate, ask, bearer, raw, run_on, start, write_keys
 from tests.support import RunningServer, running_server, wait_until
@@ -219,6 +221,21 @@ def test_what_is_no_http_gets_an_error_in_the_apis_format(plain: RunningServer, 
     assert head.startswith(b"HTTP/1.1 400 Bad Request")
     response = httpx.Response(400, headers=[line.split(b": ", 1) for line in head.split(b"\r\n")[1:]], content=body)
     assert error_of(response) == (400, None, "invalid_http")
+
+
+def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    host, port = plain.url.removeprefix("http://").split(":")
+    for sent in (b"", b"GET /health HTTP/1.1\r\nHost:"):
+        with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
+            connection.sendall(sent)
+            assert connection.recv(1) == b""
+    with raw(plain) as client:  # one that asks stays, as long as any did before
+        assert client.get("/health").status_code == 200
+        time.sleep(0.3)
+        connections = client._transport._pool.connections  # type: ignore[attr-defined]
+        assert client.get("/health").status_code == 200
+        assert client._transport._pool.connections == connections  # type: ignore[attr-defined]
 
 
 def test_more_requests_than_the_limit_get_a_503_and_health_is_still_answered(server: RunningServer, key: str) -> None:

@@ -342,10 +342,10 @@ def test_a_broken_file_is_an_error_at_start(tmp_path: Path, change: dict[str, An
     content["keys"][0] |= change
     path.write_text(json.dumps(content))
     with pytest.raises(KeyFileError, match=reason) as error:
-        create_app(None, HttpConfig(api_keys=path))
+        create_app(None, http=HttpConfig(api_keys=path))
     assert "sk-mlxpaged" not in str(error.value)
     with pytest.raises(KeyFileError, match="No such file"):
-        create_app(None, HttpConfig(api_keys=tmp_path / "nothing"))
+        create_app(None, http=HttpConfig(api_keys=tmp_path / "nothing"))
 
 
 def test_two_keys_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -355,18 +355,18 @@ def test_two_keys_of_one_name_are_refused(tmp_path: Path) -> None:
     content["keys"] *= 2
     path.write_text(json.dumps(content))
     with pytest.raises(KeyFileError, match="two keys are named someone"):
-        create_app(None, HttpConfig(api_keys=path))
+        create_app(None, http=HttpConfig(api_keys=path))
 
 
 def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys.json"
     write_keys(path, someone={})
-    create_app(None, HttpConfig(api_keys=path))
+    create_app(None, http=HttpConfig(api_keys=path))
     assert "other users" not in caplog.text
     for mode in (0o640, 0o604):
         caplog.clear()
         os.chmod(path, mode)
-        create_app(None, HttpConfig(api_keys=path))
+        create_app(None, http=HttpConfig(api_keys=path))
         assert "can be read by other users" in caplog.text
 
 

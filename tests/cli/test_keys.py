@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -172,6 +175,20 @@ def test_other_machines_are_let_in_with_keys_or_expressly(tmp_path: Path, make: 
             assert httpx.get(f"{url}/v1/models", trust_env=False, timeout=DEADLINE).status_code == status
             answer = httpx.get(f"{url}/v1/models", headers={"x-api-key": key}, trust_env=False, timeout=DEADLINE)
             assert answer.status_code == 200
+
+
+def test_more_connections_are_taken_than_a_shell_on_a_mac_allows_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        command = stack.enter_context(serving(tmp_path, "none"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        host, port = command.url.removeprefix("http://").split(":")
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE))
+        assert httpx.get(f"{command.url}/v1/models", trust_env=False, timeout=DEADLINE).status_code == 200
+        assert "out of system resource" not in command.stderr
 
 
 @pytest.mark.parametrize("content", [None, "", '{"keys": [{"name": "a", "key": "sk-mlxpaged-0123456789"}]}'])

@@ -31,7 +31,7 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) ->
     """Answer without reading the body."""
     if "expect" in Headers(scope=scope):  # the client may send the body or not, nobody knows
         error.headers = {**(error.headers or {}), "Connection": "close"}
-    await render(error, scope["path"])(scope, receive, send)
+    await render(error, scope["path"], scope["state"]["request_id"])(scope, receive, send)
 
 
 class Origins:
