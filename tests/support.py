@@ -19,7 +19,8 @@ from mlx_lm.utils import _get_classes
 from openai import OpenAI
 from starlette.applications import Starlette
 
-from mlxpaged.api import create_app
+from mlxpaged.api import HttpConfig, create_app
+from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.serve import listen
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineCore, EngineState, Request, SamplingParams
 from mlxpaged.models.loader import DEMO_PATH
@@ -95,14 +96,18 @@ def running_server(
     config: EngineConfig | None,
     wait_loaded: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    http: HttpConfig | None = None,
     data_dir: Path | None = None,
 ) -> Iterator[RunningServer]:
-    app = create_app(config, clock, data_dir)
+    app = create_app(config, clock, http, data_dir)
     if config is not None:
         engine = app.state.server.engine
         keep_core(engine, app)
     with listen("127.0.0.1", 0) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
+        uvicorn_config = uvicorn.Config(
+            app, log_config=None, access_log=False, http=HttpProtocol, lifespan="on", timeout_graceful_shutdown=5
+        )
+        server = uvicorn.Server(uvicorn_config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

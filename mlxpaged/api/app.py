@@ -11,11 +11,14 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from mlxpaged.api import health, openapi, requests, status, tokenize
+from mlxpaged.api.access.guards import KeyCheck, Origins, RequestLimit
 from mlxpaged.api.batches import BatchLane, Store
 from mlxpaged.api.batches import routes as batches
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.errors import HANDLED, handle_api_error, handle_http_exception, handle_unexpected_error
 from mlxpaged.api.openai import chat, completions, embeddings, models
 from mlxpaged.api.openai.responses import routes as responses
@@ -27,16 +30,27 @@ from mlxpaged.engine import EngineConfig
 logger = logging.getLogger(__name__)
 
 
+EXPOSED_HEADERS = (
+    "X-Request-Id",
+    "Retry-After",
+    *(f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")),
+)
+"""To scripts in pages, which otherwise see a few of HTTP's own only."""
+
+
 def create_app(
-    config: EngineConfig | None, clock: Callable[[], float] = time.monotonic, data_dir: Path | None = None
+    config: EngineConfig | None,
+    clock: Callable[[], float] = time.monotonic,
+    http: HttpConfig | None = None,
+    data_dir: Path | None = None,
 ) -> Starlette:
     """An ASGI app that starts its engine with its lifespan. config: None for a server without a model. clock: seconds.
     data_dir: where files and batches are kept; None for a server without them.
 
-    `app.state.server.engine` is the AsyncEngine. Raises DataDirInUseError, OSError or ValueError where the directory
-    cannot be used.
+    `app.state.server.engine` is the AsyncEngine. Raises KeyFileError; DataDirInUseError, OSError or ValueError where
+    the directory cannot be used.
     """
-    server = Server(config, clock)
+    server = Server(config, clock, http or HttpConfig())
     store = None if data_dir is None else Store(data_dir)
 
     @contextlib.asynccontextmanager
@@ -84,7 +98,7 @@ def create_app(
             Route("/metrics", health.metrics, methods=["GET"]),
             Route("/openapi.json", openapi.openapi, methods=["GET"]),
         ],
-        middleware=[Middleware(RequestIds)],
+        middleware=middleware(server),
         exception_handlers={
             HTTPException: handle_http_exception,
             Exception: handle_unexpected_error,
@@ -96,3 +110,22 @@ def create_app(
     app.state.store = store
     app.state.responses = ResponseStore()
     return app
+
+
+def middleware(server: Server) -> list[Middleware]:
+    """From the outside in: each may rely on those before it. What CORS answers by itself needs no key."""
+    http = server.http
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=http.cors_origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED_HEADERS,
+    )
+    return [
+        Middleware(RequestIds),
+        Middleware(Origins, hosts=http.allowed_hosts, origins=http.cors_origins),
+        *([cors] if http.cors_origins else []),
+        Middleware(RequestLimit, most=http.max_connections),
+        Middleware(KeyCheck, keys=server.keys),
+    ]

@@ -10,9 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST, ApiError, from_validation
-
-MAX_BODY_BYTES = 16 * 1024 * 1024
-"""More than four million tokens of English: no model's context is longer."""
+from mlxpaged.api.server import server_of
 
 MAX_DISCARDED_BYTES = 512 * 1024 * 1024
 """Of a body that is too large, so much is read and thrown away: a client that is still sending when the connection
@@ -22,10 +20,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_json(request: Request, model: type[Model]) -> Model:
-    """Raises ApiError 413 for a body over MAX_BODY_BYTES, which is not kept, and 400 for one that does not fit
+    """Raises ApiError 413 for a body over the server's limit, which is not kept, and 400 for one that does not fit
     `model`."""
     body = bytearray()
-    async for piece in pieces(request, MAX_BODY_BYTES):
+    async for piece in pieces(request, server_of(request).http.max_body_bytes):
         body += piece
     try:
         return model.model_validate_json(bytes(body))
@@ -53,7 +51,7 @@ async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
             received += len(piece)
             if received <= limit:
                 yield piece
-            elif received > MAX_DISCARDED_BYTES:
+            elif received > limit + MAX_DISCARDED_BYTES:
                 raise too_large(limit)
     except asyncio.CancelledError:  # the server's end came before that of the body
         raise ApiError(503, "the server is shutting down", "server_error", code="draining") from None
@@ -64,5 +62,6 @@ async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
 
 
 def too_large(limit: int) -> ApiError:
-    message = f"the request body is larger than {limit // (1024 * 1024)} MiB"
+    mebibytes, rest = divmod(limit, 1024 * 1024)
+    message = f"the request body is larger than {f'{limit} bytes' if rest else f'{mebibytes} MiB'}"
     return ApiError(413, message, param="body", code="body_too_large", headers={"Connection": "close"})

@@ -1,9 +1,9 @@
-"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
+"""Errors, and the format that each path has for them: OpenAI's, {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlxpaged.api.access.key_file import redacted
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.engine import (
     DeadlineExceededError,
@@ -49,7 +50,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = shortened(message, MAX_MESSAGE)
+        self.message = shortened(redacted(message), MAX_MESSAGE)
         self.kind = kind
         self.param = None if param is None else shortened(param, MAX_PARAM)
         self.code = code
@@ -58,8 +59,22 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+def openai_body(error: ApiError, _request_id: str) -> dict[str, Any]:
+    return error.body()
+
+
+FORMATS: tuple[tuple[str, Callable[[ApiError, str], dict[str, Any]]], ...] = (("", openai_body),)
+"""The body of an error, which may name the request's id, by the beginning of the path; the first one that fits."""
+
+
+def render(error: ApiError, path: str, request_id: str) -> JSONResponse:
+    body = next(body for prefix, body in FORMATS if path.startswith(prefix))
+    return JSONResponse(body(error, request_id), status_code=error.status, headers=error.headers)
+
+
+def answer_to(request: Request, error: ApiError) -> JSONResponse:
+    return render(error, request.url.path, request.state.request_id)
 
 
 def shortened(text: str, limit: int) -> str:
@@ -122,13 +137,13 @@ def from_engine(error: Exception) -> ApiError:
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 
 
-async def handle_api_error(_request: Request, error: Exception) -> Response:
-    return from_engine(error).response()
+async def handle_api_error(request: Request, error: Exception) -> Response:
+    return answer_to(request, from_engine(error))
 
 
 async def handle_unexpected_error(request: Request, error: Exception) -> Response:
     """Runs outside of all middleware, that for the header included."""
-    response = from_engine(error).response()
+    response = answer_to(request, from_engine(error))
     response.headers[HEADER] = request.state.request_id
     return response
 
@@ -140,7 +155,8 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed at {request.url.path}",
     }
     headers = dict(error.headers) if error.headers else None
-    return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers).response()
+    answer = ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers)
+    return answer_to(request, answer)
 
 
 HANDLED: tuple[type[Exception], ...] = (

@@ -1,20 +1,36 @@
-"""The id of a request, which every response names in its header X-Request-Id."""
+"""The id of a request, which every response names in its header X-Request-Id, and every line in the log."""
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
+from contextvars import ContextVar
+from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
 VALID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
 """Not "." nor "..": clients take those out of the URL that would name the request."""
 
+_state: ContextVar[dict[str, Any] | None] = ContextVar("request_state", default=None)
+"""Of the request that this task answers; its id may still change."""
+
+
+def current() -> str | None:
+    """The id of the request that is being answered here."""
+    state = _state.get()
+    return None if state is None else state["request_id"]
+
 
 class RequestIds:
-    """Middleware: puts the header on every response. The id is the client's, or what a route has chosen."""
+    """Middleware: puts the header on every response, and a line in the log for debugging, which has neither the query
+    nor the headers: that is where keys are. The id is the client's, or what a route has chosen."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -26,10 +42,12 @@ class RequestIds:
         given = Headers(scope=scope).get(HEADER, "")
         state = scope.setdefault("state", {})
         state["request_id"] = given if VALID.match(given) else new_id("req")
+        _state.set(state)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[HEADER] = state["request_id"]
+                logger.debug("%s %s: %d", scope["method"], quote(scope["path"]), message["status"])
             await send(message)
 
         await self._app(scope, receive, send_with_id)

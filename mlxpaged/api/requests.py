@@ -1,4 +1,4 @@
-"""DELETE /v1/requests/{id} and DELETE /v1/requests: end one request for text, or all."""
+"""DELETE /v1/requests/{id} and DELETE /v1/requests: end one request for text, or all. A key ends its own ones only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.open_requests import OpenRequest
 from mlxpaged.api.server import Server, server_of
@@ -17,7 +18,7 @@ async def cancel(request: Request) -> Response:
     """By the id of the response, or by that of one of its choices: they end together."""
     server, request_id = server_of(request), request.path_params["request_id"]
     found = server.open_requests.get(request_id)
-    ended = [] if found is None else await end(server, [found])
+    ended = await end(server, [found]) if found is not None and found.is_open_to(caller_of(request)) else []
     if not ended:
         message = f"no unfinished request has the id {request_id!r}"
         raise ApiError(404, message, param="id", code="request_not_found")
@@ -25,8 +26,9 @@ async def cancel(request: Request) -> Response:
 
 
 async def cancel_all(request: Request) -> Response:
-    server = server_of(request)
-    return JSONResponse({"object": "list", "data": await end(server, list(server.open_requests))})
+    server, caller = server_of(request), caller_of(request)
+    theirs = [each for each in server.open_requests if each.is_open_to(caller)]
+    return JSONResponse({"object": "list", "data": await end(server, theirs)})
 
 
 async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str, Any]]:

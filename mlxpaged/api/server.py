@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from mlxpaged.api.access.key_ring import KeyRing
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.errors import ApiError, bad_parameter, model_not_found
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
@@ -36,9 +37,12 @@ COMPILE_SECONDS = 10.0
 
 
 class Server:
-    """One per app. `engine` is None for a server started without a model."""
+    """One per app. `engine` is None for a server started without a model, `keys` for one that asks for none."""
 
-    def __init__(self, config: EngineConfig | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: EngineConfig | None, clock: Callable[[], float], http: HttpConfig) -> None:
+        """Raises KeyFileError."""
+        self.http = http
+        self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None
         self.metrics = Metrics(lambda: self.engine.stats if self.engine else None)
         self.engine = AsyncEngine(config, self._observe, clock) if config else None
         self.open_requests = OpenRequests()
@@ -51,6 +55,7 @@ class Server:
 
     def _observe(self, request: EngineRequest, output: RequestOutput) -> None:
         self.metrics.observe(request, output)
+        self.open_requests.count(request.request_id, len(output.token_ids))
         if output.finish_reason is not None:
             logger.info(
                 "%s finish_reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d seconds=%.3f",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from mlxpaged.api.access.caller import caller_of
 from mlxpaged.engine import EngineConfig, Priority
 
 
@@ -17,6 +18,9 @@ class Tier:
     highest: Priority
 
 
-def tier_of(_request: Request, config: EngineConfig) -> Tier:
-    """The caller's. There are no API keys yet, so all have the same, and nobody may ask for more than the default."""
-    return Tier(default=config.default_priority, highest=config.default_priority)
+def tier_of(request: Request, config: EngineConfig) -> Tier:
+    """That of the caller's key. Without keys all have the same, and nobody may ask for more than the default."""
+    caller = caller_of(request)
+    if caller is None:
+        return Tier(default=config.default_priority, highest=config.default_priority)
+    return Tier(caller.default, caller.highest)

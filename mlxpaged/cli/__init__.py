@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from mlxpaged import __version__
-from mlxpaged.cli import doctor, serve
+from mlxpaged.cli import doctor, keys, serve
 
 __all__ = ["main"]
 
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     serve.add_parser(commands)
     doctor.add_parser(commands)
+    keys.add_parser(commands)
     args = parser.parse_args(argv)
     status: int = args.run(args)
     return status

@@ -5,8 +5,10 @@ A variable that is set to nothing counts as not set."""
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,17 @@ class Flags:
         default = os.environ.get(variable(flag)) or default
         self._parser.add_argument(flag, type=kind, default=default, help=self._help(flag, help), **options)
 
+    def values(self, flag: str, kind: Callable[[str], Any], help: str, **options: Any) -> None:
+        """A flag that may be given several times; the variable has commas between the values."""
+        texts = filter(None, (text.strip() for text in os.environ.get(variable(flag), "").split(",")))
+        try:
+            default = tuple(kind(text) for text in texts)
+        except argparse.ArgumentTypeError as error:
+            self._parser.error(f"{variable(flag)}: {error}")
+        self._parser.add_argument(
+            flag, action=Several, type=kind, default=default, help=self._help(flag, help), **options
+        )
+
     def switch(self, flag: str, help: str) -> None:
         text = os.environ.get(variable(flag), "").strip().lower()
         if text not in TRUE | FALSE:
@@ -44,6 +57,16 @@ class Flags:
     @staticmethod
     def _help(flag: str, help: str) -> str:
         return f"{help} [{variable(flag)}]"
+
+
+class Several(argparse.Action):
+    """Values in the order given; the first one takes the place of what the environment says."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        before: Sequence[Any] = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, (values,) if before is self.default else (*before, values))
 
 
 def positive_int(text: str) -> int:
@@ -117,6 +140,25 @@ def directory(text: str) -> Path:
     if not text.strip() or not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"not a directory: {text!r}")
     return Path(text)
+
+
+def host_name(text: str) -> str:
+    """As in a Host header, without the port. Addresses need not be named, so that [ and : are mistakes here."""
+    if text != "*" and not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text):
+        raise argparse.ArgumentTypeError(f"not the name of a host, without scheme and port: {text!r}")
+    return text.lower()
+
+
+def origin(text: str) -> str:
+    """As browsers send it: scheme://host or scheme://host:port."""
+    if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", text):
+        raise argparse.ArgumentTypeError(f"not an origin, such as http://localhost:3000 without a path: {text!r}")
+    return text
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach it."""
+    return ipaddress.ip_address(address).is_loopback
 
 
 def one_of(*choices: str) -> Callable[[str], str]:

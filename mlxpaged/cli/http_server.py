@@ -16,6 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from mlxpaged import __version__, blas
+from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.engine import AsyncEngine, EngineInfo, EngineUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -34,13 +35,16 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 log_config=None,
-                access_log=logging.getLogger().isEnabledFor(logging.DEBUG),
+                access_log=False,  # ours has the request's id, and no query, where a key could be
+                http=HttpProtocol,
+                ws="none",
                 lifespan="on",
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(drain_timeout + 2 * GRACE_SECONDS),
             )
         )
         self._engine: AsyncEngine | None = app.state.server.engine
+        self._needs_key = app.state.server.keys is not None
         self._listener = listener
         self._drain_timeout = drain_timeout
         self._exit_status = 0
@@ -108,11 +112,12 @@ class HttpServer(uvicorn.Server):
                 self.should_exit = True
             return
         if engine.info is not None and not self.should_exit:
-            print(banner(engine.info, engine.config.max_num_seqs, self.url), flush=True)
+            print(banner(engine.info, engine.config.max_num_seqs, self.url, self._needs_key), flush=True)
 
 
-def banner(info: EngineInfo, max_num_seqs: int, url: str) -> str:
+def banner(info: EngineInfo, max_num_seqs: int, url: str, needs_key: bool) -> str:
     body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+    key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
     weights, pool = megabytes(info.weight_bytes), megabytes(info.kv_cache_bytes)
     return f"""
 mlxpaged {__version__}
@@ -122,7 +127,7 @@ mlxpaged {__version__}
   address   {url}
 
 Try it:
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
     -d '{json.dumps(body)}'
 """
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import resource
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from mlxpaged.api import DataDirInUseError, create_app
+from mlxpaged.api import DataDirInUseError, HttpConfig, KeyFileError, create_app
 from mlxpaged.attention import BACKENDS
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli.flags import (
@@ -18,9 +18,12 @@ from mlxpaged.cli.flags import (
     block_size,
     checked,
     directory,
+    host_name,
+    is_loopback,
     natural_int,
     one_of,
     or_off,
+    origin,
     port,
     positive_int,
     positive_seconds,
@@ -29,6 +32,7 @@ from mlxpaged.cli.flags import (
     tuning,
 )
 from mlxpaged.cli.http_server import HttpServer
+from mlxpaged.cli.logs import set_up
 from mlxpaged.engine import EngineConfig, Priority
 from mlxpaged.engine.memory import parse_size
 from mlxpaged.models import DEMO_MODEL
@@ -39,7 +43,10 @@ TUNINGS = "auto, default, paged:N (N keys to a threadgroup in decoding) or conti
 PRIORITIES = tuple(priority.name.lower() for priority in Priority)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULTS = EngineConfig()
+HTTP_DEFAULTS = HttpConfig()
 BACKLOG = 2048
+OTHER_FILES = 512
+"""Beside connections that are answered: those that are idle, the model, the log."""
 
 
 def add_parser(commands: Any) -> None:
@@ -59,6 +66,33 @@ def add_parser(commands: Any) -> None:
     )
     flags.value("--host", str, "127.0.0.1", "address to listen on (default 127.0.0.1)")
     flags.value("--port", port, 8080, "port to listen on, 0 for any free one (default 8080)")
+    flags.value("--api-keys", Path, None, "file of API keys, made by `mlxpaged keys add` (default: none are needed)")
+    flags.switch("--insecure", "listen beyond loopback without API keys")
+    flags.values(
+        "--allowed-host",
+        host_name,
+        "name by which clients may reach the server, beside localhost and addresses; several times, or *",
+        metavar="NAME",
+    )
+    flags.values(
+        "--cors-origin",
+        origin,
+        "origin of pages that may use the server from a browser; several times, or * (default: none)",
+        metavar="ORIGIN",
+    )
+    flags.value(
+        "--max-body-size",
+        checked(parse_size),
+        HTTP_DEFAULTS.max_body_bytes,
+        "largest body of a request (default 16MiB)",
+        metavar="SIZE",
+    )
+    flags.value(
+        "--max-connections",
+        positive_int,
+        HTTP_DEFAULTS.max_connections,
+        f"requests answered at once; the next ones get a 503 (default {HTTP_DEFAULTS.max_connections})",
+    )
     flags.value("--served-model-name", str, None, "name of the model in the API (default: MODEL as given)")
     flags.value(
         "--kv-cache-memory",
@@ -176,30 +210,48 @@ def engine_config(args: argparse.Namespace) -> EngineConfig | None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    logging.basicConfig(
-        level=args.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
+def http_config(args: argparse.Namespace) -> HttpConfig:
+    return HttpConfig(
+        api_keys=args.api_keys,
+        allowed_hosts=args.allowed_host,
+        cors_origins=args.cors_origin,
+        max_body_bytes=args.max_body_size,
+        max_connections=args.max_connections,
     )
-    for noisy in ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn.error"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def run(args: argparse.Namespace) -> int:
+    set_up(args.log_level)
     try:
         config = engine_config(args)
     except ValueError as error:
         args.parser.error(str(error))
     try:
-        app = create_app(config, data_dir=args.data_dir)
-    except (DataDirInUseError, OSError, ValueError) as error:
-        print(f"mlxpaged: --data-dir {args.data_dir}: {error}", file=sys.stderr)
-        return 1
-    try:
         listener = listen(args.host, args.port)
     except OSError as error:
         print(f"mlxpaged: cannot listen on {args.host}:{args.port}: {error.strerror or error}", file=sys.stderr)
         return 1
+    if not (args.api_keys or args.insecure or is_loopback(listener.getsockname()[0])):
+        listener.close()
+        remedy = "name a file of API keys with --api-keys (`mlxpaged keys add` makes one), or let everybody in with"
+        args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
+    try:
+        app = create_app(config, http=http_config(args), data_dir=args.data_dir)
+    except (KeyFileError, DataDirInUseError, OSError, ValueError) as error:
+        listener.close()
+        place = "" if isinstance(error, KeyFileError) else f"--data-dir {args.data_dir}: "
+        print(f"mlxpaged: {place}{error}", file=sys.stderr)
+        return 1
+    allow_open_files(args.max_connections + OTHER_FILES)
     return HttpServer(app, listener, args.drain_timeout).run_until_signal()
+
+
+def allow_open_files(count: int) -> None:
+    """As far as the system lets us. A shell on a Mac starts with 256, and each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listen(host: str, port: int) -> socket.socket:

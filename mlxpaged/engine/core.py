@@ -178,6 +178,7 @@ class EngineCore:
             request.priority,
             request.arrival_time,
         )
+        sequence.request_id = request.request_id
         parent = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         sequence.fork_of = None if parent is None else self._requests[parent].sequence
         sequence.needs_last_token = matcher is not None
@@ -395,7 +396,7 @@ class EngineCore:
             self.runner.finish_step(*step.results)
             return step.read()
         except Exception as error:
-            logger.exception("a step with %d sequences failed", len(rows))
+            logger.exception("a step of %s failed", ", ".join(row.sequence.request_id for row in rows))
             for row in rows:
                 self.sampler.forget(row.sequence.sequence_id)
             intact = self.runner.recover()

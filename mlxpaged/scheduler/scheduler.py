@@ -452,8 +452,8 @@ class Scheduler:
         shared = [self.pool.ref_count(cached.block) for cached in reuse.hit.blocks]
         if shared:
             logger.debug(
-                "sequence %d: prefix_hit=true, %d blocks (%d tokens), reference counts up to %d",
-                sequence.sequence_id,
+                "%s: prefix_hit=true, %d blocks (%d tokens), reference counts up to %d",
+                sequence.label,
                 len(shared),
                 len(shared) * self.config.block_size,
                 max(shared),
@@ -577,9 +577,9 @@ class Scheduler:
         now = self.clock()
         logger.log(
             level,
-            "%s sequence %d: priority %s, effective %.2f, %.1f s old, preemption %d",
+            "%s %s: priority %s, effective %.2f, %.1f s old, preemption %d",
             what,
-            sequence.sequence_id,
+            sequence.label,
             sequence.priority.name,
             sequence.effective_priority(now),
             now - sequence.arrival_time,

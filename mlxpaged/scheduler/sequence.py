@@ -96,6 +96,7 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.priority = priority
         self.arrival_time = arrival_time  # seconds, on the clock of the caller's choice
+        self.request_id = ""  # whose it is, for the log
         self.arrival = -1  # place in the order of arrival, given by the scheduler
         self.block_table: BlockTable | None = None  # set while it holds blocks
         self.block_keys: list[bytes] = []  # hashes of its full blocks, for the prefix cache
@@ -115,6 +116,11 @@ class Sequence:
         self.rescued = False  # it runs because it was passed over too often
         self.finish_reason: FinishReason | None = None
         self._status = SequenceStatus.WAITING
+
+    @property
+    def label(self) -> str:
+        """In the log."""
+        return f"sequence {self.sequence_id}{f' of {self.request_id}' if self.request_id else ''}"
 
     def __repr__(self) -> str:
         progress = f"{self.num_computed_tokens}/{len(self.token_ids)}"

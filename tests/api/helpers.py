@@ -10,12 +10,14 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlxpaged.api.access.key_file import KeyEntry, KeyFile, make_key, write
 from mlxpaged.scheduler import SequenceStatus
 from tests.support import RunningServer, demo_vocab_size, wait_until
 
@@ -214,15 +216,34 @@ class StepGate:
         self._open.set()
 
 
-def within_one_step(server: RunningServer, gate: StepGate, method: str, path: str) -> httpx.Response:
+def within_one_step(server: RunningServer, gate: StepGate, method: str, path: str, **options: Any) -> httpx.Response:
     """The answer to a question to the engine, which is in the middle of a step: that one is let through, no other."""
     gate.wait_held()
     commands = server.engine._thread._commands
     before = commands.qsize()
-    pending = Background.request(server, method, path)
+    pending = Background.request(server, method, path, **options)
     wait_until(lambda: commands.qsize() > before)
     gate.allow(1)
     return pending.result()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def write_keys(path: Path, **entries: dict[str, Any]) -> dict[str, str]:
+    """A file of new keys with these names and settings; the keys by their names."""
+    made = {name: make_key() for name in entries}
+    write(
+        path,
+        KeyFile(
+            keys=tuple(
+                KeyEntry(name=name, salt=made[name][1], hash=made[name][2], **fields)
+                for name, fields in entries.items()
+            )
+        ),
+    )
+    return {name: key for name, (key, _, _) in made.items()}
 
 
 class FakeClock:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mlxpaged import __version__
+from mlxpaged.api import HttpConfig
 from mlxpaged.cli import main, serve
 from mlxpaged.engine import EngineConfig, Priority
 
@@ -35,7 +36,12 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--ttft-timeout", "0", "5", "ttft_timeout", None, 5.0),
     ("--drain-timeout", "0", "2.5", "drain_timeout", 0.0, 2.5),
     ("--data-dir", "some/where", "else", "data_dir", Path("some/where"), Path("else")),
-    ("--log-level", "WARNING", "debug", "log_level", "WARNING", "DEBUG"),
+    ("--log-level", "WARNING", "debug", "log_level", "warning", "debug"),
+    ("--api-keys", "a.json", "b.json", "api_keys", Path("a.json"), Path("b.json")),
+    ("--allowed-host", "My.Mac", "a,b", "allowed_hosts", ("my.mac",), ("a", "b")),
+    ("--cors-origin", "*", "http://a:1, https://b", "cors_origins", ("*",), ("http://a:1", "https://b")),
+    ("--max-body-size", "2MB", "1GiB", "max_body_bytes", 2_000_000, 1_073_741_824),
+    ("--max-connections", "7", "8", "max_connections", 7, 8),
 ]
 
 SWITCHES = [
@@ -73,17 +79,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def run_until_signal(self) -> int:
             return 0
 
-    def no_app(config: EngineConfig | None, data_dir: Path | None) -> None:
+    def no_app(config: EngineConfig | None, http: HttpConfig, data_dir: Path | None) -> None:
         found["config"], found["data_dir"] = config, data_dir
+        found.update(vars(http))
         if config is not None:
             found.update(vars(config))
 
-    def no_logging(**options: Any) -> None:
-        found["log_level"] = options["level"]
+    def no_logging(level: str) -> None:
+        found["log_level"] = level
 
     monkeypatch.setattr(serve, "create_app", no_app)
     monkeypatch.setattr(serve, "HttpServer", NoServer)
-    monkeypatch.setattr(serve.logging, "basicConfig", no_logging)
+    monkeypatch.setattr(serve, "set_up", no_logging)
     monkeypatch.setenv("MLXPAGED_PORT", "0")
     return found
 

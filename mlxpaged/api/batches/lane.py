@@ -189,7 +189,9 @@ class BatchLane:
     async def _answer(self, batch: BatchRecord, place: LinePlace, body: SamplingFields) -> None:
         """Run one request and write down what came of it. Raises LaneStoppedError where that must be done again."""
         scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": [], "query_string": b""}
-        request = Request(scope | {"app": self._app, "state": {"request_id": new_id("req")}})
+        keys = self._app.state.server.keys
+        caller = keys.named(batch.owner) if keys is not None and batch.owner is not None else None
+        request = Request(scope | {"app": self._app, "state": {"request_id": new_id("req"), "caller": caller}})
         _, respond = ENDPOINTS[batch.endpoint]
         try:
             while True:

@@ -11,7 +11,16 @@ UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 
 
-class FileRecord(BaseModel):
+class Record(BaseModel):
+    """owner: the name of the key that it belongs to, kept but not shown; None on a server without keys."""
+
+    owner: str | None = None
+
+    def shown(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"owner"})
+
+
+class FileRecord(Record):
     id: str
     object: Literal["file"] = "file"
     bytes: int
@@ -42,7 +51,7 @@ class LineErrors(BaseModel):
     data: list[LineError]
 
 
-class BatchRecord(BaseModel):
+class BatchRecord(Record):
     """Times in seconds since 1970. The output files' ids are chosen before there are files: the shown ones are null
     until then."""
 

@@ -12,6 +12,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from mlxpaged.api.access.caller import may_use, owner_of
 from mlxpaged.api.batches.lane import BatchLane, now
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.store import Store
@@ -82,6 +83,7 @@ async def create_file(request: Request) -> Response:
         except ValidationError as error:
             raise from_validation(error) from None
         record = FileRecord(
+            owner=owner_of(request),
             id=new_id("file"),
             bytes=upload.file.size or 0,
             created_at=now(),
@@ -91,7 +93,7 @@ async def create_file(request: Request) -> Response:
         await asyncio.to_thread(store.add_file, record, upload.file.file)
     finally:
         await form.close()
-    return JSONResponse(record.model_dump())
+    return JSONResponse(record.shown())
 
 
 async def read_form(request: Request) -> FormData:
@@ -112,11 +114,11 @@ async def read_form(request: Request) -> FormData:
 async def list_files(request: Request) -> Response:
     query = read_query(request, FileList)
     records = [each for each in store_of(request).files.values() if query.purpose in (None, each.purpose)]
-    return listed(records if query.order == "asc" else records[::-1], query)
+    return listed(request, records if query.order == "asc" else records[::-1], query)
 
 
 async def get_file(request: Request) -> Response:
-    return JSONResponse(find(store_of(request).files, request, "file").model_dump())
+    return JSONResponse(find(store_of(request).files, request, "file").shown())
 
 
 async def get_content(request: Request) -> Response:
@@ -140,10 +142,11 @@ async def create_batch(request: Request) -> Response:
     body = await read_json(request, BatchCreate)
     store, lane = store_of(request), lane_of(request)
     file = store.files.get(body.input_file_id)
-    if file is None or file.purpose != "batch":
+    if file is None or file.purpose != "batch" or not may_use(request, file.owner):
         raise bad_parameter("input_file_id", f"there is no file {body.input_file_id!r} with the purpose 'batch'")
     created_at = now()
     batch = BatchRecord(
+        owner=owner_of(request),
         id=new_id("batch"),
         endpoint=body.endpoint,
         input_file_id=file.id,
@@ -154,16 +157,16 @@ async def create_batch(request: Request) -> Response:
     )
     await asyncio.to_thread(store.save_batch, batch)
     lane.wake()
-    return JSONResponse(batch.model_dump())
+    return JSONResponse(batch.shown())
 
 
 async def list_batches(request: Request) -> Response:
     query = read_query(request, BatchList)
-    return listed(list(store_of(request).batches.values())[::-1], query)
+    return listed(request, list(store_of(request).batches.values())[::-1], query)
 
 
 async def get_batch(request: Request) -> Response:
-    return JSONResponse(find(store_of(request).batches, request, "batch").model_dump())
+    return JSONResponse(find(store_of(request).batches, request, "batch").shown())
 
 
 async def cancel_batch(request: Request) -> Response:
@@ -171,17 +174,18 @@ async def cancel_batch(request: Request) -> Response:
     if not batch.unfinished:
         raise ApiError(409, f"batch {batch.id} is {batch.status}", param="batch_id", code="batch_finished")
     await lane_of(request).cancel(batch)
-    return JSONResponse(batch.model_dump())
+    return JSONResponse(batch.shown())
 
 
 def find(records: Mapping[str, Record], request: Request, kind: str) -> Record:
     """The one that the path names. Raises ApiError."""
     record_id = request.path_params[f"{kind}_id"]
     record = records.get(record_id)
-    if record is None:
+    if record is None or not may_use(request, record.owner):
         raise ApiError(404, f"there is no {kind} {record_id!r}", param=f"{kind}_id", code=f"{kind}_not_found")
     return record
 
 
-def listed(records: Sequence[FileRecord] | Sequence[BatchRecord], query: BatchList) -> Response:
-    return page([record.model_dump() for record in records], query.after, query.limit)
+def listed(request: Request, records: Sequence[FileRecord] | Sequence[BatchRecord], query: BatchList) -> Response:
+    theirs = [record.shown() for record in records if may_use(request, record.owner)]
+    return page(theirs, query.after, query.limit)

@@ -109,7 +109,11 @@ class Store:
             return False
         size = self.content(file_id).stat().st_size
         name = f"{batch.id}_{kind}.jsonl"
-        self._publish(FileRecord(id=file_id, bytes=size, created_at=created_at, filename=name, purpose="batch_output"))
+        self._publish(
+            FileRecord(
+                owner=batch.owner, id=file_id, bytes=size, created_at=created_at, filename=name, purpose="batch_output"
+            )
+        )
         return True
 
 

@@ -67,7 +67,7 @@ def begin(
     would never take as many.
     """
     count = num_prompts * body.num_candidates
-    request = server.open_requests.open(terms.request_id, count)
+    request = server.open_requests.open(terms.request_id, count, terms.caller)
     generation = Generation(server, engine, terms, body, request)
     try:
         with engine.reserve(count) as arrival_time:
@@ -141,6 +141,7 @@ class Generation:
         except MinTokensError as error:
             raise bad_parameter("min_tokens", str(error)) from None
         self._request.submitted = True
+        self._request.count(sum(len(prompt) for prompt in prompts))
 
     def _engine_request(self, number: int, prompt: list[int], params: SamplingParams) -> Request:
         terms, names, candidate = self._terms, self._request.names, number % self._num_candidates

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from mlxpaged.api.access.caller import Caller, caller_of
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.openai.schema import SamplingFields
 from mlxpaged.api.request_id import HEADER, VALID, new_id
@@ -17,9 +18,11 @@ TIMELINE_HEADER = "X-Mlxpaged-Timeline"
 
 @dataclass(frozen=True)
 class Terms:
-    """service_tier: what was granted, in OpenAI's words. timeout, ttft_timeout: seconds, None for any time."""
+    """caller: who asks. service_tier: what was granted, in OpenAI's words. timeout, ttft_timeout: seconds, None for any
+    time."""
 
     request_id: str
+    caller: Caller | None
     priority: Priority
     service_tier: str
     timeout: float | None
@@ -32,6 +35,7 @@ def terms_of(request: Request, body: SamplingFields, config: EngineConfig, id_pr
     priority, service_tier = priority_of(body.service_tier, tier_of(request, config))
     return Terms(
         request_id=choose_id(request, id_prefix),
+        caller=caller_of(request),
         priority=priority,
         service_tier=service_tier,
         timeout=config.request_timeout if body.timeout is None else body.timeout,

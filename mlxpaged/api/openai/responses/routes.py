@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlxpaged.api.access.caller import may_use, owner_of
 from mlxpaged.api.body import read_json, read_query
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.openai.generation import begin, check_text_length, check_token_ids
@@ -38,14 +39,14 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     terms = terms_of(request, sampling, engine.config, "resp")
     if terms.request_id in store:
         raise DuplicateRequestError(f"a response with the id {terms.request_id} is stored")
-    earlier = conversation_before(store, body.previous_response_id)
+    earlier = conversation_before(request, body.previous_response_id)
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     messages = [*instructions, *earlier, *body.messages()]
     check_text_length(info, "input", sum(len(message["content"]) for message in messages))
 
     def keep(response: dict[str, Any], text: str) -> None:
         if body.kept:
-            store.add(response, body, earlier, text)
+            store.add(owner_of(request), response, body, earlier, text)
 
     reply = ResponseReply(info, body, terms, keep)
     with begin(server, engine, terms, sampling, num_prompts=1) as generation:
@@ -60,11 +61,11 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     return JSONResponse(await reply.complete(generation))
 
 
-def conversation_before(store: ResponseStore, response_id: str | None) -> list[dict[str, Any]]:
+def conversation_before(request: Request, response_id: str | None) -> list[dict[str, Any]]:
     if response_id is None:
         return []
-    found = store.get(response_id)
-    if found is None:
+    found = store_of(request).get(response_id)
+    if found is None or not may_use(request, found.owner):
         message = f"there is no response {response_id!r}; the server keeps the newest ones that are stored"
         raise bad_parameter("previous_response_id", message, code="previous_response_not_found")
     return list(found.conversation)
@@ -93,6 +94,6 @@ async def input_items(request: Request) -> Response:
 def find(request: Request) -> StoredResponse:
     response_id = request.path_params["response_id"]
     found = store_of(request).get(response_id)
-    if found is None:
+    if found is None or not may_use(request, found.owner):
         raise ApiError(404, f"there is no response {response_id!r}", param="response_id", code="response_not_found")
     return found

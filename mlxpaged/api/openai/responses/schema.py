@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.schema import MAX_LIST, MAX_TOP_LOGPROBS, Body, Probability, SamplingFields, TextFormat
+from mlxpaged.api.openai.schema import MAX_LIST, MAX_TOP_LOGPROBS, Body, Probability, SamplingFields
 from mlxpaged.engine import SamplingParams
 
 LOGPROBS = "message.output_text.logprobs"
@@ -38,6 +38,10 @@ class InputMessage(Body):
 
 class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
+
+
+class TextFormat(Body):
+    type: Literal["text"]
 
 
 class TextOptions(Body):

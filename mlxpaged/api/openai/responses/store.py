@@ -15,8 +15,10 @@ MAX_CHARS = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """conversation: all messages up to and with the answer, but for instructions. items: those of the request."""
+    """owner: the name of the key that it belongs to, if any. conversation: all messages up to and with the answer, but
+    for instructions. items: those of the request."""
 
+    owner: str | None
     response: dict[str, Any]
     conversation: Sequence[dict[str, Any]]
     items: Sequence[dict[str, Any]]
@@ -35,7 +37,12 @@ class ResponseStore:
         return self._responses.get(response_id)
 
     def add(
-        self, response: dict[str, Any], body: ResponseRequest, earlier: Sequence[dict[str, Any]], answer: str
+        self,
+        owner: str | None,
+        response: dict[str, Any],
+        body: ResponseRequest,
+        earlier: Sequence[dict[str, Any]],
+        answer: str,
     ) -> None:
         """Forgets the oldest ones where there are too many."""
         new = [*body.messages(), {"role": "assistant", "content": answer}]
@@ -54,7 +61,7 @@ class ResponseStore:
             }
             for index, message in enumerate(body.messages())
         ]
-        self._responses[response["id"]] = StoredResponse(response, [*earlier, *new], items, num_chars)
+        self._responses[response["id"]] = StoredResponse(owner, response, [*earlier, *new], items, num_chars)
         self._num_chars += num_chars
         while len(self._responses) > MAX_RESPONSES or (self._num_chars > MAX_CHARS and len(self._responses) > 1):
             self.delete(next(iter(self._responses)))

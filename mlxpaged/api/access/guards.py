@@ -1,0 +1,180 @@
+"""Middleware that turns requests away before a route sees them: where they come from, how many there are, whose."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlxpaged.api.access.caller import Caller
+from mlxpaged.api.access.key_ring import KeyRing
+from mlxpaged.api.access.rate_limit import Allowance
+from mlxpaged.api.errors import RETRY_AFTER_SECONDS, ApiError, render
+
+OPEN_PATH = "/health"
+"""For load balancers: it says nothing about anybody, needs no key and is answered however busy the server is."""
+
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 64 * 1024
+"""Of all names and values and the path together; h11 has the same limit, for heads that come in pieces."""
+
+HOST = re.compile(r"(?:\[(?P<ip>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?\Z")
+LOOPBACK = "localhost"
+
+
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer without reading the body."""
+    if "expect" in Headers(scope=scope):  # the client may send the body or not, nobody knows
+        error.headers = {**(error.headers or {}), "Connection": "close"}
+    await render(error, scope["path"], scope["state"]["request_id"])(scope, receive, send)
+
+
+class Origins:
+    """Turns away what a page in somebody's browser sends without having been named.
+
+    Host: a page whose name its owner has pointed at this machine (DNS rebinding) is refused by that name. Addresses are
+    let in, because a page can come from an address only if this server sent it. Origin: without it, a browser would
+    keep the answer from a foreign page, but the request would have been served, and the cache cleared.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
+        """hosts: names beside the loopback's. origins: of pages, for example http://localhost:3000, or *."""
+        self._app = app
+        self._hosts = {LOOPBACK, *(host.lower() for host in hosts)}
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._problem(scope) if scope["type"] == "http" else None
+        if error is not None:
+            return await refuse(error, scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> ApiError | None:
+        size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["path"])
+        if size + len(scope["query_string"]) > MAX_HEADER_BYTES or len(scope["headers"]) > MAX_HEADERS:
+            limit = f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES // 1024} KiB of them"
+            return ApiError(431, f"the request has {limit}", param="headers", code="headers_too_large")
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and not self._knows(host):  # HTTP 1.0 has none, and no browser speaks it
+            message = f"this server is not known as {host!r}; --allowed-host names the hosts that it is"
+            return ApiError(403, message, "permission_error", "Host", "host_not_allowed")
+        if origin is None or origin in self._origins or "*" in self._origins or netloc(origin) == (host or "").lower():
+            return None
+        message = f"pages from {origin!r} may not use this server; --cors-origin names those that may"
+        return ApiError(403, message, "permission_error", "Origin", "origin_not_allowed")
+
+    def _knows(self, host: str) -> bool:
+        found = HOST.match(host)
+        if found is None:
+            return False
+        name = (found["ip"] or found["name"] or "").lower().rstrip(".")
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in self._hosts or "*" in self._hosts
+        return True
+
+
+def netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None
+
+
+class RequestLimit:
+    """At most so many requests are answered at once, streams included; the next ones get a 503."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == OPEN_PATH:
+            return await self._app(scope, receive, send)
+        if self._open >= self._most:
+            message = f"the server is answering {self._open} requests, as many as --max-connections lets it"
+            headers = {"Retry-After": RETRY_AFTER_SECONDS}
+            error = ApiError(503, message, "server_error", code="too_many_connections", headers=headers)
+            return await refuse(error, scope, receive, send)
+        self._open += 1
+        try:
+            return await self._app(scope, receive, send)
+        finally:
+            self._open -= 1
+
+
+class KeyCheck:
+    """Finds out whose key a request carries, and counts it. `request.state.caller` is the Caller; None without keys."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing | None) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        scope["state"]["caller"] = None
+        if self._keys is None or scope["path"] == OPEN_PATH:
+            return await self._app(scope, receive, send)
+        try:
+            caller = identify(self._keys, Headers(scope=scope))
+            if scope["method"] == "POST":  # over its limit, a key can still see what runs and end it
+                count(caller.allowance)
+                send = with_headers(send, caller.allowance)
+        except ApiError as error:
+            return await refuse(error, scope, receive, send)
+        scope["state"]["caller"] = caller
+        return await self._app(scope, receive, send)
+
+
+def identify(keys: KeyRing, headers: Headers) -> Caller:
+    """By `Authorization: Bearer` or `x-api-key`: where both are sent, one of them has to be known. Raises ApiError 401,
+    whose message does not have the key."""
+    presented = [value.strip() for value in headers.getlist("x-api-key")]
+    for value in headers.getlist("authorization"):
+        scheme, _, credentials = value.partition(" ")
+        if scheme.lower() == "bearer":
+            presented.append(credentials.strip())
+    for key in filter(None, presented):
+        caller = keys.find(key)
+        if caller is not None:
+            return caller
+    if any(presented):
+        message, code, challenge = "the API key is not known here", "invalid_api_key", ', error="invalid_token"'
+    else:
+        message = "this server needs an API key, as Authorization: Bearer KEY or x-api-key: KEY"
+        code, challenge = "missing_api_key", ""
+    headers_of_answer = {"WWW-Authenticate": f'Bearer realm="mlxpaged"{challenge}'}
+    raise ApiError(401, message, "authentication_error", code=code, headers=headers_of_answer)
+
+
+def count(allowance: Allowance) -> None:
+    """One request more. Raises ApiError 429, with the time after which the next one is let in."""
+    name = allowance.exhausted()
+    if name is None:
+        return allowance.take("requests", 1)
+    wait = allowance.wait(name)
+    message = f"this key's limit of {allowance.limit(name)} {name} per minute is reached; try again in {wait:.3f} s"
+    headers = {
+        "Retry-After": str(math.ceil(wait)),
+        "Retry-After-Ms": str(math.ceil(wait * 1000)),
+        **allowance.headers(),
+    }
+    raise ApiError(429, message, name, code="rate_limit_exceeded", headers=headers)
+
+
+def with_headers(send: Send, allowance: Allowance) -> Send:
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(allowance.headers())
+        await send(message)
+
+    return send_with_headers

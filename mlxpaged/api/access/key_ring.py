@@ -1,0 +1,91 @@
+"""The keys that count now: those of the file, read again when it changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from mlxpaged.api.access.caller import Caller
+from mlxpaged.api.access.key_file import KeyEntry, KeyFileError, read
+from mlxpaged.api.access.rate_limit import Allowance
+from mlxpaged.engine import Priority
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 1.0
+"""The file is looked at no more often than this."""
+OTHERS_MAY_READ = 0o077
+
+
+class KeyRing:
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        """clock: seconds. Raises KeyFileError where the file cannot be used."""
+        self._path = path
+        self._clock = clock
+        self._checked_at = clock()
+        self._seen: tuple[int, int, int] | None = None
+        self._keys: list[tuple[KeyEntry, Caller]] = []
+        self._allowances: dict[str, Allowance] = {}
+        self._load()
+
+    def find(self, presented: str) -> Caller | None:
+        """Whose key this is. Every key is compared with, so that the time does not tell which one came close."""
+        self._follow_the_file()
+        found = None
+        for entry, caller in self._keys:
+            if entry.matches(presented):
+                found = caller
+        return found
+
+    def _follow_the_file(self) -> None:
+        """A file that cannot be used is an error in the log, and the keys stay what they were."""
+        if self._clock() - self._checked_at < CHECK_SECONDS:
+            return
+        self._checked_at = self._clock()
+        try:
+            seen: tuple[int, int, int] | None = signature(os.stat(self._path))
+        except OSError:
+            seen = None
+        if seen == self._seen:
+            return
+        self._seen = seen  # said once, not at every request
+        try:
+            self._load()
+        except KeyFileError as error:
+            logger.error("%s; the API keys stay as they were", error)
+
+    def _load(self) -> None:
+        content, state = read(self._path)
+        self._seen = signature(state)
+        if state.st_mode & OTHERS_MAY_READ:
+            logger.warning("%s can be read by other users: chmod 600 it", self._path)
+        self._allowances = {entry.name: self._allowance(entry) for entry in content.keys}
+        self._keys = [(entry, self._caller(entry)) for entry in content.keys]
+        logger.info("%d API keys from %s", len(self._keys), self._path)
+
+    def named(self, name: str) -> Caller | None:
+        """The owner of the key of that name, None where it was removed."""
+        return next((caller for _, caller in self._keys if caller.name == name), None)
+
+    def _allowance(self, entry: KeyEntry) -> Allowance:
+        """What was used counts on, unless the limits are others now."""
+        limits = (entry.requests_per_minute, entry.tokens_per_minute)
+        before = self._allowances.get(entry.name)
+        return before if before is not None and before.has_limits(*limits) else Allowance(*limits, self._clock)
+
+    def _caller(self, entry: KeyEntry) -> Caller:
+        highest = entry.max_priority or entry.tier
+        return Caller(
+            entry.name,
+            default=Priority[entry.tier.upper()],
+            highest=Priority[highest.upper()],
+            admin=entry.admin,
+            allowance=self._allowances[entry.name],
+        )
+
+
+def signature(state: os.stat_result) -> tuple[int, int, int]:
+    """Changes with the file. The inode too: a new file of the same size can come within the clock's resolution."""
+    return state.st_mtime_ns, state.st_size, state.st_ino

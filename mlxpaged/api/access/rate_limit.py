@@ -1,0 +1,74 @@
+"""How much a key may ask for per minute: requests, and tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+SECONDS_PER_MINUTE = 60.0
+
+
+class Bucket:
+    """A token bucket: full at first, refilled evenly, never above `per_minute`. It may be overdrawn, by an answer whose
+    length nobody knew beforehand; it is then that much longer until there is something in it again."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        """clock: seconds."""
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = float(per_minute)
+        self._at = clock()
+
+    @property
+    def level(self) -> float:
+        now = self._clock()
+        refilled = (now - self._at) * self.per_minute / SECONDS_PER_MINUTE
+        self._level, self._at = min(self.per_minute, self._level + refilled), now
+        return self._level
+
+    def take(self, amount: int) -> None:
+        self._level = self.level - amount
+
+    def seconds_until(self, level: float) -> float:
+        return max(0.0, level - self.level) * SECONDS_PER_MINUTE / self.per_minute
+
+
+class Allowance:
+    """What is left of one key's limits. Used on the event loop only.
+
+    A request is let in while there is one left, and at least one token. Tokens are counted as they are computed, so
+    that requests under way can overdraw the limit; the next ones wait that much longer.
+    """
+
+    def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float]) -> None:
+        """requests, tokens: per minute, None for any number."""
+        limits = {"requests": requests, "tokens": tokens}
+        self._buckets = {name: Bucket(limit, clock) for name, limit in limits.items() if limit is not None}
+
+    def has_limits(self, requests: int | None, tokens: int | None) -> bool:
+        limits = {"requests": requests, "tokens": tokens}
+        return all(limit == (self.limit(name) if name in self._buckets else None) for name, limit in limits.items())
+
+    def limit(self, name: str) -> int:
+        return self._buckets[name].per_minute
+
+    def exhausted(self) -> str | None:
+        """The limit that keeps the next request out: requests, tokens, or none."""
+        return next((name for name in self._buckets if self.wait(name) > 0), None)
+
+    def wait(self, name: str) -> float:
+        """Seconds until this limit lets the next request in."""
+        return self._buckets[name].seconds_until(1)
+
+    def take(self, name: str, amount: int) -> None:
+        if name in self._buckets:
+            self._buckets[name].take(amount)
+
+    def headers(self) -> dict[str, str]:
+        """As OpenAI's service sends them: limit, what is left, and the time until all of it is there again."""
+        found = {}
+        for name, bucket in self._buckets.items():
+            found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+            found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+            found[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"
+        return found

@@ -1,0 +1,114 @@
+"""`mlxpaged keys add | list | remove`: the file of API keys that `serve --api-keys` reads."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mlxpaged.api.access import key_file
+from mlxpaged.api.access.key_file import NAME_PATTERN, TIERS, KeyEntry, KeyFile, KeyFileError
+from mlxpaged.cli.flags import Flags, one_of, positive_int
+
+DEFAULT_PATH = Path.home() / ".mlxpaged" / "api_keys.json"
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "keys",
+        help="make, list and remove API keys",
+        description="Make, list and remove the API keys of a server. It follows changes of the file within a second.",
+    )
+    verbs = parser.add_subparsers(title="what to do", dest="verb", required=True)
+    add = verbs.add_parser("add", help="make a key and print it, this once")
+    add.add_argument("name", type=key_name, metavar="NAME", help="who it is for: 1 to 64 of A-Z a-z 0-9 . _ -")
+    add.add_argument("--tier", type=one_of(*TIERS), default="normal", help="priority of its requests (default normal)")
+    add.add_argument(
+        "--max-priority", type=one_of(*TIERS), help='what service_tier "priority" may ask for (default: the tier)'
+    )
+    add.add_argument("--rate-limit", type=positive_int, metavar="N", help="requests per minute (default: any number)")
+    add.add_argument("--token-limit", type=positive_int, metavar="N", help="tokens per minute (default: any number)")
+    add.add_argument("--admin", action="store_true", help="may also see and end everybody's requests")
+    show = verbs.add_parser("list", help="show the keys, which nobody can read any more, by their names")
+    remove = verbs.add_parser("remove", help="make a key useless")
+    remove.add_argument("name", metavar="NAME")
+    for verb, run in ((add, run_add), (show, run_list), (remove, run_remove)):
+        Flags(verb).value("--api-keys", Path, DEFAULT_PATH, f"the file (default {DEFAULT_PATH})", metavar="FILE")
+        verb.set_defaults(run=reporting(run))
+
+
+def key_name(text: str) -> str:
+    if not re.fullmatch(NAME_PATTERN, text):
+        raise argparse.ArgumentTypeError(f"must be 1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-', got {text!r}")
+    return text
+
+
+def reporting(run: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
+    """The exit status: 1, and why in a sentence, where the file cannot be read or written, or has no such key."""
+
+    def run_and_report(args: argparse.Namespace) -> int:
+        try:
+            run(args)
+        except (KeyFileError, OSError) as error:
+            print(f"mlxpaged: {error}", file=sys.stderr)
+            return 1
+        return 0
+
+    return run_and_report
+
+
+def run_add(args: argparse.Namespace) -> None:
+    path: Path = args.api_keys
+    key, salt, digest = key_file.make_key()
+    with key_file.locked(path):
+        keys = key_file.read(path)[0].keys if path.exists() else ()
+        if any(entry.name == args.name for entry in keys):
+            raise KeyFileError(f"{path}: there is a key named {args.name} already")
+        try:
+            entry = KeyEntry(
+                name=args.name,
+                salt=salt,
+                hash=digest,
+                tier=args.tier,
+                max_priority=args.max_priority,
+                admin=args.admin,
+                requests_per_minute=args.rate_limit,
+                tokens_per_minute=args.token_limit,
+                created=key_file.today(),
+            )
+            content = KeyFile(keys=(*keys, entry))
+        except ValidationError as error:
+            raise key_file.unusable(path, error) from None
+        key_file.write(path, content)
+    print(key, flush=True)
+    print(f"Nobody can read it again. In use with: mlxpaged serve --api-keys {path}", file=sys.stderr)
+
+
+def run_list(args: argparse.Namespace) -> None:
+    rows: list[tuple[str, ...]] = [("NAME", "TIER", "MAX", "REQUESTS/MIN", "TOKENS/MIN", "ADMIN", "CREATED")]
+    rows += [described(entry) for entry in key_file.read(args.api_keys)[0].keys]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def described(entry: KeyEntry) -> tuple[str, ...]:
+    limits = ("-" if each is None else str(each) for each in (entry.requests_per_minute, entry.tokens_per_minute))
+    admin = "yes" if entry.admin else "no"
+    return entry.name, entry.tier, entry.max_priority or entry.tier, *limits, admin, entry.created or "-"
+
+
+def run_remove(args: argparse.Namespace) -> None:
+    path: Path = args.api_keys
+    with key_file.locked(path):
+        keys = key_file.read(path)[0].keys
+        left = tuple(entry for entry in keys if entry.name != args.name)
+        if len(left) == len(keys):
+            raise KeyFileError(f"{path}: there is no key named {args.name}")
+        key_file.write(path, KeyFile(keys=left))
+    print(f"{args.name} is removed", file=sys.stderr)

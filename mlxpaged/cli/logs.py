@@ -1,0 +1,29 @@
+"""The lines of the log: with the id of the request that they are about, and without anybody's key."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from mlxpaged.api.access.key_file import redacted
+from mlxpaged.api.request_id import current
+
+NOISY = ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn.error", "uvicorn.access")
+
+
+class LineFormatter(logging.Formatter):
+    """Nothing logs a key on purpose; one that a client has put into a path or a traceback is cut out here."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        request_id = current()
+        record.request = f"{request_id} " if request_id is not None else ""
+        return redacted(super().format(record))
+
+
+def set_up(level: str) -> None:
+    """level: debug, info, warning or error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(request)s%(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,266 @@
+"""What is turned away before a route sees it: foreign hosts and pages, heads and bodies too large, too many at once."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxpaged.api import HttpConfig
+from mlxpaged.cli import http_protocol
+from mlxpaged.engine import EngineConfig
+from tests.api.helpers import DEADLINE, StepGate, ask, bearer, raw, run_on, start, write_keys
+from tests.support import RunningServer, running_server, wait_until
+
+PAGE, OTHER_PAGE = "http://localhost:3000", "https://evil.example"
+FOREIGN = [OTHER_PAGE, "null", "http://localhost", "http://localhost:3001", "https://x:y", "["]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.json"
+
+
+@pytest.fixture(scope="module")
+def key(path: Path) -> str:
+    return write_keys(path, someone={"requests_per_minute": 10_000, "admin": True})["someone"]
+
+
+@pytest.fixture(scope="module")
+def server(path: Path, key: str) -> Iterator[RunningServer]:
+    """With keys, pages and a name of its own, and small limits."""
+    http = HttpConfig(
+        api_keys=path, allowed_hosts=("my.mac",), cors_origins=(PAGE,), max_body_bytes=1000, max_connections=2
+    )
+    with running_server(EngineConfig(kv_cache_bytes=16_000_000), http=http) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[RunningServer]:
+    with running_server(None) as server:
+        yield server
+
+
+def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert response.headers["x-request-id"]
+    return response.status_code, error["param"], error["code"]
+
+
+# -- hosts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LocalHost:8080",
+        "localhost.:80",
+        "127.0.0.1",
+        "127.0.0.1:9",
+        "127.9.9.9",
+        "[::1]:8080",
+        "[::1]",
+        "192.168.1.5:8080",
+        "0.0.0.0",
+        "[fe80::1]:80",
+        "my.mac:8080",
+        "MY.MAC",
+    ],
+)
+def test_this_server_goes_by_addresses_localhost_and_the_names_it_was_given(server: RunningServer, host: str) -> None:
+    with raw(server) as client:
+        assert client.get("/health", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8080",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "evil.localhost",
+        "my.mac.evil.example",
+        "notmy.mac",
+        "[evil.example]",
+        "127.0.0.1:8080:evil.example",
+        "127.1",
+        "",
+        "::1",
+        "localhost@evil.example",
+    ],
+)
+def test_a_name_that_somebody_else_gave_it_is_refused(server: RunningServer, key: str, host: str) -> None:
+    with raw(server) as client:
+        for where in ("/health", "/v1/models", "/nothing"):
+            response = client.get(where, headers={"Host": host} | bearer(key))
+            assert error_of(response) == (403, "Host", "host_not_allowed")
+            assert "--allowed-host" in response.json()["error"]["message"]
+
+
+def test_without_names_of_its_own_only_the_loopback_counts(plain: RunningServer) -> None:
+    with raw(plain) as client:
+        assert client.get("/v1/models", headers={"Host": "localhost"}).status_code == 200
+        assert client.get("/v1/models", headers={"Host": "my.mac"}).status_code == 403
+
+
+def test_a_star_lets_any_name_in() -> None:
+    with running_server(None, http=HttpConfig(allowed_hosts=("*",))) as server, raw(server) as client:
+        assert client.get("/v1/models", headers={"Host": "anything.example:1"}).status_code == 200
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------
+
+
+def preflight(client: httpx.Client, origin: str, method: str = "POST") -> httpx.Response:
+    asked = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+    return client.options(CHAT, headers={"Origin": origin} | asked)
+
+
+def test_a_page_that_was_named_may_do_everything_with_a_key(server: RunningServer, key: str) -> None:
+    with raw(server) as client:
+        for method in ("GET", "POST", "DELETE"):
+            allowed = preflight(client, PAGE, method)  # without a key: browsers send none here
+            assert allowed.status_code == 200
+            assert allowed.headers["access-control-allow-origin"] == PAGE
+            assert method in allowed.headers["access-control-allow-methods"]
+            assert "x-stainless-os" in allowed.headers["access-control-allow-headers"]
+            assert "access-control-allow-credentials" not in allowed.headers
+        answer = client.post(CHAT, json=ask("x", max_tokens=1), headers={"Origin": PAGE} | bearer(key))
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        exposed = answer.headers["access-control-expose-headers"].lower()
+        assert all(name in exposed for name in ("x-request-id", "retry-after", "x-ratelimit-remaining-requests"))
+        refused = client.post(CHAT, json=ask("x"), headers={"Origin": PAGE})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == PAGE  # so that the page can read why
+
+
+@pytest.mark.parametrize(
+    "origin", [OTHER_PAGE, "null", "http://localhost", "http://localhost:3001", "https://x:y", "["]
+)
+def test_a_page_that_was_not_named_changes_nothing(
+    server: RunningServer, plain: RunningServer, key: str, origin: str
+) -> None:
+    for served in (server, plain):
+        with raw(served) as client:
+            for response in (
+                preflight(client, origin),
+                # What a browser sends without asking first: it would only have kept the answer from the page.
+                client.post("/v1/cache/clear", headers={"Origin": origin} | bearer(key)),
+                client.get("/v1/models", headers={"Origin": origin} | bearer(key)),
+            ):
+                assert error_of(response) == (403, "Origin", "origin_not_allowed")
+                assert "--cors-origin" in response.json()["error"]["message"]
+                assert "access-control-allow-origin" not in response.headers
+
+
+def test_cors_is_off_unless_an_origin_is_named(plain: RunningServer) -> None:
+    with raw(plain) as client:
+        for response in (preflight(client, PAGE), client.get("/v1/models", headers={"Origin": PAGE})):
+            assert response.status_code == 403
+            assert not [name for name in response.headers if name.startswith("access-control")]
+        own = client.get("/v1/models", headers={"Origin": plain.url})  # a page that this server itself has sent
+        assert own.status_code == 200
+
+
+def test_a_star_lets_every_page_in() -> None:
+    with running_server(None, http=HttpConfig(cors_origins=("*",))) as server, raw(server) as client:
+        assert preflight(client, OTHER_PAGE).headers["access-control-allow-origin"] == "*"
+        response = client.get("/v1/models", headers={"Origin": "null"})
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, "*")
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_body_over_the_limit_that_was_set_is_refused_with_the_limit(server: RunningServer, key: str) -> None:
+    with raw(server) as client:
+        fits = client.post(COMPLETIONS, content=b'{"prompt": "x", "max_tokens": 1}'.ljust(1000), headers=bearer(key))
+        assert fits.status_code == 200
+        response = client.post(COMPLETIONS, content=b" " * 1001, headers=bearer(key))
+        assert error_of(response) == (413, "body", "body_too_large")
+        assert "1000 bytes" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{f"x-{number}": "1" for number in range(120)}, {"x-long": "y" * 66_000}, {f"x-{n}": "y" * 700 for n in range(99)}],
+    ids=["many", "one long", "long together"],
+)
+def test_too_many_headers_are_refused(plain: RunningServer, headers: dict[str, str]) -> None:
+    """Whole heads come to the application, heads in pieces to h11's own limit, as the network cuts them."""
+    with raw(plain) as client:
+        status, _, code = error_of(client.get("/health", headers=headers))
+        assert (status, code) in ((431, "headers_too_large"), (400, "invalid_http"))
+        assert client.get("/health", headers={f"x-{n}": "y" * 500 for n in range(90)}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * 70_000],
+    ids=["no HTTP", "two hosts", "no host", "endless"],
+)
+def test_what_is_no_http_gets_an_error_in_the_apis_format(plain: RunningServer, sent: bytes) -> None:
+    host, port = plain.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
+        connection.sendall(sent)
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request")
+    response = httpx.Response(400, headers=[line.split(b": ", 1) for line in head.split(b"\r\n")[1:]], content=body)
+    assert error_of(response) == (400, None, "invalid_http")
+
+
+def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    host, port = plain.url.removeprefix("http://").split(":")
+    for sent in (b"", b"GET /health HTTP/1.1\r\nHost:"):
+        with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
+            connection.sendall(sent)
+            assert connection.recv(1) == b""
+    with raw(plain) as client:  # one that asks stays, as long as any did before
+        assert client.get("/health").status_code == 200
+        time.sleep(0.3)
+        connections = client._transport._pool.connections  # type: ignore[attr-defined]
+        assert client.get("/health").status_code == 200
+        assert client._transport._pool.connections == connections  # type: ignore[attr-defined]
+
+
+def test_more_requests_than_the_limit_get_a_503_and_health_is_still_answered(server: RunningServer, key: str) -> None:
+    with StepGate(server) as gate, raw(server) as client:
+        pending = [start(server, run_on("x", 2, stream=name == "b"), name, **bearer(key)) for name in "ab"]
+        response = client.post(COMPLETIONS, json=run_on("x", 1), headers=bearer(key))
+        assert error_of(response) == (503, None, "too_many_connections")
+        assert response.headers["retry-after"] == "1"
+        assert client.get("/health").status_code == 200
+        gate.open()
+        assert [each.result().status_code for each in pending] == [200, 200]
+
+        def served() -> bool:
+            return client.post(COMPLETIONS, json=run_on("x", 1), headers=bearer(key)).status_code == 200
+
+        wait_until(served)
+
+
+def test_a_client_that_leaves_gives_its_place_back(server: RunningServer, key: str) -> None:
+    with StepGate(server) as gate, raw(server) as client:
+        for _ in range(5):
+            body: dict[str, Any] = run_on("x", 50, stream=True)
+            with client.stream("POST", COMPLETIONS, json=body, headers=bearer(key)) as response:
+                assert response.status_code == 200
+            gate.allow(1)
+            wait_until(lambda: not list(server.app.state.server.open_requests))
+        gate.open()
+    server.wait_idle()

@@ -1,0 +1,59 @@
+"""What the server keeps for one key, another key can neither see nor use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from mlxpaged.api import HttpConfig
+from mlxpaged.engine import EngineConfig
+from tests.api.helpers import write_keys
+from tests.support import RunningServer, running_server, wait_until
+
+LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> Iterator[dict[str, openai.OpenAI]]:
+    keys = write_keys(tmp_path / "keys.json", anna={}, ben={}, root={"admin": True})
+    http = HttpConfig(api_keys=tmp_path / "keys.json")
+    config = EngineConfig(kv_cache_bytes=16_000_000)
+    with running_server(config, http=http, data_dir=tmp_path / "data") as server:
+        yield {name: client_of(server, key) for name, key in keys.items()}
+
+
+def client_of(server: RunningServer, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def test_files_and_batches_belong_to_the_key_that_made_them(clients: dict[str, openai.OpenAI]) -> None:
+    anna, ben, root = clients["anna"], clients["ben"], clients["root"]
+    file = anna.files.create(file=("in.jsonl", json.dumps(LINE).encode()), purpose="batch")
+    with pytest.raises(openai.NotFoundError):
+        ben.files.retrieve(file.id)
+    with pytest.raises(openai.BadRequestError, match="input_file_id"):
+        ben.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    batch = anna.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    wait_until(lambda: anna.batches.retrieve(batch.id).status == "completed", 30)
+    with pytest.raises(openai.NotFoundError):
+        ben.batches.retrieve(batch.id)
+    assert ben.files.list().data == ben.batches.list().data == []
+    output = anna.batches.retrieve(batch.id).output_file_id
+    assert output is not None
+    assert "owner" not in anna.files.retrieve(output).to_dict()
+    assert json.loads(anna.files.content(output).text)["custom_id"] == "a"
+    assert {each.id for each in root.files.list().data} == {file.id, output}
+
+
+def test_responses_belong_to_the_key_that_asked(clients: dict[str, openai.OpenAI]) -> None:
+    anna, ben = clients["anna"], clients["ben"]
+    first = anna.responses.create(model="demo", input="Repeat: blue river stone", temperature=0)
+    assert anna.responses.retrieve(first.id).output_text == "blue river stone"
+    with pytest.raises(openai.NotFoundError):
+        ben.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        ben.responses.create(model="demo", input="x", previous_response_id=first.id)

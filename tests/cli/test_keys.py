@@ -1,0 +1,232 @@
+"""`mlxpaged keys`, and what `serve` does with keys: refused addresses, broken files, and logs without secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mlxpaged.cli import main, serve
+from tests.cli.helpers import DEADLINE, environment, mlxpaged, serving
+from tests.support import wait_until
+
+
+@dataclass
+class Result:
+    status: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command in this process, which saves the start of one."""
+    for name in list(os.environ):
+        if name.startswith("MLXPAGED_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(serve, "set_up", lambda level: None)
+
+    def run(*args: str) -> Result:
+        try:
+            status = main(args)
+        except SystemExit as error:
+            status = int(error.code or 0)
+        return Result(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def keys(run: Callable[..., Result]) -> Callable[..., Result]:
+    return lambda path, *args: run("keys", *args, *(["--api-keys", str(path)] if args else []))
+
+
+@pytest.fixture
+def make(keys: Callable[..., Result]) -> Callable[..., str]:
+    def make(path: Path, *args: str) -> str:
+        result = keys(path, "add", *args)
+        assert result.status == 0, result.stderr
+        assert re.fullmatch(r"sk-mlxpaged-[0-9a-f]{64}\n", result.stdout)
+        assert f"mlxpaged serve --api-keys {path}" in result.stderr
+        return result.stdout.strip()
+
+    return make
+
+
+def test_a_key_is_made_used_listed_and_removed(
+    tmp_path: Path, keys: Callable[..., Result], make: Callable[..., str]
+) -> None:
+    path = tmp_path / "new" / "keys.json"
+    key = make(path, "anna", "--tier", "HIGH", "--rate-limit", "60", "--token-limit", "5000", "--admin")
+    other = make(path, "ben", "--tier", "low", "--max-priority", "normal")
+    assert key != other
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert key.removeprefix("sk-mlxpaged-") not in path.read_text()
+    listed = keys(path, "list")
+    today = json.loads(path.read_text())["keys"][0]["created"]
+    header, *rows = [line.split() for line in listed.stdout.splitlines()]
+    assert header == ["NAME", "TIER", "MAX", "REQUESTS/MIN", "TOKENS/MIN", "ADMIN", "CREATED"]
+    assert rows == [
+        ["anna", "high", "high", "60", "5000", "yes", today],
+        ["ben", "low", "normal", "-", "-", "no", today],
+    ]
+    with serving(tmp_path / "run", "none", "--api-keys", str(path), "--log-level", "debug") as command:
+        with httpx.Client(base_url=command.url, timeout=DEADLINE, trust_env=False) as client:
+            for secret in (key, "sk-ant-somebody-elses-0123456789"):
+                given = {"Authorization": f"Bearer {secret}", "X-Request-Id": "mine"}
+                status = 200 if secret == key else 401
+                assert client.get(f"/v1/models?key={secret}", headers=given).status_code == status
+                answer = client.delete(f"/v1/requests/{secret}", headers=given | {"x-api-key": key})
+                assert answer.status_code == 404
+                assert secret not in answer.text
+            gone = keys(path, "remove", "anna")
+            assert (gone.status, gone.stderr) == (0, "anna is removed\n")
+
+            def status_of(secret: str) -> int:
+                return client.get("/v1/models", headers={"x-api-key": secret}).status_code
+
+            wait_until(lambda: status_of(key) == 401)
+            assert status_of(other) == 200
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait_end() == 0
+        assert "mlxpaged.api.request_id: mine GET /v1/models: 200" in command.stderr
+        assert "mine DELETE /v1/requests/sk-***: 404" in command.stderr
+        everything = command.stderr + command.stdout
+        assert not [secret for secret in (key, other, "sk-ant-somebody") if secret in everything]
+        assert "anna" not in keys(path, "list").stdout
+
+
+def test_mistakes_are_said_in_a_sentence_and_change_nothing(
+    tmp_path: Path, keys: Callable[..., Result], make: Callable[..., str]
+) -> None:
+    path = tmp_path / "keys.json"
+    make(path, "anna")
+    before = path.read_bytes()
+    for args, reason in (
+        (("add", "anna"), "there is a key named anna already"),
+        (("remove", "ben"), "there is no key named ben"),
+        (("add", "c", "--tier", "high", "--max-priority", "low"), "max_priority low is below the tier, high"),
+    ):
+        result = keys(path, *args)
+        assert (result.status, result.stdout) == (1, "")
+        assert result.stderr == f"mlxpaged: {path}: {reason}\n"
+    for args in (("add", "a b"), ("add", "c", "--tier", "best"), ("add", "c", "--rate-limit", "0"), ("add",), ()):
+        assert keys(path, *args).status == 2
+    assert path.read_bytes() == before
+    path.write_text("{")
+    for args in (("add", "ben"), ("list",), ("remove", "anna")):
+        result = keys(path, *args)
+        assert result.status == 1
+        assert result.stderr.startswith(f"mlxpaged: {path}: Invalid JSON")
+    missing = keys(tmp_path / "nothing", "list")
+    assert (missing.status, missing.stderr) == (1, f"mlxpaged: {tmp_path / 'nothing'}: No such file or directory\n")
+
+
+def test_keys_added_at_the_same_time_are_all_there(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    command = [sys.executable, "-m", "mlxpaged", "keys", "add", "--api-keys", str(path)]
+    running = [subprocess.Popen([*command, f"k{n}"], stdout=-1, stderr=-1, env=environment({})) for n in range(3)]
+    for process in running:
+        process.communicate(timeout=DEADLINE)
+        assert process.returncode == 0
+    assert {entry["name"] for entry in json.loads(path.read_text())["keys"]} == {f"k{n}" for n in range(3)}
+
+
+def test_other_machines_are_not_let_in_without_keys(tmp_path: Path) -> None:
+    with mlxpaged(tmp_path / "run", "serve", "none", "--host", "0.0.0.0", "--port", "0") as command:
+        assert command.wait_end() == 2
+        assert "--host 0.0.0.0 can be reached from other machines" in command.stderr
+        assert "--api-keys" in command.stderr
+        assert "--insecure" in command.stderr
+        assert "Traceback" not in command.stderr
+        assert command.stdout == ""
+
+
+@pytest.mark.parametrize("host", ["::", "", "255.255.255.255"])
+def test_no_other_spelling_of_everybody_is_let_in(run: Callable[..., Result], host: str) -> None:
+    result = run("serve", "none", "--port", "0", "--host", host)
+    assert result.status in (1, 2)  # 1: no address of this machine
+    assert "mlxpaged" in result.stderr
+    assert result.stdout == ""
+
+
+def test_other_machines_are_let_in_with_keys_or_expressly(tmp_path: Path, make: Callable[..., str]) -> None:
+    path = tmp_path / "keys.json"
+    key = make(path, "anna")
+    for flags, env, status in (
+        (("--insecure",), {}, 200),
+        (("--api-keys", str(path)), {"MLXPAGED_INSECURE": "1"}, 401),
+    ):
+        with serving(tmp_path / "run", "none", "--host", "0.0.0.0", *flags, env=env) as command:
+            url = command.url.replace("0.0.0.0", "127.0.0.1")
+            assert httpx.get(f"{url}/v1/models", trust_env=False, timeout=DEADLINE).status_code == status
+            answer = httpx.get(f"{url}/v1/models", headers={"x-api-key": key}, trust_env=False, timeout=DEADLINE)
+            assert answer.status_code == 200
+
+
+def test_more_connections_are_taken_than_a_shell_on_a_mac_allows_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        command = stack.enter_context(serving(tmp_path, "none"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        host, port = command.url.removeprefix("http://").split(":")
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE))
+        assert httpx.get(f"{command.url}/v1/models", trust_env=False, timeout=DEADLINE).status_code == 200
+        assert "out of system resource" not in command.stderr
+
+
+@pytest.mark.parametrize("content", [None, "", '{"keys": [{"name": "a", "key": "sk-mlxpaged-0123456789"}]}'])
+def test_a_key_file_that_cannot_be_used_is_an_error_at_start(
+    tmp_path: Path, run: Callable[..., Result], content: str | None
+) -> None:
+    path = tmp_path / "keys.json"
+    if content is not None:
+        path.write_text(content)
+    result = run("serve", "none", "--port", "0", "--api-keys", str(path))
+    assert (result.status, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"mlxpaged: {path}: ")
+    assert "0123456789" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--allowed-host", "http://mac.local"),
+        ("--allowed-host", "mac.local:8080"),
+        ("--allowed-host", ""),
+        ("--cors-origin", "localhost:3000"),
+        ("--cors-origin", "http://localhost:3000/"),
+        ("--max-connections", "0"),
+        ("--max-body-size", "0"),
+    ],
+)
+def test_a_limit_or_a_name_that_means_nothing_is_refused(run: Callable[..., Result], flag: str, value: str) -> None:
+    result = run("serve", "none", "--port", "0", flag, value)
+    assert (result.status, result.stdout) == (2, "")
+    assert flag in result.stderr
+
+
+def test_the_banners_curl_line_has_a_place_for_the_key(tmp_path: Path, make: Callable[..., str]) -> None:
+    path = tmp_path / "keys.json"
+    key = make(path, "anna")
+    with serving(tmp_path / "run", "--api-keys", str(path)) as command:
+        curl = command.stdout[command.stdout.index("curl ") :].replace("curl ", "curl -s --noproxy '*' ", 1)
+        script = ["sh", "-c", f"KEY={key}; {curl}"]
+        answer = subprocess.run(script, capture_output=True, timeout=DEADLINE, check=True)
+        assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
