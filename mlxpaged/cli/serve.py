@@ -30,7 +30,7 @@ from mlxpaged.cli.flags import (
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.engine import EngineConfig, Priority
 from mlxpaged.engine.memory import parse_size
-from mlxpaged.models import DEMO_MODEL
+from mlxpaged.models import DEMO_MODEL, tool_parsers
 from mlxpaged.scheduler import PREFILL_MODES
 
 NO_MODEL = "none"
@@ -59,6 +59,13 @@ def add_parser(commands: Any) -> None:
     flags.value("--host", str, "127.0.0.1", "address to listen on (default 127.0.0.1)")
     flags.value("--port", port, 8080, "port to listen on, 0 for any free one (default 8080)")
     flags.value("--served-model-name", str, None, "name of the model in the API (default: MODEL as given)")
+    flags.value(
+        "--tool-parser",
+        one_of(*tool_parsers()),
+        None,
+        f"{', '.join(tool_parsers())} (default: the one that the chat template calls for)",
+        metavar="NAME",
+    )
     flags.value(
         "--kv-cache-memory",
         checked(parse_size),
@@ -148,6 +155,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig | None:
     return EngineConfig(
         model=args.model,
         served_model_name=args.served_model_name,
+        tool_parser=args.tool_parser,
         kv_cache_bytes=args.kv_cache_memory,
         swap_space_bytes=args.swap_space,
         swap_dir=args.swap_dir,

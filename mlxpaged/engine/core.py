@@ -65,7 +65,7 @@ class RunningRequest:
     def __init__(self, request: Request, sequence: Sequence, tokenizer: Tokenizer) -> None:
         self.request = request
         self.sequence = sequence
-        self.detokenizer = tokenizer.detokenizer()
+        self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags)
         self.stop_strings = StopStrings(request.params.stop)
         self.made_chars = 0  # of the answer's text, those that are held back included
         self.sent_chars = 0

@@ -16,7 +16,8 @@ class SamplingParams:
     temperature: 0 is greedy. top_k: 0 for all. repetition_penalty: divides (positive) or multiplies (negative) logits
     of tokens seen in prompt or answer (CTRL, Keskar et al. 2019). presence_ and frequency_penalty: subtracted once, and
     per occurrence, for tokens of the answer, as OpenAI defines them. seed: None draws one. logprobs: None for none,
-    else the number of most likely tokens to report beside the sampled one.
+    else the number of most likely tokens to report beside the sampled one. think_tags, tool_tags: whether the text
+    shows the special tokens that mark thinking and tool calls.
     """
 
     max_tokens: int | None = None
@@ -33,6 +34,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    think_tags: bool = False
+    tool_tags: bool = False
 
     @property
     def greedy(self) -> bool:
