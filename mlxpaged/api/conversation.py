@@ -39,12 +39,14 @@ async def start(request: Request, body: ChatRequest, id_prefix: str) -> Conversa
     terms = terms_of(request, body, engine.config, id_prefix)
     tools = body.offered_tools
     tags = info.tokenizer.tags
-    params = dataclasses.replace(body.params(), think_tags=True, tool_tags=bool(tools))
+    params = dataclasses.replace(
+        body.params(), think_tags=True, tool_tags=bool(tools), thinking_budget=body.thinking_limit
+    )
     with begin(server, engine, terms, body, num_prompts=1) as generation:
         prompt = await render(server, info, body)
         check_token_ids(info, params, "messages", [prompt])
-        generation.submit("messages", [prompt], params)
-    thinking = begins_thinking(info, body, prompt)
+        thinking = begins_thinking(info, body, prompt)
+        generation.submit("messages", [prompt], dataclasses.replace(params, begins_thinking=thinking))
     one_call = body.parallel_tool_calls is False
     return Conversation(info, terms, generation, lambda: AnswerParser(tags, thinking, tools, one_call))
 
@@ -74,6 +76,9 @@ def check_template(info: EngineInfo, body: ChatRequest, options: dict[str, Any])
             raise bad_parameter(param, "is not a variable of a chat template")
         if not tokenizer.template_reads(name):
             raise bad_parameter(param, "this model's chat template has no such variable")
+    for field in ("thinking_budget", "reasoning_effort"):
+        if getattr(body, field) is not None and not tokenizer.tags.think_start:
+            raise bad_parameter(field, "this model does not think, as far as its vocabulary shows")
     if any(message.tool_calls for message in body.messages) and not tokenizer.template_reads("tool_calls"):
         raise bad_parameter("messages", "this model's chat template does not show tool_calls to the model")
     if body.offered_tools:

@@ -24,6 +24,7 @@ from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenL
 from mlxpaged.engine.sampler import SampledToken, Sampler, Samples, SamplingRow
 from mlxpaged.engine.status import EngineStatus, engine_status
 from mlxpaged.engine.stop_strings import StopStrings
+from mlxpaged.engine.thinking_budget import ThinkingBudget
 from mlxpaged.engine.timeline import TimelineRecorder
 from mlxpaged.models import ServedModel, Tokenizer
 from mlxpaged.models.layers import bytes_per_token
@@ -72,6 +73,9 @@ class RunningRequest:
         self.held_logprobs: list[HeldLogprobs] = []
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
         self.timeline = TimelineRecorder(sequence) if request.timeline else None
+        limit, start, end = request.params.thinking_budget, tokenizer.think_start_ids, tokenizer.think_end_ids
+        inside = request.params.begins_thinking
+        self.thinking = None if limit is None else ThinkingBudget(limit, start, end, inside)
 
     def sampling_row(self, position: int) -> SamplingRow:
         """To draw the token at `position`."""
@@ -258,7 +262,23 @@ class EngineCore:
             raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
         if batch.moves and not self._move(batch):
             return self._end_step_under_way() + self._plain_step(batch)
+        if any(self._may_force(row) for row in batch.rows):
+            return self._end_step_under_way() + self._plain_step(batch)
         return self._overlapped_step(batch) if self.runner.overlaps else self._plain_step(batch)
+
+    def _may_force(self, row: ScheduledSequence) -> bool:
+        """Whether the token of this step may turn out to be forced, which no step behind it can know in time."""
+        thinking = self._requests[row.sequence.sequence_id].thinking
+        return thinking is not None and thinking.may_force_after_next()
+
+    def _force(self, tokens: dict[int, SampledToken]) -> None:
+        """In place of those drawn, the tokens that have to come."""
+        for sequence_id in tokens:
+            running = self._requests.get(sequence_id)
+            forced = running.thinking.forced() if running is not None and running.thinking is not None else None
+            if forced is not None:
+                tokens[sequence_id] = SampledToken(forced)
+                self.sampler.forget(sequence_id)  # the token drawn is among its counts
 
     def _record(self, batch: Batch) -> None:
         """For the log and for timelines: what the step that starts now runs, and who has lost his place in it."""
@@ -281,6 +301,7 @@ class EngineCore:
             if row.sequence.status is SequenceStatus.PREEMPTED and row.sequence.sequence_id in tokens:
                 del tokens[row.sequence.sequence_id]  # its values were lost after it had run: it runs again
                 self.sampler.forget(row.sequence.sequence_id)
+        self._force(tokens)
         return failures + self._settle(batch, tokens)
 
     def _overlapped_step(self, batch: Batch) -> list[RequestOutput]:
@@ -424,6 +445,8 @@ class EngineCore:
         sequence = running.sequence
         reason = sequence.finish_reason
         self._generated += 1
+        if running.thinking is not None:
+            running.thinking.add(sampled.token_id)
         if running.timeline is not None:
             running.timeline.draw_token(self.clock())
         piece = "" if reason is FinishReason.STOP else running.detokenizer.add(sampled.token_id)

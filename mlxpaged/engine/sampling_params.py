@@ -17,7 +17,8 @@ class SamplingParams:
     of tokens seen in prompt or answer (CTRL, Keskar et al. 2019). presence_ and frequency_penalty: subtracted once, and
     per occurrence, for tokens of the answer, as OpenAI defines them. seed: None draws one. logprobs: None for none,
     else the number of most likely tokens to report beside the sampled one. think_tags, tool_tags: whether the text
-    shows the special tokens that mark thinking and tool calls.
+    shows the special tokens that mark thinking and tool calls. thinking_budget: most tokens in think blocks, for models
+    that have them; None for any number, and always with logprobs. begins_thinking: whether the prompt opened a block.
     """
 
     max_tokens: int | None = None
@@ -36,6 +37,8 @@ class SamplingParams:
     ignore_eos: bool = False
     think_tags: bool = False
     tool_tags: bool = False
+    thinking_budget: int | None = None
+    begins_thinking: bool = False
 
     @property
     def greedy(self) -> bool:

@@ -60,8 +60,11 @@ class Tokenizer:
         self.has_chat_template = bool(wrapped.has_chat_template)
         form = tool_format(wrapped)
         self.tags = Tags(wrapped.think_start or "", wrapped.think_end or "", form)
-        self._think_tokens = ShownTokens(self._tag_ids(self.tags.think_start) | self._tag_ids(self.tags.think_end))
-        start, end = (self._tag_ids(form.start), self._tag_ids(form.end)) if form else (NO_IDS, NO_IDS)
+        self.think_start_ids = self._tag_ids(self.tags.think_start)
+        self.think_end_ids = self._tag_ids(self.tags.think_end)
+        self._think_tokens = ShownTokens(self._special_ids.intersection(self.think_start_ids + self.think_end_ids))
+        start = self._special_ids.intersection(self._tag_ids(form.start) if form else ())
+        end = self._special_ids.intersection(self._tag_ids(form.end) if form else ())
         self._tool_tokens = ShownTokens(start | end, start, end)
 
     def encode(self, text: str) -> list[int]:
@@ -137,10 +140,8 @@ class Tokenizer:
         shown = [self._think_tokens] * think_tags + [self._tool_tokens] * tool_tags
         return Detokenizer(self._decoder, self._special_ids, functools.reduce(ShownTokens.union, shown, ShownTokens()))
 
-    def _tag_ids(self, tag: str) -> frozenset[int]:
-        """The special tokens of a tag."""
-        ids = self._encoder.encode(tag, add_special_tokens=False) if tag else ()
-        return self._special_ids.intersection(ids)
+    def _tag_ids(self, tag: str) -> list[int]:
+        return list(self._encoder.encode(tag, add_special_tokens=False)) if tag else []
 
 
 def tool_format(wrapped: Any) -> ToolFormat | None:

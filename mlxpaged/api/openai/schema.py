@@ -132,6 +132,10 @@ class SamplingFields(Body):
         )
 
 
+EFFORT_TOKENS = {"minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None}
+"""The most that a model thinks, by reasoning_effort."""
+
+
 class ChatRequest(SamplingFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -140,9 +144,11 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["minimal", "low", "medium", "high", "xhigh"] | None = None
     # Not OpenAI's, but vLLM's: how the chat template is rendered.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    thinking_budget: Annotated[int, Field(ge=1)] | None = None
     continue_final_message: bool | None = None
     # Not supported beyond the value that asks for nothing.
     response_format: TextFormat | None = None
@@ -154,6 +160,10 @@ class ChatRequest(SamplingFields):
             raise bad_parameter("max_tokens", "differs from max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise bad_parameter("top_logprobs", "needs logprobs to be true")
+        if self.thinking_budget is not None and self.reasoning_effort is not None:
+            raise bad_parameter("thinking_budget", "and reasoning_effort both limit the thinking; give one of them")
+        if self.thinking_limit is not None and self.logprobs:
+            raise bad_parameter("logprobs", "cannot be had with a limit on the thinking: its end is not drawn")
         if self.continue_final_message and self.add_generation_prompt:
             raise bad_parameter("add_generation_prompt", "would end the message that continue_final_message continues")
         called: set[str] = set()
@@ -169,6 +179,11 @@ class ChatRequest(SamplingFields):
         if isinstance(self.tool_choice, NamedTool) and self.chosen_tool not in names:
             raise bad_parameter("tool_choice", f"no tool has the name {self.chosen_tool!r}")
         return self
+
+    @property
+    def thinking_limit(self) -> int | None:
+        """In tokens; None for any number."""
+        return self.thinking_budget if self.reasoning_effort is None else EFFORT_TOKENS[self.reasoning_effort]
 
     @property
     def chosen_tool(self) -> str | None:
