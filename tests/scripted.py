@@ -82,15 +82,21 @@ def follow(server: RunningServer, script: Mapping[str, str]) -> None:
     runner = server.core.runner
     forward, tokenizer = runner.forward, server.core.served.tokenizer._decoder
 
+    answers: dict[int, list[int]] = {}  # by sequence
+
+    def answer_to(sequence: Any) -> list[int]:
+        if sequence.sequence_id not in answers:
+            prompt = tokenizer.decode(sequence.token_ids[: sequence.num_prompt_tokens])
+            text = script[max(script, key=prompt.rfind)] + END
+            answers[sequence.sequence_id] = tokenizer.encode(text, add_special_tokens=False)
+        return answers[sequence.sequence_id]
+
     def scripted(batch: Any, *args: Any) -> mx.array:
         logits = np.zeros(forward(batch, *args).shape, dtype=np.float32)
         rows = [row for row in batch.rows if row.samples]
         for i, row in enumerate(rows):
-            start = row.sequence.num_prompt_tokens
-            prompt = tokenizer.decode(row.sequence.token_ids[:start])
-            answer = script[max(script, key=prompt.rfind)]
-            tokens = tokenizer.encode(answer + END, add_special_tokens=False)
-            logits[i, tokens[min(row.context_len - start, len(tokens) - 1)]] = 100.0
+            tokens, position = answer_to(row.sequence), row.context_len - row.sequence.num_prompt_tokens
+            logits[i, tokens[min(position, len(tokens) - 1)]] = 100.0
         return mx.array(logits)
 
     runner.forward = scripted  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from mlxpaged.api import health, requests, status
+from mlxpaged.api.anthropic import messages
 from mlxpaged.api.errors import HANDLED, handle_api_error, handle_http_exception, handle_unexpected_error
 from mlxpaged.api.openai import chat, completions, models
 from mlxpaged.api.request_id import RequestIds
@@ -41,6 +42,8 @@ def create_app(config: EngineConfig | None, clock: Callable[[], float] = time.mo
         routes=[
             Route("/v1/chat/completions", chat.create, methods=["POST"]),
             Route("/v1/completions", completions.create, methods=["POST"]),
+            Route("/v1/messages", messages.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
             Route("/v1/models", models.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
             # A path, so that no id at all is an unknown one, and not redirected to the route that ends all.

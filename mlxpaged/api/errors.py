@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}; on Anthropic's routes in its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.api.request_id import HEADER
+from mlxpaged.api.anthropic.errors import error_body, speaks_anthropic
+from mlxpaged.api.request_id import HEADER, id_headers
 from mlxpaged.engine import (
     DeadlineExceededError,
     DuplicateRequestError,
@@ -58,8 +59,11 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def response(self, request: Request) -> JSONResponse:
+        body = self.body()
+        if speaks_anthropic(request.url.path):
+            body = error_body(self.status, self.message, request.state.request_id)
+        return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
 def shortened(text: str, limit: int) -> str:
@@ -122,14 +126,14 @@ def from_engine(error: Exception) -> ApiError:
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 
 
-async def handle_api_error(_request: Request, error: Exception) -> Response:
-    return from_engine(error).response()
+async def handle_api_error(request: Request, error: Exception) -> Response:
+    return from_engine(error).response(request)
 
 
 async def handle_unexpected_error(request: Request, error: Exception) -> Response:
     """Runs outside of all middleware, that for the header included."""
-    response = from_engine(error).response()
-    response.headers[HEADER] = request.state.request_id
+    response = from_engine(error).response(request)
+    response.headers.update(id_headers(request.url.path, request.state.request_id))
     return response
 
 
@@ -140,7 +144,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed at {request.url.path}",
     }
     headers = dict(error.headers) if error.headers else None
-    return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers).response()
+    return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers).response(request)
 
 
 HANDLED: tuple[type[Exception], ...] = (

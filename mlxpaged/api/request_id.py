@@ -8,6 +8,8 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlxpaged.api.anthropic.errors import speaks_anthropic
+
 HEADER = "X-Request-Id"
 VALID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
 """Not "." nor "..": clients take those out of the URL that would name the request."""
@@ -29,10 +31,15 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = state["request_id"]
+                MutableHeaders(scope=message).update(id_headers(scope["path"], state["request_id"]))
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def id_headers(path: str, request_id: str) -> dict[str, str]:
+    """Anthropic's clients look for the id in another header than OpenAI's."""
+    return {HEADER: request_id} | ({"Request-Id": request_id} if speaks_anthropic(path) else {})
 
 
 def new_id(prefix: str) -> str:

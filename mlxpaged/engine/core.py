@@ -515,4 +515,5 @@ class EngineCore:
             finish_reason=reason,
             error=error,
             timeline=running.timeline.finish(now) if running.timeline is not None and reason is not None else None,
+            stop_string=running.stop_strings.found,
         )

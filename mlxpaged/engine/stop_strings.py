@@ -14,6 +14,7 @@ class StopStrings:
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
         self._held = ""
+        self.found: str | None = None
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Returns the text that may go out, and whether a stop string was found; the text then ends before it."""
@@ -24,7 +25,9 @@ class StopStrings:
         found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)[1]], True
+            end, start = min(found)
+            self.found = text[start:end]
+            return text[:start], True
         keep = max(overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
