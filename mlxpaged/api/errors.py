@@ -62,7 +62,7 @@ class ApiError(Exception):
     def response(self, request: Request) -> JSONResponse:
         body = self.body()
         if speaks_anthropic(request.url.path):
-            body = error_body(self.status, self.message, request.state.request_id)
+            body = error_body(self, request.state.request_id)
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 

@@ -12,10 +12,11 @@ import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 
+from mlxpaged.engine import EngineConfig
 from tests.api.helpers import DEADLINE, Background, StepGate, raw
 from tests.api.test_tools import CALL, ROME
 from tests.scripted import scripted_server
-from tests.support import RunningServer
+from tests.support import RunningServer, running_server
 
 THOUGHT = "They want the weather."
 SCRIPT = {
@@ -304,3 +305,23 @@ def test_a_request_that_is_ended_fails_in_anthropics_format(server: RunningServe
     assert "cancelled" in failure["error"]["message"]
     assert "message_stop" not in response.text
     server.wait_idle(DEADLINE)
+
+
+def test_a_server_that_cannot_serve_says_whether_to_come_back() -> None:
+    with (
+        running_server(None) as server,
+        Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+        pytest.raises(anthropic.InternalServerError) as caught,
+    ):
+        client.messages.create(**body("Hello"))
+    assert caught.value.body["error"]["type"] == "api_error"  # type: ignore[index]
+    config = EngineConfig(kv_cache_bytes=2_000_000, max_num_seqs=1, max_queue=0)
+    with running_server(config) as server, StepGate(server) as gate:
+        pending = Background.request(server, "POST", "/v1/messages", json=body("Hello", model="demo", max_tokens=3))
+        gate.wait_held()
+        with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+            with pytest.raises(anthropic.InternalServerError) as caught:
+                client.messages.create(**body("Hello", model="demo"))
+            assert caught.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index]
+        gate.open()
+        assert pending.result().json()["stop_reason"] == "max_tokens"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # errors.py asks here what to answer
+    from mlxpaged.api.errors import ApiError
 
 PREFIX = "/v1/messages"
 """Of the paths whose errors have this format."""
@@ -14,7 +17,6 @@ TYPES = {
     408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    503: "overloaded_error",
 }
 """By status. The others are the client's mistakes below 499, and the server's from there on."""
 
@@ -23,6 +25,8 @@ def speaks_anthropic(path: str) -> bool:
     return path == PREFIX or path.startswith(f"{PREFIX}/")
 
 
-def error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
-    kind = TYPES.get(status, "invalid_request_error" if status < 499 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 499 else "api_error")
+    if error.status == 503 and "Retry-After" in (error.headers or {}):
+        kind = "overloaded_error"
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}

@@ -109,8 +109,7 @@ class MessageReply:
                     yield named_event(last | timeline_field([output.timeline]))
             yield named_event({"type": "message_stop"})
         except Exception as error:
-            failure = from_engine(error)
-            yield named_event(error_body(failure.status, failure.message, self._id))
+            yield named_event(error_body(from_engine(error), self._id))
 
 
 def stop_reason(reason: str | None, stop_string: str | None, parser: AnswerParser) -> dict[str, Any]:
