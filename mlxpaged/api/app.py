@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from mlxpaged.api import health, openapi, requests, status, tokenize
 from mlxpaged.api.access.guards import KeyCheck, Origins, RequestLimit
+from mlxpaged.api.anthropic import messages
 from mlxpaged.api.batches import BatchLane, Store
 from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.config import HttpConfig
@@ -76,6 +77,8 @@ def create_app(
             Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
             Route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"]),
+            Route("/v1/messages", messages.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
             Route("/v1/models", models.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
             Route("/tokenize", tokenize.tokenize, methods=["POST"]),

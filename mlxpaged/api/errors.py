@@ -1,4 +1,4 @@
-"""Errors, and the format that each path has for them: OpenAI's, {"error": {"message", "type", "param", "code"}}."""
+"""Errors, and the format that each path has for them, OpenAI's or Anthropic's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.access.key_file import redacted
-from mlxpaged.api.request_id import HEADER
+from mlxpaged.api.anthropic.errors import PREFIX as ANTHROPIC
+from mlxpaged.api.anthropic.errors import error_body
+from mlxpaged.api.request_id import HEADER, id_headers
 from mlxpaged.engine import (
     DeadlineExceededError,
     DuplicateRequestError,
@@ -64,7 +66,10 @@ def openai_body(error: ApiError, _request_id: str) -> dict[str, Any]:
     return error.body()
 
 
-FORMATS: tuple[tuple[str, Callable[[ApiError, str], dict[str, Any]]], ...] = (("", openai_body),)
+FORMATS: tuple[tuple[str, Callable[[ApiError, str], dict[str, Any]]], ...] = (
+    (ANTHROPIC, lambda error, request_id: error_body(error, request_id)),
+    ("", openai_body),
+)
 """The body of an error, which may name the request's id, by the beginning of the path; the first one that fits."""
 
 
@@ -144,7 +149,7 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
 async def handle_unexpected_error(request: Request, error: Exception) -> Response:
     """Runs outside of all middleware, that for the header included."""
     response = answer_to(request, from_engine(error))
-    response.headers[HEADER] = request.state.request_id
+    response.headers.update(id_headers(request.url.path, request.state.request_id))
     return response
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from mlxpaged import __version__
+from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
 from mlxpaged.api.openai.responses.schema import ItemList, ResponseRequest
@@ -43,6 +44,17 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
 class JsonObject(BaseModel):
     """An answer whose fields are those of the API that it follows."""
 
@@ -53,7 +65,7 @@ class JsonObject(BaseModel):
 class Operation:
     """body, answer: models of the request's body and of a 200's. media: what a 200 can be. query: parameters of the
     URL, as the fields of a model. headers: of the request, beside its id. unavailable: the answer of a 503 that is not
-    an error as everywhere else."""
+    an error as everywhere else. error: what errors look like."""
 
     summary: str
     body: type[BaseModel] | None = None
@@ -62,11 +74,13 @@ class Operation:
     media: tuple[str, ...] = (JSON,)
     query: type[BaseModel] | None = None
     headers: tuple[str, ...] = ()
-    unavailable: type[BaseModel] = ErrorResponse
+    error: type[BaseModel] = ErrorResponse
+    unavailable: type[BaseModel] | None = None
 
     @property
     def models(self) -> Iterator[type[BaseModel]]:
-        yield from (model for model in (self.body, self.answer, self.query, self.unavailable) if model is not None)
+        found = (self.body, self.answer, self.query, self.error, self.unavailable)
+        yield from (model for model in found if model is not None)
 
 
 def generates(summary: str, body: type[BaseModel]) -> Operation:
@@ -81,6 +95,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/v1/responses/{response_id}"): Operation("A stored response"),
     ("DELETE", "/v1/responses/{response_id}"): Operation("Forget a response"),
     ("GET", "/v1/responses/{response_id}/input_items"): Operation("What a response answered", query=ItemList),
+    ("POST", "/v1/messages"): Operation(
+        "Answer a conversation, as Anthropic's API does",
+        MessagesRequest,
+        media=(JSON, EVENTS),
+        error=AnthropicErrorResponse,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "The number of tokens of a conversation", CountTokensRequest, error=AnthropicErrorResponse
+    ),
     ("GET", "/v1/models"): Operation("The models that are served"),
     ("GET", "/v1/models/{model}"): Operation("One model"),
     ("POST", "/tokenize"): Operation(
@@ -112,7 +135,7 @@ async def openapi(request: Request) -> Response:
 
 def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     """OpenAPI 3.1. Raises KeyError for a route that OPERATIONS does not describe."""
-    models = {model for operation in OPERATIONS.values() for model in operation.models} | {ErrorResponse}
+    models = {model for operation in OPERATIONS.values() for model in operation.models}
     ordered = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema(
         [(model, "validation") for model in ordered], ref_template="#/components/schemas/{model}"
@@ -141,8 +164,8 @@ def described(method: str, path: str, schemas: dict[str, Any]) -> dict[str, Any]
     content = {media: content_of(media, operation.answer) for media in operation.media}
     responses = {
         "200": {"description": "OK", "content": content},
-        "503": answer_of(HTTPStatus.SERVICE_UNAVAILABLE.phrase, operation.unavailable),
-        "default": answer_of("An error", ErrorResponse),
+        "503": answer_of(HTTPStatus.SERVICE_UNAVAILABLE.phrase, operation.unavailable or operation.error),
+        "default": answer_of("An error", operation.error),
     }
     description: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     parameters = [

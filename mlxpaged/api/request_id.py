@@ -12,6 +12,8 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlxpaged.api.anthropic.errors import speaks_anthropic
+
 logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
@@ -46,11 +48,16 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = state["request_id"]
+                MutableHeaders(scope=message).update(id_headers(scope["path"], state["request_id"]))
                 logger.debug("%s %s: %d", scope["method"], quote(scope["path"]), message["status"])
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def id_headers(path: str, request_id: str) -> dict[str, str]:
+    """Anthropic's clients look for the id in another header than OpenAI's."""
+    return {HEADER: request_id} | ({"Request-Id": request_id} if speaks_anthropic(path) else {})
 
 
 def new_id(prefix: str) -> str:

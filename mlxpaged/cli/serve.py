@@ -35,7 +35,7 @@ from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.cli.logs import set_up
 from mlxpaged.engine import EngineConfig, Priority
 from mlxpaged.engine.memory import parse_size
-from mlxpaged.models import DEMO_MODEL
+from mlxpaged.models import DEMO_MODEL, tool_parsers
 from mlxpaged.scheduler import PREFILL_MODES
 
 NO_MODEL = "none"
@@ -94,6 +94,13 @@ def add_parser(commands: Any) -> None:
         f"requests answered at once; the next ones get a 503 (default {HTTP_DEFAULTS.max_connections})",
     )
     flags.value("--served-model-name", str, None, "name of the model in the API (default: MODEL as given)")
+    flags.value(
+        "--tool-parser",
+        one_of(*tool_parsers()),
+        None,
+        f"{', '.join(tool_parsers())} (default: the one that the chat template calls for)",
+        metavar="NAME",
+    )
     flags.value(
         "--kv-cache-memory",
         checked(parse_size),
@@ -190,6 +197,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig | None:
     return EngineConfig(
         model=args.model,
         served_model_name=args.served_model_name,
+        tool_parser=args.tool_parser,
         kv_cache_bytes=args.kv_cache_memory,
         swap_space_bytes=args.swap_space,
         swap_dir=args.swap_dir,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
-from mlxpaged.models import DEMO_MODEL
+from mlxpaged.models import DEMO_MODEL, tool_parsers
 from mlxpaged.scheduler import Priority, SchedulerConfig
 
 
@@ -19,13 +19,14 @@ class EngineConfig:
     for none, because nobody's memory or disk is taken unasked. max_queue: requests that may wait beyond max_num_seqs
     running ones. attention_tuning: "auto" for what is fastest on this machine, measured once, "default", "paged:512" or
     "contiguous"; retune: measure again. default_priority, request_timeout, ttft_timeout (seconds) and timelines: for
-    requests that do not say.
+    requests that do not say. tool_parser: of mlx-lm's, in place of the one that the chat template calls for.
 
     Raises ValueError where a value is out of range.
     """
 
     model: str = DEMO_MODEL
     served_model_name: str | None = None
+    tool_parser: str | None = None
     kv_cache_bytes: int | None = None
     swap_space_bytes: int = 0
     swap_dir: Path | None = None
@@ -50,6 +51,8 @@ class EngineConfig:
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
         self.scheduler_config(num_blocks=1)  # refuses what the scheduler would
+        if self.tool_parser not in (None, *tool_parsers()):
+            raise ValueError(f"tool_parser must be one of {', '.join(tool_parsers())}, got {self.tool_parser!r}")
         if self.max_queue < 0:
             raise ValueError(f"max_queue must not be negative, got {self.max_queue}")
         for name in ("request_timeout", "ttft_timeout"):

@@ -25,6 +25,7 @@ from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenL
 from mlxpaged.engine.sampler import SampledToken, Sampler, Samples, SamplingRow
 from mlxpaged.engine.status import EngineStatus, engine_status
 from mlxpaged.engine.stop_strings import StopStrings
+from mlxpaged.engine.thinking_budget import ThinkingBudget
 from mlxpaged.engine.timeline import TimelineRecorder
 from mlxpaged.models import ServedModel, Tokenizer
 from mlxpaged.models.layers import bytes_per_token
@@ -69,13 +70,16 @@ class RunningRequest:
         self.request = request
         self.sequence = sequence
         self.matcher = matcher
-        self.detokenizer = tokenizer.detokenizer()
+        self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags)
         self.stop_strings = StopStrings(request.params.stop)
         self.made_chars = 0  # of the answer's text, those that are held back included
         self.sent_chars = 0
         self.held_logprobs: list[HeldLogprobs] = []
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
         self.timeline = TimelineRecorder(sequence) if request.timeline else None
+        limit, start, end = request.params.thinking_budget, tokenizer.think_start_ids, tokenizer.think_end_ids
+        inside = request.params.begins_thinking
+        self.thinking = None if limit is None else ThinkingBudget(limit, start, end, inside)
 
     def forbidden(self, position: int) -> frozenset[int]:
         """Tokens that must not be drawn at `position`."""
@@ -282,7 +286,23 @@ class EngineCore:
             raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
         if batch.moves and not self._move(batch):
             return self._end_step_under_way() + self._plain_step(batch)
+        if any(self._may_force(row) for row in batch.rows):
+            return self._end_step_under_way() + self._plain_step(batch)
         return self._overlapped_step(batch) if self.runner.overlaps else self._plain_step(batch)
+
+    def _may_force(self, row: ScheduledSequence) -> bool:
+        """Whether the token of this step may turn out to be forced, which no step behind it can know in time."""
+        thinking = self._requests[row.sequence.sequence_id].thinking
+        return thinking is not None and thinking.may_force_after_next()
+
+    def _force(self, tokens: dict[int, SampledToken]) -> None:
+        """In place of those drawn, the tokens that have to come."""
+        for sequence_id in tokens:
+            running = self._requests.get(sequence_id)
+            forced = running.thinking.forced() if running is not None and running.thinking is not None else None
+            if forced is not None:
+                tokens[sequence_id] = SampledToken(forced)
+                self.sampler.forget(sequence_id)  # the token drawn is among its counts
 
     def _record(self, batch: Batch) -> None:
         """For the log and for timelines: what the step that starts now runs, and who has lost his place in it."""
@@ -305,6 +325,7 @@ class EngineCore:
             if row.sequence.status is SequenceStatus.PREEMPTED and row.sequence.sequence_id in tokens:
                 del tokens[row.sequence.sequence_id]  # its values were lost after it had run: it runs again
                 self.sampler.forget(row.sequence.sequence_id)
+        self._force(tokens)
         return failures + self._settle(batch, tokens)
 
     def _overlapped_step(self, batch: Batch) -> list[RequestOutput]:
@@ -463,6 +484,8 @@ class EngineCore:
         reason = sequence.finish_reason
         complete = running.matcher is not None and running.matcher.advance(sampled.token_id)
         self._generated += 1
+        if running.thinking is not None:
+            running.thinking.add(sampled.token_id)
         if running.timeline is not None:
             running.timeline.draw_token(self.clock())
         piece = "" if reason is FinishReason.STOP else running.detokenizer.add(sampled.token_id)
@@ -536,4 +559,5 @@ class EngineCore:
             finish_reason=reason,
             error=error,
             timeline=running.timeline.finish(now) if running.timeline is not None and reason is not None else None,
+            stop_string=running.stop_strings.found,
         )

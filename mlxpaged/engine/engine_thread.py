@@ -96,7 +96,7 @@ class EngineThread:
     def _main(self) -> None:
         try:
             wire_device_memory()
-            served = load_model(self._config.model, self._config.served_model_name)
+            served = load_model(self._config.model, self._config.served_model_name, self._config.tool_parser)
             core = EngineCore(self._config, served, self._clock)
             with contextlib.closing(core):
                 self._callbacks.on_ready(core)

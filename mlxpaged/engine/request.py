@@ -44,7 +44,7 @@ class RequestOutput:
 
     finish_reason is set on the last output of a request, with it `error` where the answer is not complete, and
     `timeline` where the request asked for one. num_output_tokens counts all tokens so far, the one that ended the
-    answer included.
+    answer included. stop_string: the one that ended the answer, if any.
     """
 
     request_id: str
@@ -57,6 +57,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     timeline: Timeline | None = None
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,10 @@ class SamplingParams:
     per occurrence, for tokens of the answer, as OpenAI defines them. seed: None draws one. logprobs: None for none,
     else the number of most likely tokens to report beside the sampled one. min_tokens: so many are drawn before a token
     or a string may end the answer. constraint: what the answer must be; it ends where nothing can follow, whatever
-    ignore_eos and min_tokens say, which only keep it from ending where it could go on.
+    ignore_eos and min_tokens say, which only keep it from ending where it could go on. think_tags, tool_tags: whether
+    the text shows the special tokens that mark thinking and tool calls. thinking_budget: most tokens in think blocks,
+    for models that have them; None for any number, and always with logprobs or a constraint. begins_thinking: whether
+    the prompt opened a block.
     """
 
     max_tokens: int | None = None
@@ -51,6 +54,10 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     constraint: Constraint | None = None
+    think_tags: bool = False
+    tool_tags: bool = False
+    thinking_budget: int | None = None
+    begins_thinking: bool = False
 
     @property
     def greedy(self) -> bool:

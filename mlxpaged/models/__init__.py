@@ -2,16 +2,19 @@
 
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import LayerSpec
-from mlxpaged.models.loader import DEMO_MODEL, ServedModel, load_model, resolve_model
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.loader import DEMO_MODEL, ServedModel, load_model, resolve_model, tool_parsers
+from mlxpaged.models.tokenizer import Tags, Tokenizer, ToolFormat
 
 __all__ = [
     "DEMO_MODEL",
     "LayerSpec",
     "ModelNotFoundError",
     "ServedModel",
+    "Tags",
     "Tokenizer",
+    "ToolFormat",
     "UnsupportedModelError",
     "load_model",
     "resolve_model",
+    "tool_parsers",
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx_lm.tool_parsers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -75,15 +77,22 @@ def resolve_model(name: str) -> Path:
         raise ModelNotFoundError(f"{name} could not be fetched from the hub: {error}") from error
 
 
-def load_model(name: str, served_name: str | None = None) -> ServedModel:
+def tool_parsers() -> list[str]:
+    """The names of mlx-lm's parsers of tool calls."""
+    return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
+
+
+def load_model(name: str, served_name: str | None = None, tool_parser: str | None = None) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
-    Runs on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if
+    any. Runs on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     path = resolve_model(name)
     try:
         model, config = load_weights(path)
-        wrapped = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        extra = {"tool_parser_type": tool_parser} if tool_parser else None
+        wrapped = load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # whatever a missing field or a damaged file makes mlx, mlx-lm or transformers raise
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
     model.eval()

@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 REPLACEMENT = "\ufffd"
+OPENING_TOKENS = 16
+"""A tag that opens thinking, and the white space behind it, are shorter."""
+RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+"""What says how to render, or what: not for a caller's `chat_template_kwargs`."""
 
 
 class ChatTemplateError(ValueError):
     """The model has no chat template, or its template refuses these messages."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes a tool call. name: of mlx-lm's parser. start, end: what stands around it; an empty end means
+    that the next start, or the answer's end, closes it. parse: (text between them, OpenAI's tools) -> {"name",
+    "arguments"} or a list of them; raises whatever malformed text makes it raise."""
+
+    name: str
+    start: str
+    end: str
+    parse: Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Tags:
+    """What an answer is divided by, as mlx-lm finds it in a model's vocabulary and chat template. think_start,
+    think_end: around thinking, empty where the model does none. tools: None where it makes no calls."""
+
+    think_start: str = ""
+    think_end: str = ""
+    tools: ToolFormat | None = None
 
 
 class Tokenizer:
@@ -22,8 +53,19 @@ class Tokenizer:
         self._encoder = wrapped
         self._decoder = copy.deepcopy(wrapped._tokenizer)
         self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
-        self._special_ids: frozenset[int] = frozenset(self._decoder.all_special_ids)
+        added = self._decoder.added_tokens_decoder
+        self._special_ids = frozenset(self._decoder.all_special_ids) | {
+            i for i, token in added.items() if token.special
+        }
         self.has_chat_template = bool(wrapped.has_chat_template)
+        form = tool_format(wrapped)
+        self.tags = Tags(wrapped.think_start or "", wrapped.think_end or "", form)
+        self.think_start_ids = self._tag_ids(self.tags.think_start)
+        self.think_end_ids = self._tag_ids(self.tags.think_end)
+        self._think_tokens = ShownTokens(self._special_ids.intersection(self.think_start_ids + self.think_end_ids))
+        start = self._special_ids.intersection(self._tag_ids(form.start) if form else ())
+        end = self._special_ids.intersection(self._tag_ids(form.end) if form else ())
+        self._tool_tokens = ShownTokens(start | end, start, end)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of plain text, with or without the special tokens that the model expects around a prompt."""
@@ -38,18 +80,37 @@ class Tokenizer:
         """The fewest tokens that a text of so many characters can have, known without tokenizing it."""
         return num_chars // self._longest_token
 
-    @cached_property
+    @functools.cached_property
     def _longest_token(self) -> int:
         return max(1, *(len(token) for token in self._decoder.get_vocab()))
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens of a conversation, ending where the assistant is to answer. Raises ChatTemplateError."""
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+    ) -> list[int]:
+        """Tokens of a conversation, ending where the assistant is to answer. options: `tools`, as OpenAI defines them,
+        `continue_final_message`, and variables of the template. Raises ChatTemplateError."""
         if not self.has_chat_template:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
         try:
-            return list(self._encoder.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True))
+            return list(
+                self._encoder.apply_chat_template(
+                    [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **options
+                )
+            )
         except Exception as error:  # templates raise whatever jinja2 raises, and say what they refuse
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template does anything with a variable. One that is code, not text, is not asked."""
+        source = self._decoder.chat_template
+        if isinstance(source, dict):  # several templates, by name
+            source = "\n".join(source.values())
+        return not isinstance(source, str) or re.search(rf"\b{re.escape(variable)}\b", source) is not None
+
+    def opens_thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends inside a think block, as templates leave it whose models always think."""
+        tail = str(self._decoder.decode(list(prompt[-OPENING_TOKENS:]), skip_special_tokens=False))
+        return bool(self.tags.think_start) and tail.rstrip().endswith(self.tags.think_start)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=True))
@@ -73,7 +134,7 @@ class Tokenizer:
             return [self._byte_of_char[char] for char in piece]
         return list(text.encode())
 
-    @cached_property
+    @functools.cached_property
     def _byte_of_char(self) -> dict[str, int]:
         """Byte-level BPE writes each byte as a printable character: the printable Latin-1 ones stand for themselves,
         the others follow from U+0100 on (the alphabet of GPT-2's tokenizer)."""
@@ -81,8 +142,36 @@ class Tokenizer:
         others = [byte for byte in range(256) if byte not in set(itself)]
         return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._decoder, self._special_ids)
+    def detokenizer(self, think_tags: bool = False, tool_tags: bool = False) -> Detokenizer:
+        """think_tags, tool_tags: whether special tokens are shown that are part of those; with tool_tags also all
+        inside of a call."""
+        shown = [self._think_tokens] * think_tags + [self._tool_tokens] * tool_tags
+        return Detokenizer(self._decoder, self._special_ids, functools.reduce(ShownTokens.union, shown, ShownTokens()))
+
+    def _tag_ids(self, tag: str) -> list[int]:
+        return list(self._encoder.encode(tag, add_special_tokens=False)) if tag else []
+
+
+def tool_format(wrapped: Any) -> ToolFormat | None:
+    if not wrapped.has_tool_calling:
+        return None
+    parse = wrapped.tool_parser
+    return ToolFormat(parse.__module__.rpartition(".")[2], wrapped.tool_call_start, wrapped.tool_call_end, parse)
+
+
+NO_IDS: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class ShownTokens:
+    """Special tokens that are part of the text: `always`, and all from one of `opening` to one of `closing`."""
+
+    always: frozenset[int] = NO_IDS
+    opening: frozenset[int] = NO_IDS
+    closing: frozenset[int] = NO_IDS
+
+    def union(self, other: ShownTokens) -> ShownTokens:
+        return ShownTokens(self.always | other.always, self.opening | other.opening, self.closing | other.closing)
 
 
 class Detokenizer:
@@ -92,18 +181,25 @@ class Detokenizer:
     the tokens since the last but one emission are decoded together, and held back while they end inside a character.
     """
 
-    def __init__(self, decoder: Any, special_ids: frozenset[int]) -> None:
+    def __init__(self, decoder: Any, special_ids: frozenset[int], shown: ShownTokens) -> None:
         self._decoder = decoder
         self._special_ids = special_ids
+        self._shown = shown
+        self._in_call = False
         self._context: list[int] = []  # the tokens emitted last
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
         """The text that this token completes: empty inside a character."""
-        if token_id in self._special_ids:
+        if token_id in self._special_ids and not self._shows(token_id):
             return ""
         self._pending.append(token_id)
         return self._emit(hold_incomplete=True)
+
+    def _shows(self, special_id: int) -> bool:
+        shown = special_id in self._shown.always or self._in_call
+        self._in_call = (self._in_call or special_id in self._shown.opening) and special_id not in self._shown.closing
+        return shown
 
     def finish(self) -> str:
         """What is left of a character that never became complete."""
@@ -118,4 +214,5 @@ class Detokenizer:
         return text[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._decoder.decode(token_ids, skip_special_tokens=True)) if token_ids else ""
+        # Special tokens that are not to be shown never get here.
+        return str(self._decoder.decode(token_ids, skip_special_tokens=False)) if token_ids else ""

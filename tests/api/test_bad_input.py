@@ -366,7 +366,7 @@ def test_text_that_cannot_fit_the_context_is_refused_without_being_tokenized(
     assert demo_server.engine.info is not None
     tokenizer, seen = demo_server.engine.info.tokenizer, []
 
-    def encode(_: object) -> list[int]:
+    def encode(*_: object, **__: object) -> list[int]:
         seen.append("text")
         return [1] * 5000
 

@@ -22,15 +22,18 @@ from tests.support import RunningServer, running_server
 
 TABLE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 ROW = re.compile(r"\| `(?P<field>\w+)` \| `(?P<example>{.*?})` \| (?P<outcome>\w+) \| .*\|")
-OUTCOMES = {"honoured": 200, "label": 200, "refused": 400}
+OUTCOMES = {"honoured": 200, "label": 200, "model": 400, "refused": 400}
 
 CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
+MESSAGES, COUNT = "POST /v1/messages", "POST /v1/messages/count_tokens"
 RESPONSES = "POST /v1/responses"
 
 SMALLEST: dict[str, dict[str, Any]] = {
     CHAT: ask("x", max_tokens=2),
     COMPLETIONS: run_on("x", 2),
     RESPONSES: {"input": "x", "max_output_tokens": 2},
+    MESSAGES: ask("x", model="demo", max_tokens=2),
+    COUNT: {"model": "demo", "messages": [{"role": "user", "content": "x"}]},
     "POST /tokenize": {"prompt": "x"},
     "POST /detokenize": {"tokens": [20]},
     "POST /v1/files": {"purpose": "batch", "file": "{}"},
@@ -94,9 +97,9 @@ def test_a_row_is_true(server: RunningServer, row: Row) -> None:
     with raw(server) as client:
         response = send(client, row.endpoint, SMALLEST[row.endpoint] | row.example)
     assert response.status_code == OUTCOMES[row.outcome], response.text
-    if row.outcome == "refused":
+    if OUTCOMES[row.outcome] == 400:
         error = response.json()["error"]
-        assert error["param"].split(".")[0] == row.field
+        assert row.endpoint in (MESSAGES, COUNT) or error["param"].split(".")[0] == row.field
         assert row.field in error["message"]
 
 

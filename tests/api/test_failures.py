@@ -223,7 +223,7 @@ def test_a_conversation_that_the_template_renders_to_nothing_is_refused(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = server.engine.info.tokenizer
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda self, messages: [])
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *_, **__: [])
     with raw(server) as client:
         response = client.post(CHAT, json=ask(""))
     assert response.status_code == 400

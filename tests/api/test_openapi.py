@@ -55,10 +55,11 @@ def test_every_field_of_the_bodies_is_listed(described: dict[str, Any]) -> None:
 def test_every_operation_says_what_an_error_looks_like(described: dict[str, Any]) -> None:
     error = described["components"]["schemas"]["ErrorDetail"]["properties"]
     assert set(error) == {"message", "type", "param", "code"}
-    for methods in described["paths"].values():
+    for path, methods in described["paths"].items():
         for operation in methods.values():
             schema = operation["responses"]["default"]["content"]["application/json"]["schema"]
-            assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
+            format = "AnthropicErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
+            assert schema == {"$ref": f"#/components/schemas/{format}"}
 
 
 def test_every_reference_leads_somewhere(described: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.body import pieces, read_json, read_query
 from mlxpaged.api.errors import ApiError, bad_parameter, from_validation
-from mlxpaged.api.openai.schema import Body
+from mlxpaged.api.openai.body import Body
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.server import server_of

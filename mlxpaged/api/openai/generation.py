@@ -242,6 +242,7 @@ class Choice:
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str | None = None
     timeline: Timeline | None = None
 
     def add(self, output: RequestOutput) -> None:
@@ -249,6 +250,7 @@ class Choice:
         self.logprobs += output.logprobs
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value
+            self.stop_string = output.stop_string
             self.timeline = output.timeline
 
     @property

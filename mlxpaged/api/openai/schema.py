@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body_model import Body as Body
+from mlxpaged.api.openai.body import Body
+from mlxpaged.api.openai.messages import MAX_LIST, Message
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
+from mlxpaged.api.openai.tools import MAX_TOOLS, NamedTool, Tool
 from mlxpaged.engine import Constraint, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
-MAX_LIST = 10_000
-"""Messages of a conversation, or parts of a message."""
 MAX_TOKEN_ID_DIGITS = 9
 MAX_CHOICES = 16
 """Answers to one prompt."""
@@ -138,21 +138,8 @@ class SamplingFields(StructuredFields):
         )
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates know it: plain text, and `system` for what OpenAI calls `developer` since its o1 models."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | ({} if self.name is None else {"name": self.name})
+EFFORT_TOKENS = {"minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None}
+"""The most that a model thinks, by reasoning_effort."""
 
 
 class ChatRequest(SamplingFields):
@@ -160,11 +147,17 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["minimal", "low", "medium", "high", "xhigh"] | None = None
+    # Not OpenAI's, but vLLM's: how the chat template is rendered.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    thinking_budget: Annotated[int, Field(ge=1)] | None = None
+    continue_final_message: bool | None = None
     response_format: ResponseFormat | None = None
     # Not supported beyond the value that asks for nothing.
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1)] | None = None
     verbosity: Literal["medium"] | None = None
@@ -175,7 +168,47 @@ class ChatRequest(SamplingFields):
             raise bad_parameter("max_tokens", "differs from max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise bad_parameter("top_logprobs", "needs logprobs to be true")
+        if self.thinking_budget is not None and self.reasoning_effort is not None:
+            raise bad_parameter("thinking_budget", "and reasoning_effort both limit the thinking; give one of them")
+        if self.thinking_limit is not None and self.logprobs:
+            raise bad_parameter("logprobs", "cannot be had with a limit on the thinking: its end is not drawn")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad_parameter("add_generation_prompt", "would end the message that continue_final_message continues")
+        constraint = next(self.constraints(), None)
+        if constraint is not None and self.thinking_limit is not None:
+            raise bad_parameter(constraint.param, "cannot be had with a limit on the thinking yet")
+        if constraint is not None and self.offered_tools:
+            raise bad_parameter(constraint.param, "cannot be had with tools yet, unless tool_choice is 'none'")
+        called: set[str] = set()
+        for i, message in enumerate(self.messages):
+            called.update(call.id for call in message.tool_calls or ())
+            if message.tool_call_id is not None and message.tool_call_id not in called:
+                raise bad_parameter(f"messages.{i}.tool_call_id", "no message before this one has a call with this id")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise bad_parameter("tools", "two of them have the same name")
+        if self.chosen_tool not in (None, "none", "auto") and not names:
+            raise bad_parameter("tool_choice", f"is {self.chosen_tool!r}, but there are no tools")
+        if isinstance(self.tool_choice, NamedTool) and self.chosen_tool not in names:
+            raise bad_parameter("tool_choice", f"no tool has the name {self.chosen_tool!r}")
         return self
+
+    @property
+    def thinking_limit(self) -> int | None:
+        """In tokens; None for any number."""
+        return self.thinking_budget if self.reasoning_effort is None else EFFORT_TOKENS[self.reasoning_effort]
+
+    @property
+    def chosen_tool(self) -> str | None:
+        """ "none", "auto", "required" or the name of a tool; None where the request does not say."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Those that the model is told of: none, where it may not call any."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
     def constraints(self) -> Iterator[Constraint]:
         if self.response_format is not None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body_model import Body
+from mlxpaged.api.openai.body import Body
 from mlxpaged.engine import Constraint
 
 MAX_ALTERNATIVES = 1000

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.schema import MAX_LIST, MAX_TOP_LOGPROBS, Body, Probability, SamplingFields
+from mlxpaged.api.openai.body import Body
+from mlxpaged.api.openai.messages import MAX_LIST
+from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Probability, SamplingFields
 from mlxpaged.engine import SamplingParams
 
 LOGPROBS = "message.output_text.logprobs"

@@ -1,4 +1,4 @@
-"""What all request bodies of this API are: strict, and without unknown fields."""
+"""What all objects in request bodies have in common."""
 
 from __future__ import annotations
 

@@ -1,0 +1,209 @@
+"""Request bodies of the Messages API. What is not listed here is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.openai.body import Body
+from mlxpaged.api.openai.messages import MAX_LIST
+from mlxpaged.api.openai.schema import MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from mlxpaged.api.openai.tools import MAX_TOOLS, ToolName
+
+
+def one_of(key: str, known: str) -> Discriminator:
+    """Chooses a union's branch by the value of `key`, in brackets, as pydantic writes branches in an error's path."""
+
+    def tag(value: Any) -> str:
+        return f"[{value.get(key)}]" if isinstance(value, dict) else f"[{getattr(value, key, None)}]"
+
+    message = f"{key}: only {known} are supported here"
+    return Discriminator(tag, custom_error_type="unsupported_type", custom_error_message=message)
+
+
+class CacheControl(Body):
+    """Accepted for what it is: every prompt's prefix is cached, and for as long as there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(Body):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ThinkingBlock(Body):
+    """signature: accepted as it is; nobody but the client could have changed the text."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Texts = Annotated[list[TextBlock], Field(max_length=MAX_LIST, fail_fast=True)]
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Texts | None = None
+    is_error: bool | None = None
+
+
+UserBlock = Annotated[
+    Annotated[TextBlock, Tag("[text]")] | Annotated[ToolResultBlock, Tag("[tool_result]")],
+    one_of("type", "text and tool_result"),
+]
+AssistantBlock = Annotated[
+    Annotated[TextBlock, Tag("[text]")]
+    | Annotated[ThinkingBlock, Tag("[thinking]")]
+    | Annotated[ToolUseBlock, Tag("[tool_use]")],
+    one_of("type", "text, thinking and tool_use"),
+]
+
+
+class UserMessage(Body):
+    role: Literal["user"]
+    content: str | Annotated[list[UserBlock], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
+
+
+class AssistantMessage(Body):
+    role: Literal["assistant"]
+    content: str | Annotated[list[AssistantBlock], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
+
+
+class Tool(Block):
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    eager_input_streaming: Literal[True] | None = None  # as it always is
+    defer_loading: Literal[False] | None = None
+
+
+class AutoChoice(Body):
+    type: Literal["auto"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnyChoice(Body):
+    type: Literal["any"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoChoice(Body):
+    type: Literal["none"]
+
+
+class NamedChoice(Body):
+    type: Literal["tool"]
+    name: ToolName
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingEnabled(Body):
+    type: Literal["enabled"]
+    budget_tokens: Annotated[int, Field(ge=1)]
+    display: Literal["summarized"] | None = None
+
+
+class ThinkingAdaptive(Body):
+    type: Literal["adaptive"]
+    display: Literal["summarized"] | None = None
+
+
+class ThinkingDisabled(Body):
+    type: Literal["disabled"]
+
+
+ToolChoice = Annotated[
+    Annotated[AutoChoice, Tag("[auto]")]
+    | Annotated[AnyChoice, Tag("[any]")]
+    | Annotated[NoChoice, Tag("[none]")]
+    | Annotated[NamedChoice, Tag("[tool]")],
+    one_of("type", "auto, any, none and tool"),
+]
+Thinking = Annotated[
+    Annotated[ThinkingEnabled, Tag("[enabled]")]
+    | Annotated[ThinkingAdaptive, Tag("[adaptive]")]
+    | Annotated[ThinkingDisabled, Tag("[disabled]")],
+    one_of("type", "enabled, adaptive and disabled"),
+]
+
+
+class Metadata(Body):
+    user_id: str | None = None
+
+
+class CountTokensRequest(Body):
+    """What a prompt is made of."""
+
+    model: str
+    messages: Annotated[
+        list[
+            Annotated[
+                Annotated[UserMessage, Tag("[user]")] | Annotated[AssistantMessage, Tag("[assistant]")],
+                one_of("role", "user and assistant"),
+            ]
+        ],
+        Field(min_length=1, max_length=MAX_LIST, fail_fast=True),
+    ]
+    system: str | Texts | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="after")
+    def _results_have_calls(self) -> CountTokensRequest:
+        open_calls: set[str] = set()
+        for i, message in enumerate(self.messages):
+            blocks = [] if isinstance(message.content, str) else message.content
+            for j, block in enumerate(blocks):
+                if isinstance(block, ToolUseBlock):
+                    open_calls.add(block.id)
+                elif isinstance(block, ToolResultBlock) and block.tool_use_id not in open_calls:
+                    name = f"messages.{i}.content.{j}.tool_use_id"
+                    raise bad_parameter(name, "no tool_use block before this one has this id")
+        last = self.messages[-1]
+        if not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content):
+            raise bad_parameter("messages", "the last message has tool_use blocks without their tool_result")
+        return self
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOP_STRINGS)
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    @model_validator(mode="after")
+    def _thinking_leaves_room(self) -> MessagesRequest:
+        if isinstance(self.thinking, ThinkingEnabled) and self.thinking.budget_tokens >= self.max_tokens:
+            raise bad_parameter("thinking.budget_tokens", f"must be less than max_tokens, which is {self.max_tokens}")
+        return self

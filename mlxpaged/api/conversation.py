@@ -1,0 +1,100 @@
+"""A conversation, whichever API it came over: rendered by the chat template, submitted, its answers read in parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from mlxpaged.api.answer_parser import AnswerParser
+from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.openai.generation import Generation, begin, check_text_length, check_token_ids
+from mlxpaged.api.openai.schema import ChatRequest
+from mlxpaged.api.openai.terms import Terms, terms_of
+from mlxpaged.api.server import Server, server_of
+from mlxpaged.api.tool_choice import check_demands
+from mlxpaged.engine import EngineInfo
+from mlxpaged.models.tokenizer import RENDERING_OPTIONS
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One that the engine has."""
+
+    info: EngineInfo
+    terms: Terms
+    generation: Generation
+    new_parser: Callable[[], AnswerParser]
+    """For one of the answers."""
+
+
+async def start(request: Request, body: ChatRequest, id_prefix: str) -> Conversation:
+    """Raises what `Generation.submit` and `render` raise."""
+    server = server_of(request)
+    engine, info = server.ready(body.model)
+    terms = terms_of(request, body, engine.config, id_prefix)
+    tools = body.offered_tools
+    tags = info.tokenizer.tags
+    params = dataclasses.replace(
+        body.params(), think_tags=True, tool_tags=bool(tools), thinking_budget=body.thinking_limit
+    )
+    with begin(server, engine, terms, body, num_prompts=1) as generation:
+        prompt = await render(server, info, body)
+        check_token_ids(info, params, "messages", [prompt])
+        await server.compile(info, params.constraint)
+        thinking = begins_thinking(info, body, prompt)
+        generation.submit("messages", [prompt], dataclasses.replace(params, begins_thinking=thinking))
+    one_call = body.parallel_tool_calls is False
+    return Conversation(info, terms, generation, lambda: AnswerParser(tags, thinking, tools, one_call))
+
+
+async def render(server: Server, info: EngineInfo, body: ChatRequest) -> list[int]:
+    """The prompt's tokens. Raises ApiError or ChatTemplateError."""
+    tools, options = body.offered_tools, dict(body.chat_template_kwargs or {})
+    check_template(info, body, options)
+    messages = [message.for_template() for message in body.messages]
+    num_chars = sum(len(message["content"]) for message in messages) + sum(len(json.dumps(tool)) for tool in tools)
+    check_text_length(info, "messages", num_chars)
+    continues = bool(body.continue_final_message)
+    if tools:
+        options["tools"] = tools
+    if continues:
+        options["continue_final_message"] = True
+    generation_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return await server.tokenize(lambda: info.tokenizer.apply_chat_template(messages, generation_prompt, **options))
+
+
+def check_template(info: EngineInfo, body: ChatRequest, options: dict[str, Any]) -> None:
+    """Raises ApiError for what this model's template would pass over in silence, or its answers not show."""
+    tokenizer = info.tokenizer
+    for name in options:
+        param = f"chat_template_kwargs.{name}"
+        if name in RENDERING_OPTIONS:
+            raise bad_parameter(param, "is not a variable of a chat template")
+        if not tokenizer.template_reads(name):
+            raise bad_parameter(param, "this model's chat template has no such variable")
+    for field in ("thinking_budget", "reasoning_effort"):
+        if getattr(body, field) is not None and not tokenizer.tags.think_start:
+            raise bad_parameter(field, "this model does not think, as far as its vocabulary shows")
+    if any(message.tool_calls for message in body.messages) and not tokenizer.template_reads("tool_calls"):
+        raise bad_parameter("messages", "this model's chat template does not show tool_calls to the model")
+    if body.offered_tools:
+        if not tokenizer.template_reads("tools"):
+            raise bad_parameter("tools", "this model's chat template does not show tools to the model")
+        if tokenizer.tags.tools is None:
+            message = "how this model writes its calls is not known; --tool-parser can tell the server"
+            raise bad_parameter("tools", message)
+        check_demands(body.chosen_tool, any(tool["function"].get("strict") for tool in body.offered_tools))
+
+
+def begins_thinking(info: EngineInfo, body: ChatRequest, prompt: list[int]) -> bool:
+    """Whether the prompt ends inside a think block."""
+    tags = info.tokenizer.tags
+    if body.continue_final_message and tags.think_start:
+        last = str(body.messages[-1].for_template()["content"])
+        return last.rfind(tags.think_start) > last.rfind(tags.think_end)
+    return info.tokenizer.opens_thinking(prompt)

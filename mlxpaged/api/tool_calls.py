@@ -1,0 +1,141 @@
+"""One tool call, from the text between its tags. mlx-lm's parser decides what it says; where a format writes the
+arguments as JSON, behind the name, they go out before it is complete."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from mlxpaged.api.parts import CallArguments, CallBroken, CallEnd, CallStart, Part, Text
+from mlxpaged.models import ToolFormat
+
+HEADERS = {
+    "json_tools": re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'),
+    "mistral": re.compile(r"\s*([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
+}
+"""By format: the call's name, up to where its arguments begin. Other formats are read once they are complete."""
+
+CALL_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
+
+
+class CallReader:
+    """Feeds on the text between the tags.
+
+    start: what stood before, and returns to the text where this is no call. index: of the first call. limit: calls that
+    are wanted, None for any number.
+    """
+
+    def __init__(
+        self, form: ToolFormat, tools: Sequence[Mapping[str, Any]], start: str, index: int, limit: int | None
+    ) -> None:
+        self._form = form
+        self._tools = list(tools)
+        self._names = {tool["function"]["name"] for tool in tools}
+        self._start = start
+        self.next_index = index
+        """That of the first call of the next reader."""
+        self._index = index
+        self._limit = limit
+        self._payload = ""
+        self._name: str | None = None  # once the call has begun to go out
+        self._arguments = ""
+        self._object = ObjectScanner()
+        self._read = 0  # characters of the payload that the scanner has seen
+
+    def feed(self, text: str) -> list[Part]:
+        self._payload += text
+        parts: list[Part] = [] if self._name else self._begin()
+        if self._name and not self._object.complete:
+            end = self._object.scan(self._payload, self._read)
+            piece, self._read = self._payload[self._read : end], end
+            self._arguments += piece
+            parts += [CallArguments(self._index, piece)] if piece else []
+        return parts
+
+    def _begin(self) -> list[Part]:
+        header = HEADERS.get(self._form.name)
+        match = header.match(self._payload) if header else None
+        if match is None or match[1] not in self._names:
+            return []
+        self._name, self._read = match[1], match.end()
+        self.next_index = self._index + 1
+        return [CallStart(self._index, new_call_id(), self._name)]
+
+    def finish(self, end: str, closed: bool) -> list[Part]:
+        """end: what stood behind. closed: whether that was the end of a call, not of the answer in its middle."""
+        try:
+            calls = self._calls() if closed else None
+        except Exception:  # whatever mlx-lm's parsers raise for what a model writes
+            calls = None
+        if calls is None:
+            text = self._start + self._payload + end
+            return [CallBroken(self._index, text) if self._name else Text(text)]
+        parts: list[Part] = []
+        for index, (call_id, name, arguments) in enumerate(calls[: self._limit], self._index):
+            if index > self._index or self._name is None:
+                parts += [CallStart(index, call_id, name), CallArguments(index, arguments)]
+            parts.append(CallEnd(index))
+            self.next_index = index + 1
+        return parts
+
+    def _calls(self) -> list[tuple[str, str, str]]:
+        """(id, name, arguments) of every call. Raises where one is malformed, or not of the request's tools."""
+        parsed = self._form.parse(self._payload, self._tools)
+        calls = parsed if isinstance(parsed, list) else [parsed]
+        if not calls:
+            raise ValueError("no call")
+        checked = [self._checked(call) for call in calls]
+        if self._name is not None:
+            sent = json.loads(self._arguments, parse_constant=refuse)
+            if not self._object.complete or (checked[0][1], json.loads(checked[0][2])) != (self._name, sent):
+                raise ValueError("the parser reads it differently")
+        return checked
+
+    def _checked(self, call: Any) -> tuple[str, str, str]:
+        name, arguments = call["name"], call.get("arguments", {})
+        if isinstance(arguments, str):  # some models write the JSON object as a string
+            arguments = json.loads(arguments)
+        if name not in self._names or not isinstance(arguments, dict):
+            raise ValueError("not a call of one of the tools")
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()  # raises for half a surrogate pair
+        given = call.get("id")
+        return given if isinstance(given, str) and CALL_ID.match(given) else new_call_id(), name, text
+
+
+class ObjectScanner:
+    """Finds the end of a JSON object in text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def scan(self, text: str, start: int) -> int:
+        """Position behind the object, or behind the text where it goes on."""
+        for position in range(start, len(text)):
+            char = text[position]
+            if self._in_string:
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.complete = True
+                    return position + 1
+        return len(text)
+
+
+def refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -1,0 +1,157 @@
+"""Answers in parts: however the text is cut, the parts are the same; what is no call stays text."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpaged.api.answer_parser import AnswerParser
+from mlxpaged.api.parts import CallArguments, CallEnd, CallStart, Message, Part, Text, Thinking
+from mlxpaged.models import Tags, ToolFormat
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"city": {}}}}}
+    for name in ("weather", "get.time", "say")
+]
+
+
+def tags(tool_format: str | None = "json_tools", think: bool = True) -> Tags:
+    form = None
+    if tool_format is not None:
+        module = importlib.import_module(f"mlx_lm.tool_parsers.{tool_format}")
+        form = ToolFormat(tool_format, module.tool_call_start, module.tool_call_end, module.parse_tool_call)
+    return Tags("<think>" if think else "", "</think>" if think else "", form)
+
+
+def parse(pieces: list[str], *, using: Tags, thinking: bool = False, one_call: bool = False) -> list[Part]:
+    parser = AnswerParser(using, thinking, TOOLS, one_call)
+    return [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+
+
+def joined(parts: list[Part]) -> list[Any]:
+    """Without the ids, which are new each time, and without the cuts."""
+    result: list[Any] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if isinstance(part, (Text, Thinking)) and type(last) is type(part):
+            result[-1] = type(part)(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
+            result[-1] = CallArguments(part.index, last.text + part.text)
+        else:
+            result.append(CallStart(part.index, "id", part.name) if isinstance(part, CallStart) else part)
+    return result
+
+
+def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in Message.of(parts).calls.values()]
+
+
+PIECES = st.sampled_from(
+    [
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_call>\n", "\n</tool_call>", "[TOOL_CALLS]"),
+        *("weather[ARGS]", '{"city": "Zürich"}', '{"name": "weather", "arguments": {"city": "B\\"}{"}}', '"', "}", "{"),
+        *('{"name": "say", "arguments": {', '{"name": "king", "arguments": {}}', "<function=weather>", "</function>"),
+        *("<parameter=city>\nRome\n</parameter>", "[say(city='x', n=1)]", "<|tool_call_start|>", "<|tool_call_end|>"),
+        *("<", "<th", "</", "tool_call>", " ", "\n\n", "Hello", "a < b", "NaN", "\\ud800", '{"name": "say"}', "null"),
+    ]
+)
+FORMATS = ("json_tools", "mistral", "qwen3_coder", "pythonic", "function_gemma", "kimi_k2", "minimax_m2", "glm47")
+
+
+@given(
+    pieces=st.lists(PIECES, max_size=14),
+    cuts=st.lists(st.integers(0, 200), max_size=60),
+    form=st.sampled_from([*FORMATS, None]),
+    thinking=st.booleans(),
+    one_call=st.booleans(),
+)
+def test_the_parts_do_not_depend_on_the_cuts(
+    pieces: list[str], cuts: list[int], form: str | None, thinking: bool, one_call: bool
+) -> None:
+    text, using = "".join(pieces), tags(form)
+    at = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]
+    whole = parse([text], using=using, thinking=thinking, one_call=one_call)
+    for cut in ([text[a:b] for a, b in itertools.pairwise(at)], list(text)):
+        assert joined(parse(cut, using=using, thinking=thinking, one_call=one_call)) == joined(whole)
+    made = [part.index for part in whole if isinstance(part, CallEnd)]
+    assert made == list(Message.of(whole).calls)
+    assert all(isinstance(arguments, dict) for _, arguments in calls_of(whole))
+    assert len(made) <= 1 or not one_call
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("json_tools", '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'),
+        ("json_tools", '<tool_call>{"arguments": {"city": "Rome"}, "name": "weather"}</tool_call>'),
+        ("json_tools", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>'),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'),
+        ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]'),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("pythonic", "<|tool_call_start|>[weather(city='Rome')]<|tool_call_end|>"),
+        ("function_gemma", "<start_function_call>call:weather{city:<escape>Rome<escape>}<end_function_call>"),
+    ],
+)
+def test_a_call_is_read_in_the_models_own_format(form: str, text: str) -> None:
+    assert calls_of(parse([text], using=tags(form))) == [("weather", {"city": "Rome"})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>gibberish</tool_call>",
+        '<tool_call>{"name": "king", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"city": }}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {}, "arguments": {"x": 1}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"city": "Ro',
+        '<tool_call>{"name": "weather", "arguments": {}}',
+        '<tool_call>{"arguments": {"city": "\\ud800"}, "name": "weather"}</tool_call>',
+        "<tool_call>[]</tool_call>",
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
+def test_a_malformed_call_is_text_as_the_model_wrote_it(text: str) -> None:
+    message = Message.of(parse([f"Look: {text} There."], using=tags()))
+    assert (message.text, message.calls) == (f"Look: {text} There.", {})
+
+
+def test_arguments_go_out_as_they_come() -> None:
+    parser = AnswerParser(tags(), False, TOOLS, False)
+    assert parser.feed('<tool_call>{"name": "weather", "argu') == []
+    start, *rest = parser.feed('ments": {"city"')
+    assert (type(start), rest) == (CallStart, [CallArguments(0, '{"city"')])
+    assert parser.feed(': "Ro') == [CallArguments(0, ': "Ro')]
+    assert parser.feed('me"}}</tool_') == [CallArguments(0, 'me"}')]
+    assert parser.feed("call>") == [CallEnd(0)]
+    assert parser.calls_made == 1
+
+
+def test_thinking_is_apart_and_white_space_around_it_dropped() -> None:
+    for text, thinking in (("<think>\nHm, a < b.\n</think>\n\nYes. ", False), ("Hm, a < b.\n</think>\n\nYes. ", True)):
+        message = Message.of(parse(list(text), using=tags(), thinking=thinking))
+        assert (message.thinking, message.text) == ("Hm, a < b.", "Yes. ")
+
+
+def test_calls_are_not_looked_for_in_thinking() -> None:
+    message = Message.of(parse(['<think><tool_call>{"name": "say"}</tool_call></think>ok'], using=tags()))
+    assert message.thinking == '<tool_call>{"name": "say"}</tool_call>'
+    assert message.text == "ok"
+
+
+def test_after_the_only_call_that_is_wanted_nothing_follows() -> None:
+    text = 'I ask. <tool_call>{"name": "say"}</tool_call> <tool_call>{"name": "weather"}</tool_call> Done.'
+    both = parse([text], using=tags())
+    assert [name for name, _ in calls_of(both)] == ["say", "weather"]
+    assert Message.of(both).text == "I ask. Done."
+    one = parse([text], using=tags(), one_call=True)
+    assert (calls_of(one), Message.of(one).text) == ([("say", {})], "I ask.")

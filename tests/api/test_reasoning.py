@@ -1,0 +1,121 @@
+"""Thinking apart from the answer, over chat completions, with the official client, on a model that really thinks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+
+from tests.api.helpers import DEADLINE
+from tests.api.test_tools import CALL, ROME, question, streamed
+from tests.scripted import scripted_server
+from tests.support import RunningServer
+
+THOUGHT = "They ask for 2 < 3. Simple."
+SCRIPT = {
+    "Why?": f"<think>\n{THOUGHT}\n</think>\n\nBecause.",
+    "Rome?": f"<think>I need the weather.</think>\n{CALL}",
+    "Long?": f"<think>{'so ' * 200}</think>Yes.",
+    "<think>\n\n</think>": "At once.",
+    "Always?<|im_end|>\n<|im_start|>assistant\n<think>\n": f"{THOUGHT}</think>Done.",
+    "<think>I wonder": " a little.</think>Done.",
+    "The answer is": " 42.",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    with server.client(timeout=DEADLINE) as client:
+        yield client
+    server.wait_idle(DEADLINE)
+
+
+def ask(client: OpenAI, text: str | list[Any], **extra: Any) -> tuple[str, str, int]:
+    """(thinking, answer, completion tokens), the same whole and streamed."""
+    body = question("", tools=[], extra_body=extra)
+    body["messages"] = text if isinstance(text, list) else [{"role": "user", "content": text}]
+    answer = client.chat.completions.create(**body)
+    message = answer.choices[0].message
+    thinking = getattr(message, "reasoning_content", "")
+    got = streamed(client, body)
+    assert (got["reasoning_content"], got["content"]) == (thinking, message.content)
+    assert answer.usage is not None
+    return thinking, message.content or "", answer.usage.completion_tokens
+
+
+def test_thinking_is_in_a_field_of_its_own(client: OpenAI) -> None:
+    assert ask(client, "Why?")[:2] == (THOUGHT, "Because.")
+
+
+def test_an_answer_that_ends_in_thought_has_no_text(client: OpenAI) -> None:
+    assert ask(client, "Why?", max_tokens=10) == (THOUGHT[:8], "", 10)
+
+
+def test_thinking_before_a_call(client: OpenAI) -> None:
+    message = streamed(client, question("Rome?"))
+    assert (message["reasoning_content"], message["content"]) == ("I need the weather.", "")
+    assert "".join(message["calls"][0]["pieces"]) == ROME
+    assert message["finish_reason"] == "tool_calls"
+
+
+def test_the_template_may_forbid_or_open_the_block(client: OpenAI) -> None:
+    assert ask(client, "Why?", chat_template_kwargs={"enable_thinking": False})[:2] == ("", "At once.")
+    assert ask(client, "Always?", chat_template_kwargs={"always_think": True})[:2] == (THOUGHT, "Done.")
+
+
+def test_the_last_message_is_continued(client: OpenAI) -> None:
+    asked = {"role": "user", "content": "And?"}
+    for content, expected in (("The answer is", ("", " 42.")), ("<think>I wonder", ("a little.", "Done."))):
+        messages = [asked, {"role": "assistant", "content": content}]
+        assert ask(client, messages, continue_final_message=True)[:2] == expected
+
+
+def test_thoughts_go_back_into_the_template(client: OpenAI) -> None:
+    def size(**fields: Any) -> int:
+        messages: list[Any] = [{"role": "assistant", "content": "x"} | fields, {"role": "user", "content": "Why?"}]
+        usage = client.chat.completions.create(model="scripted", messages=messages).usage
+        assert usage is not None
+        return usage.prompt_tokens
+
+    assert size(reasoning_content="12345") == size() + len("\n12345\n\n") + 2
+
+
+@pytest.mark.parametrize(("field", "limit"), [("thinking_budget", 30), ("reasoning_effort", 256)])
+def test_a_budget_closes_the_block(client: OpenAI, field: str, limit: int) -> None:
+    thinking, _, _ = ask(client, "Long?", **{field: "minimal" if limit == 256 else limit})
+    assert thinking == ("so " * 200)[:limit].rstrip()
+    assert ask(client, "Why?", **{field: "high" if limit == 256 else 1000})[0] == THOUGHT
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs.colour"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"thinking_budget": 0}, "thinking_budget"),
+        ({"thinking_budget": 5, "reasoning_effort": "low"}, "thinking_budget"),
+        ({"thinking_budget": 5, "logprobs": True}, "logprobs"),
+        ({"reasoning_effort": "none"}, "reasoning_effort"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(**question("Why?", extra_body=fields))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("fields", [{"thinking_budget": 5}, {"reasoning_effort": "low"}])
+def test_a_model_that_does_not_think_has_no_budget(demo_server: RunningServer, fields: dict[str, Any]) -> None:
+    with demo_server.client(timeout=DEADLINE) as client, pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(**question("Why?", model="demo", tools=[], extra_body=fields))
+    assert caught.value.param == next(iter(fields))

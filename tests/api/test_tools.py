@@ -1,0 +1,265 @@
+"""Tools over chat completions, with the official client, on a model that really writes the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from tests.api.helpers import DEADLINE
+from tests.scripted import scripted_server
+from tests.support import RunningServer
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+ROME = '{"city": "Rome, \\"Lazio\\""}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>'
+SCRIPT = {
+    "Rome?": CALL,
+    "21 degrees": "It is 21 degrees in Rome.",
+    "Both?": f'I ask both.\n{CALL}\n<tool_call>\n{{"name": "clock", "arguments": {{}}}}\n</tool_call>',
+    "Broken?": 'I try. <tool_call>\n{"name": "weather", "arguments": {"city": ]}\n</tool_call>',
+    "King?": '<tool_call>{"name": "king", "arguments": {}}</tool_call>',
+    "Hello": "Hello <b>there</b>.",
+}
+
+MISTRAL = {
+    "Rome?": f"[TOOL_CALLS]weather[ARGS]{ROME}",
+    "Both?": f"Wait.[TOOL_CALLS]clock[ARGS]{{}}[TOOL_CALLS]weather[ARGS]{ROME}",
+}
+GEMMA = {"Rome?": "<start_function_call>call:weather{city:<escape>Rome<escape>}<end_function_call>"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    with server.client(timeout=DEADLINE) as client:
+        yield client
+    server.wait_idle(DEADLINE)
+
+
+def question(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "scripted", "messages": [{"role": "user", "content": text}], "tools": [WEATHER, CLOCK]} | fields
+
+
+def streamed(client: OpenAI, body: dict[str, Any], choice: int = 0) -> dict[str, Any]:
+    """The message that the deltas make, with the pieces of each call's arguments, as OpenAI documents them."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": [], "finish_reason": None}
+    for chunk in client.chat.completions.create(**body, stream=True):
+        for part in chunk.choices:
+            if part.index != choice:
+                continue
+            message["content"] += part.delta.content or ""
+            message["reasoning_content"] += getattr(part.delta, "reasoning_content", "") or ""
+            for call in part.delta.tool_calls or ():
+                if call.id is not None:
+                    assert (call.type, call.index) == ("function", len(message["calls"]))
+                    message["calls"].append({"id": call.id, "name": call.function.name, "pieces": []})
+                message["calls"][call.index]["pieces"].append(call.function.arguments)
+            message["finish_reason"] = part.finish_reason or message["finish_reason"]
+    return message
+
+
+def test_a_call_and_its_result_make_an_answer(client: OpenAI) -> None:
+    body = question("Rome?")
+    choice = client.chat.completions.create(**body).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls or ()
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
+        "function",
+        "weather",
+        json.loads(ROME),
+    )
+    result = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
+    body["messages"] += [choice.message.model_dump(exclude_unset=True), result]
+    answer = client.chat.completions.create(**body).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("It is 21 degrees in Rome.", "stop")
+    assert answer.message.tool_calls is None
+
+
+def test_tools_calls_and_results_are_in_the_prompt(client: OpenAI, server: RunningServer) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ROME}}
+    messages: list[Any] = [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "21 degrees"}]},
+    ]
+    answer = client.chat.completions.create(model="scripted", messages=messages, tools=[WEATHER])  # type: ignore[list-item]
+    assert answer.usage is not None
+    tokenizer = server.engine.info.tokenizer  # type: ignore[union-attr]
+    rendered = f"""<|im_start|>system
+{json.dumps(WEATHER)}<|im_end|>
+<|im_start|>user
+Rome?<|im_end|>
+<|im_start|>assistant
+{CALL}<|im_end|>
+<|im_start|>tool
+21 degrees<|im_end|>
+<|im_start|>assistant
+"""
+    assert answer.usage.prompt_tokens == len(tokenizer.encode(rendered))
+
+
+def test_arguments_are_streamed_as_they_are_written(client: OpenAI) -> None:
+    message = streamed(client, question("Rome?"))
+    (call,) = message["calls"]
+    assert (call["name"], "".join(call["pieces"])) == ("weather", ROME)
+    assert len(call["pieces"]) > 10
+    assert (message["finish_reason"], message["content"]) == ("tool_calls", "")
+
+
+def test_several_calls_beside_text(client: OpenAI) -> None:
+    body = question("Both?")
+    choice = client.chat.completions.create(**body).choices[0]
+    assert choice.message.content == "I ask both."
+    assert [call.function.name for call in choice.message.tool_calls or ()] == ["weather", "clock"]
+    message = streamed(client, body)
+    assert message["content"] == "I ask both."
+    assert [(call["name"], "".join(call["pieces"])) for call in message["calls"]] == [
+        ("weather", ROME),
+        ("clock", "{}"),
+    ]
+    assert len({call["id"] for call in message["calls"]}) == 2
+
+
+def test_one_call_where_no_parallel_ones_are_wanted(client: OpenAI) -> None:
+    body = question("Both?", parallel_tool_calls=False)
+    message = client.chat.completions.create(**body).choices[0].message
+    assert [call.function.name for call in message.tool_calls or ()] == ["weather"]
+    assert [call["name"] for call in streamed(client, body)["calls"]] == ["weather"]
+
+
+@pytest.mark.parametrize("text", ["Broken?", "King?"])
+def test_what_is_no_call_comes_as_text(client: OpenAI, text: str) -> None:
+    choice = client.chat.completions.create(**question(text)).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (SCRIPT[text], "stop")
+    assert choice.message.tool_calls is None
+    message = streamed(client, question(text))
+    assert message["content"].endswith(SCRIPT[text].removeprefix("I try. "))
+    assert message["finish_reason"] == "stop"
+
+
+def test_a_call_that_max_tokens_cuts_off_is_text(client: OpenAI) -> None:
+    choice = client.chat.completions.create(**question("Rome?", max_tokens=40)).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.content == CALL.replace("<tool_call>", "#")[:40].replace("#", "<tool_call>")
+
+
+def test_without_tools_or_with_none_nothing_is_a_call(client: OpenAI) -> None:
+    for fields in ({"tools": []}, {"tool_choice": "none"}):
+        choice = client.chat.completions.create(**question("Rome?", **fields)).choices[0]
+        assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
+
+
+def test_several_choices_and_logprobs(client: OpenAI) -> None:
+    body = question("Rome?", n=2, logprobs=True, seed=1)
+    answer = client.chat.completions.create(**body)
+    assert [[call.function.arguments for call in c.message.tool_calls or ()] for c in answer.choices] == [[ROME]] * 2
+    whole = [len(c.logprobs.content or ()) for c in answer.choices if c.logprobs]
+    counts = [0, 0]
+    for chunk in client.chat.completions.create(**body, stream=True):
+        for part in chunk.choices:
+            counts[part.index] += len((part.logprobs and part.logprobs.content) or ())
+    assert counts == whole == [len(CALL) - len("<tool_call></tool_call>") + 3] * 2
+    assert "".join(streamed(client, body, choice=1)["calls"][0]["pieces"]) == ROME
+
+
+def test_the_asynchronous_client(server: RunningServer) -> None:
+    async def ask() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE) as client:
+            whole = await client.chat.completions.create(**question("Rome?"))
+            pieces = ""
+            async for chunk in await client.chat.completions.create(**question("Rome?", stream=True)):
+                for call in (chunk.choices[0].delta.tool_calls or ()) if chunk.choices else ():
+                    pieces += call.function.arguments
+            return [whole.choices[0].message.tool_calls[0].function.arguments, pieces]
+
+    assert asyncio.run(ask()) == [ROME, ROME]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "king"}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(**question("Rome?", **fields))
+    assert str(caught.value.param).startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "tool_call_id": "call_9", "content": "x"}, "messages.1.tool_call_id"),
+        ({"role": "tool", "content": "x"}, "messages.1"),
+        ({"role": "assistant"}, "messages.1"),
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}]},
+            "messages.1",
+        ),
+    ],
+)
+def test_messages_that_fit_no_call_are_refused(client: OpenAI, message: Any, param: str) -> None:
+    body = question("Rome?")
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(**body | {"messages": [*body["messages"], message]})
+    assert caught.value.param == param
+
+
+def test_a_model_without_tools_says_so(demo_server: RunningServer) -> None:
+    with demo_server.client(timeout=DEADLINE) as client, pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(**question("Rome?", model="demo"))
+    assert (caught.value.param, caught.value.code) == ("tools", None)
+    assert "does not show tools" in str(caught.value)
+
+
+def test_special_tokens_of_a_format_reach_its_parser_and_nobody_else(tmp_path: Any) -> None:
+    """Mistral's tags are special tokens, which text hides elsewhere; it has no closing tag."""
+    with scripted_server(tmp_path, "mistral", MISTRAL) as server, server.client(timeout=DEADLINE) as client:
+        message = streamed(client, question("Rome?"))
+        (call,) = message["calls"]
+        assert (call["name"], "".join(call["pieces"]), message["content"]) == ("weather", ROME, "")
+        assert len(call["pieces"]) > 10
+        choice = client.chat.completions.create(**question("Both?")).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("Wait.", "tool_calls")
+        assert [call.function.name for call in choice.message.tool_calls or ()] == ["clock", "weather"]
+        plain = client.chat.completions.create(**question("Rome?", tools=[])).choices[0]
+        assert plain.message.content == f"weather{ROME}"
+
+
+def test_the_parser_can_be_chosen(tmp_path: Any) -> None:
+    """A template that mlx-lm knows nothing by; --tool-parser says what its calls look like."""
+    with (
+        scripted_server(tmp_path, "qwen3_coder", GEMMA, tool_parser="function_gemma") as server,
+        server.client(timeout=DEADLINE) as client,
+    ):
+        message = streamed(client, question("Rome?"))
+        (call,) = message["calls"]
+        assert (call["name"], json.loads("".join(call["pieces"]))) == ("weather", {"city": "Rome"})

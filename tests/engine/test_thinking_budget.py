@@ -1,0 +1,69 @@
+"""A limit on the tokens of thinking: the closing tag comes when it is reached, however steps overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.thinking_budget import ThinkingBudget
+from mlxpaged.models import ServedModel, load_model
+from tests.support import make_tiny_model, run_requests
+
+START, END = [7, 8], [9, 8]
+
+
+@given(
+    drawn=st.lists(st.sampled_from([1, 7, 8, 9, *(2, 3)]), max_size=40), limit=st.integers(1, 6), inside=st.booleans()
+)
+def test_no_block_is_longer_than_the_limit(drawn: list[int], limit: int, inside: bool) -> None:
+    budget, answer, predicted = ThinkingBudget(limit, START, END, inside), [], True
+    for token in drawn:
+        forced = budget.forced()
+        assert forced is None or predicted  # a step that draws it knows so before the token behind it is read
+        predicted = budget.may_force_after_next()
+        budget.add(token if forced is None else forced)
+        answer.append(token if forced is None else forced)
+    run, thinking = 0, inside
+    recent: list[int] = []
+    for token in answer:
+        run, recent = run + thinking, [*recent, token][-2:]
+        if recent == (END if thinking else START):
+            thinking, run, recent = not thinking, 0, []
+        assert run <= limit + len(END)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    served = load_model(str(make_tiny_model(tmp_path_factory.mktemp("llama"), "llama")))
+    served.tokenizer.think_start_ids, served.tokenizer.think_end_ids = [3], [4, 5]
+    return served
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("limit", [1, 5])
+def test_the_closing_tag_is_forced_and_the_answer_goes_on_from_it(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, overlaps: bool, limit: int
+) -> None:
+    monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
+    prompts = [[10, 11, 12], [20, 21]]
+
+    def generate(prompts: list[list[int]], **params: Any) -> list[list[int]]:
+        return run_requests(EngineCore(EngineConfig(kv_cache_bytes=1_000_000), served), prompts, **params)
+
+    penalty = {"repetition_penalty": 1.5}
+    free = generate(prompts, max_tokens=limit, **penalty)
+    limited = generate(prompts, thinking_budget=limit, begins_thinking=True, **penalty)
+    for prompt, before, got in zip(prompts, free, limited, strict=True):
+        assert got[: limit + 2] == [*before, 4, 5]
+        (rest,) = generate([prompt + got[: limit + 2]], max_tokens=14 - limit, **penalty)
+        assert got[limit + 2 :] == rest
+
+
+def test_without_a_block_nothing_is_forced(served: ServedModel) -> None:
+    core = EngineCore(EngineConfig(kv_cache_bytes=1_000_000), served)
+    assert run_requests(core, [[10, 11, 12]], thinking_budget=1) == run_requests(core, [[10, 11, 12]])

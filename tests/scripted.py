@@ -1,0 +1,102 @@
+"""A server whose model says what a script tells it to: thinking and tool calls that really go through all of it, from
+the chat template to the client, though nobody trained a model for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from mlxpaged.engine import EngineConfig
+from tests.support import SMALL, RunningServer, running_server
+
+END = "<|im_end|>"
+SPECIAL = (END, "<|im_start|>", "[TOOL_CALLS]", "[ARGS]", "<start_function_call>", "<end_function_call>", "<escape>")
+PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Tokens of their own that count as text, as in Qwen's vocabulary."""
+
+CALLS = {
+    "json_tools": """<tool_call>
+{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}
+</tool_call>""",
+    "mistral": "[TOOL_CALLS]{{ tool_call.name }}[ARGS]{{ tool_call.arguments | tojson }}",
+    "function_gemma": "<start_function_call>call:{{ tool_call.name }}{}<end_function_call>",
+    "qwen3_coder": "<tool_call>\n<function={{ tool_call.name }}>\n</function>\n</tool_call>",
+}
+"""What a chat template writes calls like, by mlx-lm's name of the format."""
+
+TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content %}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n' }}{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}{% set tool_call = call.function %}CALL{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}
+{%- elif always_think %}{{ '<think>\\n' }}{% endif %}{% endif %}"""
+
+
+def make_scripted_model(directory: Path, tool_format: str) -> Path:
+    """A tiny model with a token for every byte and for every tag; its chat template writes calls in `tool_format`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in PLAIN])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("CALL", CALLS[tool_format]))
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 8192}
+    config = {"model_type": "llama", "eos_token_id": tokenizer.token_to_id(END)} | SMALL | sizes
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@contextlib.contextmanager
+def scripted_server(
+    directory: Path, tool_format: str, script: Mapping[str, str], **options: Any
+) -> Iterator[RunningServer]:
+    """script: what is answered, by a text in the prompt; of several, the one that comes last there counts."""
+    model = make_scripted_model(directory, tool_format)
+    config = EngineConfig(model=str(model), served_model_name="scripted", kv_cache_bytes=16_000_000, **options)
+    with running_server(config) as server:
+        follow(server, script)
+        yield server
+
+
+def follow(server: RunningServer, script: Mapping[str, str]) -> None:
+    runner = server.core.runner
+    forward, tokenizer = runner.forward, server.core.served.tokenizer._decoder
+
+    answers: dict[int, list[int]] = {}  # by sequence
+
+    def answer_to(sequence: Any) -> list[int]:
+        if sequence.sequence_id not in answers:
+            prompt = tokenizer.decode(sequence.token_ids[: sequence.num_prompt_tokens])
+            text = script[max(script, key=prompt.rfind)] + END
+            answers[sequence.sequence_id] = tokenizer.encode(text, add_special_tokens=False)
+        return answers[sequence.sequence_id]
+
+    def scripted(batch: Any, *args: Any) -> mx.array:
+        logits = np.zeros(forward(batch, *args).shape, dtype=np.float32)
+        rows = [row for row in batch.rows if row.samples]
+        for i, row in enumerate(rows):
+            tokens, position = answer_to(row.sequence), row.context_len - row.sequence.num_prompt_tokens
+            logits[i, tokens[min(position, len(tokens) - 1)]] = 100.0
+        return mx.array(logits)
+
+    runner.forward = scripted  # type: ignore[method-assign]
