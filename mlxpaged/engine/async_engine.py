@@ -394,8 +394,8 @@ class AsyncEngine:
             for request_id in self._streams
         ]
         if self.stats is not None:
-            blocks = self.stats.scheduler.blocks
-            nothing = BlockUsage(used=0, cached=0, free=blocks.used + blocks.cached + blocks.free)
-            scheduler = dataclasses.replace(self.stats.scheduler, running=0, waiting=0, blocks=nothing)
+            last = self.stats.scheduler
+            blocks, swap = (BlockUsage(0, 0, each.used + each.cached + each.free) for each in (last.blocks, last.swap))
+            scheduler = dataclasses.replace(last, running=0, waiting=0, blocks=blocks, swap=swap)
             self._dispatch(ends, dataclasses.replace(self.stats, scheduler=scheduler))
         self._settled.set()

@@ -384,8 +384,10 @@ class EngineCore:
             return True
         except Exception:
             logger.exception("KV blocks could not be moved, they are computed again")
-            self.runner.recover()
+            intact = self.runner.recover()
             self.scheduler.undo_moves(batch)
+            if not intact:
+                self._lose_pools()
             return False
 
     def _settle(self, batch: Batch, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
@@ -456,7 +458,7 @@ class EngineCore:
         return dict(zip(constrained, self.grammars.masks(list(constrained.values())), strict=True))
 
     def _lose_pools(self) -> None:
-        logger.error("the KV pools were lost: every other running sequence starts over")
+        logger.error("the KV pools were lost: every running sequence starts over")
         self.scheduler.reset_cache()
 
     def _fail(self, row: ScheduledSequence, message: str) -> RequestOutput:

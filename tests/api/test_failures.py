@@ -15,7 +15,9 @@ from tests.api.helpers import (
     StepGate,
     answer_text,
     ask,
+    block_bytes,
     events,
+    metrics,
     random_tokens,
     raw,
     run_on,
@@ -206,6 +208,27 @@ def test_a_dead_engine_ends_every_request_and_says_so() -> None:
         assert response.json()["error"]["code"] == "engine_dead"
         assert client.get("/metrics").status_code == 200
         assert client.get("/v1/models").json()["data"] == []
+
+
+def test_an_engine_that_dies_with_swapped_requests_reports_no_block_in_use(demo_server: RunningServer) -> None:
+    block = block_bytes(demo_server)
+    with running_server(EngineConfig(kv_cache_bytes=6 * block, swap_space_bytes=20 * block)) as server:
+        before, scheduler = metrics(server), server.core.scheduler
+        schedule = scheduler.schedule
+
+        def dying() -> Any:
+            if scheduler.stats().swap.used:
+                raise RuntimeError("injected death")
+            return schedule()
+
+        scheduler.schedule = dying  # type: ignore[method-assign]
+        bodies = [run_on(random_tokens(40, i), 90) for i in range(4)]
+        pending = [Background.post(server, COMPLETIONS, body) for body in bodies]
+        assert [request.result().status_code for request in pending] == [503] * 4
+        after = metrics(server)
+        for place in ("kv", "swap"):
+            assert after[f"mlxpaged_{place}_blocks|used"] == 0
+            assert after[f"mlxpaged_{place}_blocks|free"] == before[f"mlxpaged_{place}_blocks|free"]
 
 
 def test_a_request_that_is_no_longer_running_cannot_fail_the_engine(server: RunningServer) -> None:

@@ -132,6 +132,32 @@ def test_a_swap_that_fails_costs_time_and_no_answer(
     assert "the disk is gone" in caplog.text
 
 
+def test_pools_that_are_lost_with_a_failed_swap_are_not_read_again(
+    served: ServedModel, undisturbed: list[list[int]], overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The running ones need nothing of what was moved, and all that they have computed is gone nevertheless."""
+    core = make_core(served, blocks=9, swap_blocks=40, prefix_caching=True)
+    store, recover, lost = SwapSpace.store, core.runner.recover, []
+
+    def failing(self: SwapSpace, pairs: Any) -> None:
+        if pairs and not lost:
+            lost.append(pairs)
+            raise RuntimeError("the device is gone")
+        store(self, pairs)
+
+    def losing() -> bool:
+        for layer in core.runner.layers:
+            layer.kv.clear()
+        recover()
+        return False
+
+    monkeypatch.setattr(SwapSpace, "store", failing)
+    monkeypatch.setattr(core.runner, "recover", losing)
+    assert run_requests(core, PROMPTS, max_tokens=TOKENS) == undisturbed
+    assert lost
+    check_balanced(core)
+
+
 def test_swapped_requests_give_their_slots_back_when_they_are_aborted(served: ServedModel, overlaps: bool) -> None:
     core = make_core(served, blocks=9, swap_blocks=40)
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
