@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels lint types bench wheel train-demo clean
+.PHONY: serve test test-kernels test-fuzz lint types bench wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -14,6 +14,9 @@ test: lint types
 
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/attention tests/metal_on_cpu
+
+test-fuzz: $(STAMP)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
