@@ -374,3 +374,20 @@ def test_half_type_logits_give_logprobs_of_float32(dtype: mx.Dtype) -> None:
     expected = np.log(softmax(np.array(logits[0].astype(mx.float32), dtype=np.float64)))
     assert token.logprobs is not None
     assert token.logprobs.logprob == pytest.approx(expected.max(), abs=1e-5)
+
+
+# -- grammars ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.5}, {"temperature": 1.0, "top_k": 1}])
+def test_a_mask_restricts_its_row_and_no_other(params: dict[str, Any]) -> None:
+    logits = logits_of(3)
+    plain = sample(logits, [row(i, **params) for i in range(3)])
+    allowed = {3, 31, 32, VOCAB - 1} - {plain[1]}
+    mask = np.zeros(2, np.int32)
+    for token in allowed:
+        mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+    rows = [dataclasses.replace(row(i, **params), mask=mask if i == 1 else None) for i in range(3)]
+    drawn = sample(logits, rows)
+    assert (drawn[0], drawn[2]) == (plain[0], plain[2])
+    assert drawn[1] in allowed

@@ -1,0 +1,55 @@
+"""Random schemas, together in the batch, at temperature 1: every output parses and validates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import AsyncOpenAI
+
+from tests.api.helpers import DEADLINE
+from tests.api.schemas import random_schema
+from tests.support import RunningServer
+
+
+def answers(server: RunningServer, schemas: dict[int, dict[str, Any]]) -> dict[int, Any]:
+    """By seed: the text of an answer to each schema and why it ended. Every other one is streamed."""
+
+    async def one(client: AsyncOpenAI, seed: int, schema: dict[str, Any]) -> tuple[str, str | None]:
+        completion: Any = await client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": f"Repeat: {seed}"}],
+            response_format={"type": "json_schema", "json_schema": {"name": "fuzz", "schema": schema}},
+            temperature=1,
+            max_tokens=700,
+            seed=seed,
+            stream=seed % 2 == 0,
+        )
+        if seed % 2:
+            return completion.choices[0].message.content, completion.choices[0].finish_reason
+        text, reason = "", None
+        async for chunk in completion:
+            text += chunk.choices[0].delta.content or ""
+            reason = chunk.choices[0].finish_reason or reason
+        return text, reason
+
+    async def together() -> list[Any]:
+        options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+        async with AsyncOpenAI(timeout=5 * DEADLINE, **options) as client:
+            return await asyncio.gather(*(one(client, seed, schema) for seed, schema in schemas.items()))
+
+    return dict(zip(schemas, asyncio.run(together()), strict=True))
+
+
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 200), marks=pytest.mark.slow)])
+def test_every_output_of_a_random_schema_parses_and_validates(demo_server: RunningServer, seeds: range) -> None:
+    schemas = {seed: random_schema(seed) for seed in seeds}
+    for seed, (text, reason) in answers(demo_server, schemas).items():
+        where = f"seed {seed}: {schemas[seed]}"
+        assert reason == "stop", where
+        value = json.loads(text)
+        jsonschema.Draft202012Validator(schemas[seed]).validate(value)
+    demo_server.wait_idle(DEADLINE)
