@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -18,16 +15,16 @@ from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.deadlines import Deadlines
-from mlxpaged.engine.grammar import GrammarMatcher, Grammars, Mask
+from mlxpaged.engine.grammar import Grammars, Mask
 from mlxpaged.engine.memory import kv_blocks, swap_slots
-from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
+from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
-from mlxpaged.engine.sampler import SampledToken, Sampler, Samples, SamplingRow
+from mlxpaged.engine.running_request import HeldLogprobs, RunningRequest
+from mlxpaged.engine.sampler import SampledToken, Sampler
 from mlxpaged.engine.status import EngineStatus, engine_status
-from mlxpaged.engine.stop_strings import StopStrings
-from mlxpaged.engine.thinking_budget import ThinkingBudget
+from mlxpaged.engine.step import StepUnderWay
 from mlxpaged.engine.timeline import TimelineRecorder
-from mlxpaged.models import ServedModel, Tokenizer
+from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.scheduler import (
     Batch,
@@ -51,84 +48,6 @@ class EngineStats:
     model_calls_total: int = 0
     attention_calls_total: int = 0
     generated_tokens_total: int = 0
-
-
-class HeldLogprobs(NamedTuple):
-    """Log-probabilities of a token whose text covers characters `start` to `end` of the answer."""
-
-    token: TokenLogprobs
-    start: int
-    end: int
-
-
-class RunningRequest:
-    """A request inside the engine: its sequence and the state of its text."""
-
-    def __init__(
-        self, request: Request, sequence: Sequence, tokenizer: Tokenizer, matcher: GrammarMatcher | None
-    ) -> None:
-        self.request = request
-        self.sequence = sequence
-        self.matcher = matcher
-        self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags)
-        self.stop_strings = StopStrings(request.params.stop)
-        self.made_chars = 0  # of the answer's text, those that are held back included
-        self.sent_chars = 0
-        self.held_logprobs: list[HeldLogprobs] = []
-        self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
-        self.timeline = TimelineRecorder(sequence) if request.timeline else None
-        limit, start, end = request.params.thinking_budget, tokenizer.think_start_ids, tokenizer.think_end_ids
-        inside = request.params.begins_thinking
-        self.thinking = None if limit is None else ThinkingBudget(limit, start, end, inside)
-
-    def forbidden(self, position: int) -> frozenset[int]:
-        """Tokens that must not be drawn at `position`."""
-        too_short = position - self.sequence.num_prompt_tokens < self.request.params.min_tokens
-        return self.sequence.stop_token_ids if too_short else frozenset()
-
-    def sampling_row(self, position: int, mask: Mask | None) -> SamplingRow:
-        """To draw the token at `position`. mask: what its grammar allows there, if it has one."""
-        sequence = self.sequence
-        return SamplingRow(
-            sequence.sequence_id,
-            self.request.params,
-            self.seed,
-            sequence.token_ids,
-            sequence.num_prompt_tokens,
-            position,
-            forbidden=self.forbidden(position) if mask is None else (),
-            mask=mask,
-        )
-
-
-@dataclass(frozen=True)
-class StepUnderWay:
-    """A step that the device works on. peaks: the largest logit of every row, which shows whether they are finite."""
-
-    batch: Batch
-    peaks: mx.array
-    samples: Samples | None
-
-    @property
-    def drawn(self) -> DrawnTokens | None:
-        if self.samples is None:
-            return None
-        return DrawnTokens(self.samples.tokens, sampling_ids(self.batch))
-
-    @property
-    def results(self) -> list[mx.array]:
-        return [self.peaks, *(self.samples.arrays if self.samples is not None else ())]
-
-    def read(self) -> dict[int, SampledToken]:
-        """Sampled tokens by sequence id. Waits for the device. Raises FloatingPointError."""
-        if not all(map(math.isfinite, self.peaks.tolist())):  # type: ignore[arg-type]
-            raise FloatingPointError("the model's logits are not finite")
-        sampled = [] if self.samples is None else self.samples.read()
-        return dict(zip(sampling_ids(self.batch), sampled, strict=True))
-
-
-def sampling_ids(batch: Batch) -> list[int]:
-    return [row.sequence.sequence_id for row in batch.rows if row.samples]
 
 
 class EngineCore:

@@ -1,13 +1,11 @@
 """Which tokens run in the next step. Plain Python over plain integers; never imports mlx."""
 
 from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence
+from mlxpaged.scheduler.config import PREFILL_MODES, SchedulerConfig, SchedulerStats
 from mlxpaged.scheduler.scheduler import (
-    PREFILL_MODES,
     Admission,
     PromptTooLongError,
     Scheduler,
-    SchedulerConfig,
-    SchedulerStats,
     UnknownSequenceError,
 )
 from mlxpaged.scheduler.sequence import FinishReason, IllegalTransitionError, Priority, Sequence, SequenceStatus

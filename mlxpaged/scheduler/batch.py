@@ -59,3 +59,29 @@ class Batch:
     @property
     def sequence_ids(self) -> list[int]:
         return [row.sequence.sequence_id for row in self.rows]
+
+
+class StepPlan:
+    """The rows of the step that is being made up, and what is left of its token budget.
+
+    gave_way: who was preempted for it, and does not come back in it.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: list[ScheduledSequence] = []
+        self.gave_way: set[int] = set()
+        self._sequence_ids: set[int] = set()
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.sequence_id in self._sequence_ids
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = start + num_tokens
+        samples = start + num_tokens == len(sequence.token_ids)
+        if samples:
+            sequence.expect_token()
+        self.rows.append(ScheduledSequence(sequence, start, num_tokens, samples))
+        self._sequence_ids.add(sequence.sequence_id)
+        self.budget -= num_tokens

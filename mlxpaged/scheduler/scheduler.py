@@ -24,20 +24,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, get_args
 
-from mlxpaged.cache import BlockUsage, OutOfBlocksError, blocks_for
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.cache import OutOfBlocksError, blocks_for
+from mlxpaged.scheduler.batch import Batch, StepPlan
 from mlxpaged.scheduler.block_manager import BlockManager, Reuse
+from mlxpaged.scheduler.config import SchedulerConfig, SchedulerStats
 from mlxpaged.scheduler.queue import ORDER, SequenceQueue
 from mlxpaged.scheduler.sequence import FinishReason, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
-
-PrefillMode = Literal["mixed", "separate"]
-PREFILL_MODES: tuple[str, ...] = get_args(PrefillMode)
 
 MAX_PASSES = 64
 """Steps in a row without room for a waiting sequence, after which room is made for it."""
@@ -60,85 +56,6 @@ class Admission(Enum):
     OK = "ok"
     LATER = "later"
     IMPOSSIBLE = "impossible"
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """num_blocks: KV blocks of the pool. num_swap_slots: blocks that the swap space holds.
-
-    max_num_batched_tokens: the token budget of a step. prefill_mode: "mixed" steps compute prompts beside decoding
-    sequences, "separate" ones either. decode_preference, 0 to below 1: in mixed steps the share of the budget that
-    prompts leave alone while anybody decodes; in separate ones the share of steps that decode while prompts wait.
-    cache_seed: whatever the KV values depend on beside the tokens (model, adapter, KV type).
-    """
-
-    num_blocks: int
-    block_size: int = 32
-    num_swap_slots: int = 0
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    prefill_mode: str = "mixed"
-    decode_preference: float = 0.5
-    prefix_caching: bool = True
-    cache_seed: bytes = b""
-
-    def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running sequence decodes one token a step"
-            )
-        if self.prefill_mode not in PREFILL_MODES:
-            raise ValueError(f"prefill_mode must be one of {', '.join(PREFILL_MODES)}, got {self.prefill_mode!r}")
-        if not 0 <= self.decode_preference < 1:
-            raise ValueError(f"decode_preference must be at least 0 and below 1, got {self.decode_preference}")
-        if self.prefill_mode == "separate" and not self.decode_preference:
-            raise ValueError("decode_preference 0 with separate steps would never decode while prompts wait")
-
-
-@dataclass(frozen=True)
-class SchedulerStats:
-    """A snapshot. Counters (`total`) only grow; preempted and swapped sequences count as waiting."""
-
-    running: int
-    waiting: int
-    blocks: BlockUsage
-    swap: BlockUsage
-    preemptions_total: int
-    rescues_total: int
-    blocks_copied_total: int
-    blocks_swapped_out_total: int
-    blocks_swapped_in_total: int
-    prefix_hit_tokens_total: int
-    prompt_tokens_total: int
-
-
-class StepPlan:
-    """The rows of the step that is being made up, and what is left of its token budget.
-
-    gave_way: who was preempted for it, and does not come back in it.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.rows: list[ScheduledSequence] = []
-        self.gave_way: set[int] = set()
-        self._sequence_ids: set[int] = set()
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.sequence_id in self._sequence_ids
-
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        start = sequence.num_computed_tokens
-        sequence.num_computed_tokens = start + num_tokens
-        samples = start + num_tokens == len(sequence.token_ids)
-        if samples:
-            sequence.expect_token()
-        self.rows.append(ScheduledSequence(sequence, start, num_tokens, samples))
-        self._sequence_ids.add(sequence.sequence_id)
-        self.budget -= num_tokens
 
 
 class Scheduler:

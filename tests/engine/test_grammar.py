@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mlxpaged.engine import Constraint, EngineConfig, EngineCore, GrammarError, Request, SamplingParams
-from mlxpaged.engine.core import StepUnderWay
 from mlxpaged.engine.grammar import KEPT
 from mlxpaged.engine.json_schema import disjoint_one_of_as_any_of
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.step import StepUnderWay
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.scheduler import FinishReason

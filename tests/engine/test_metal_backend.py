@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
-from mlxpaged.engine.core import StepUnderWay
+from mlxpaged.engine.step import StepUnderWay
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
 from tests.metal_on_cpu import Interpreter

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
-from mlxpaged.engine.core import StepUnderWay
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.step import StepUnderWay
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.scheduler import FinishReason
