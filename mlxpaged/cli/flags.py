@@ -110,13 +110,7 @@ def _int_from(text: str, least: int) -> int:
 
 
 def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"not a number of seconds: {text!r}") from None
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
-    return value
+    return _float_below(text, float("inf"), "a number of seconds, at least 0")
 
 
 def positive_seconds(text: str) -> float:
@@ -127,12 +121,16 @@ def positive_seconds(text: str) -> float:
 
 
 def share(text: str) -> float:
+    return _float_below(text, 1, "a number of at least 0 and below 1")
+
+
+def _float_below(text: str, limit: float, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"not a number: {text!r}") from None
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text}")
+        value = -1.0
+    if not 0 <= value < limit:  # not a number is not in any range
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
     return value
 
 

@@ -105,19 +105,22 @@ def test_running_and_waiting_sequences_are_described(server: RunningServer) -> N
     assert [w["effective_priority"] for w in waiting] == [pytest.approx(0.9), pytest.approx(1.6)]
 
 
-def test_a_shared_prefix_shows_two_holders(server: RunningServer) -> None:
-    prefix = random_tokens(96, 5)
-    with StepGate(server) as gate:
+def test_ten_shared_blocks_show_two_holders_and_are_logged(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix = random_tokens(320, 5)
+    with caplog.at_level("DEBUG", logger="mlxpaged.scheduler"), StepGate(server) as gate:
         pending = [start(server, run_on([*prefix, 20 + i], 30), f"sharer-{i}") for i in range(2)]
         gate.allow(2)
         status = within_one_step(server, gate, "GET", STATUS).json()
         gate.open()
         assert [request.result().status_code for request in pending] == [200, 200]
     first, second = status["running"]["sequences"]
-    assert (first["shared_blocks"], first["max_ref_count"]) == (3, 2)
-    assert (second["shared_blocks"], second["max_ref_count"]) == (3, 2)
-    assert (first["cached_tokens"], second["cached_tokens"]) == (0, 96)
-    assert status["blocks"]["used"] == 5  # three that both hold, and one each
+    assert (first["shared_blocks"], first["max_ref_count"]) == (10, 2)
+    assert (second["shared_blocks"], second["max_ref_count"]) == (10, 2)
+    assert "prefix_hit=true, 10 blocks (320 tokens), reference counts up to 2" in caplog.text
+    assert (first["cached_tokens"], second["cached_tokens"]) == (0, 320)
+    assert status["blocks"]["used"] == 12  # ten that both hold, and one each
 
 
 def test_no_more_than_a_thousand_that_wait_are_listed(server: RunningServer) -> None:
