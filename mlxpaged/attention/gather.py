@@ -1,33 +1,40 @@
 """The gather backend: paged attention in MLX operations, on any device. The oracle and the fallback.
 
-Decoding sequences are grouped by context length (to the next power of two of blocks) and attended block by block,
-without ever bringing their keys into one contiguous run: scores of shape [sequence, block, kv_head, group, slot], one
-softmax over blocks and slots, and a sum over blocks. Measured on a CPU at 16 sequences x 2,000 tokens, gather included:
-0.93 times MLX's attention over contiguous keys, where gather + transpose + attention took 3 to 6 times.
-Prompt chunks amortise a copy over their many queries: their keys become contiguous and go through MLX's own attention.
+Decoding sequences are attended block by block, all of a step at once: every pair of a sequence and one of its blocks
+is a small matrix product that reads the block where it lies in the pool. Each pair gives a softmax of its own; a
+sequence's pairs are put together by their peaks and sums, as FlashDecoding does. Prompt chunks amortise a copy over
+their many queries: their keys become contiguous.
+
+Powers of two take the place of exponentials: the scores are scaled by log2(e) first. On a CPU, MLX takes 9 ns for exp
+and 3 ns for a power, and attention spends more time on these than on its products.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention.metadata import UNUSED, AttentionMetadata, IntArray
+from mlxpaged.attention.metadata import AttentionMetadata, IntArray
 from mlxpaged.attention.pool import Options
+
+LOG2E = math.log2(math.e)
+
+TILE = 64
+"""Queries of a prompt that are attended together: enough for fast products, and few keys in vain."""
 
 
 class GatherPool:
     """Keys and values in blocks of [kv_head, slot, dim], so that whole blocks are gathered as one contiguous run each
-    and every head of a block is a contiguous matrix: a gather for attention needs no transpose. One more block than
-    asked for is kept at the end, always zero: shorter sequences of a group are padded with it.
+    and every head of a block is a contiguous matrix, which is read where it lies.
     """
 
     def __init__(self, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: mx.Dtype, block_size: int) -> None:
-        self._shape = (num_blocks + 1, num_kv_heads, block_size, head_dim)
-        rows = (num_blocks + 1) * num_kv_heads * block_size
+        self._shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        rows = num_blocks * num_kv_heads * block_size
         self._keys = mx.zeros((rows, head_dim), dtype)
         self._values = mx.zeros((rows, head_dim), dtype)
 
@@ -65,42 +72,42 @@ class GatherPool:
 
 
 @dataclass(frozen=True)
-class DecodeGroup:
-    """Sequences with one query token each and contexts of similar length, n of them, over at most b blocks.
+class Decodes:
+    """The n sequences with one query token each, and their P pairs of a sequence and one of its blocks.
 
-    rows[n]: their places among the step's query tokens. tables[n, b]: blocks, padded with the pool's zero block.
-    visible[n, b, 1, 1, slot]: keys inside context and window. last[n]: column of the block with the newest token;
-    written[n, 1, slot, 1]: its slots that belong to the sequence, the others may hold anything.
+    The last E pairs are edges: blocks of which only a part is visible, at the end of a context or of a window. The
+    others come before them. rows[n]: the sequences' places among the step's query tokens. queries[P * Hkv],
+    blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block, Hkv].
+    edge_blocks[E]; visible[E, slot]. pairs[n, b]: the pairs of each sequence, padded with P.
     """
 
     rows: mx.array
-    tables: mx.array
+    queries: mx.array
+    blocks: mx.array
+    edge_blocks: mx.array
     visible: mx.array
-    last: mx.array
-    written: mx.array
+    pairs: mx.array
 
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Query tokens `rows` of one sequence over keys that start at block `blocks[0]`, `num_keys` of them.
-
-    visible[query, key]: None where it is plain causal.
-    """
+    """Query tokens `rows` of one sequence over keys that start at block `blocks[0]`, `num_keys` of them."""
 
     rows: slice
     blocks: mx.array
     num_keys: int
-    visible: mx.array | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step's query tokens are attended under one window; the same for every layer that has this window."""
+    """How a step's query tokens are attended under one window; the same for every layer that has this window.
 
-    groups: list[DecodeGroup]
+    order: brings the outputs, those of the decodes first, back into the order of the query tokens; None where they are.
+    """
+
+    decodes: Decodes | None
     chunks: list[PromptChunk]
-    order: mx.array
-    """Brings the outputs, groups first, back into the order of the query tokens."""
+    order: mx.array | None
 
 
 def rows_of_slots(meta: AttentionMetadata, num_kv_heads: int) -> mx.array:
@@ -117,34 +124,32 @@ def rows_of_slots(meta: AttentionMetadata, num_kv_heads: int) -> mx.array:
 def attend(
     queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, meta: AttentionMetadata, options: Options
 ) -> mx.array:
-    """[T, Hq, D] -> [T, Hq, D]. Blocks are [num_blocks + 1, Hkv, block_size, D], the last of them zero."""
-    zero_block = key_blocks.shape[0] - 1
-    key = ("plan", options.window, zero_block)
+    """[T, Hq, D] -> [T, Hq, D]. Blocks are [num_blocks, Hkv, block_size, D]."""
+    num_kv_heads = key_blocks.shape[1]
+    key = ("plan", options.window, num_kv_heads)
     if key not in meta.derived:
-        meta.derived[key] = make_plan(meta, options.window, zero_block)
+        meta.derived[key] = make_plan(meta, options.window, num_kv_heads)
     plan: Plan = meta.derived[key]
-    outputs = [attend_group(queries[group.rows], key_blocks, value_blocks, group, options) for group in plan.groups]
-    outputs += [attend_chunk(queries[chunk.rows], key_blocks, value_blocks, chunk, options) for chunk in plan.chunks]
-    return mx.concatenate(outputs)[plan.order] if len(outputs) > 1 else outputs[0]
+    outputs = [attend_chunk(queries[chunk.rows], key_blocks, value_blocks, chunk, options) for chunk in plan.chunks]
+    if plan.decodes is not None:
+        outputs.insert(0, attend_decodes(queries[plan.decodes.rows], key_blocks, value_blocks, plan.decodes, options))
+    out = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+    return out if plan.order is None else out[plan.order]
 
 
-def make_plan(meta: AttentionMetadata, window: int | None, zero_block: int) -> Plan:
-    starts = np.concatenate(([0], np.cumsum(meta.host_query_lens)))
-    by_length: dict[int, list[int]] = {}
-    chunks = []
-    chunk_rows = []
-    for i, (query_len, context_len) in enumerate(zip(meta.host_query_lens, meta.host_context_lens, strict=True)):
-        if query_len == 1:
-            first_block = first_key(context_len, query_len, window) // meta.block_size
-            num_blocks = -(-context_len // meta.block_size) - first_block
-            by_length.setdefault(1 << (num_blocks - 1).bit_length(), []).append(i)
-            continue
-        chunks.append(prompt_chunk(meta, i, int(starts[i]), window))
-        chunk_rows.append(np.arange(starts[i], starts[i + 1]))
-    groups = [decode_group(meta, members, window, zero_block, starts) for members in by_length.values()]
-    gathered = [starts[members] for members in by_length.values()] + chunk_rows
-    order = np.argsort(np.concatenate(gathered)).astype(np.int32)
-    return Plan(groups, chunks, mx.array(order))
+def make_plan(meta: AttentionMetadata, window: int | None, num_kv_heads: int) -> Plan:
+    lens = np.asarray(meta.host_query_lens)
+    starts = np.cumsum(lens) - lens
+    decoding = np.flatnonzero(lens == 1).astype(np.int32)
+    prompts = np.flatnonzero(lens > 1).tolist()
+    chunks = [prompt_chunk(meta, i, int(starts[i]), window) for i in prompts]
+    rows = np.concatenate([starts[decoding], *(np.arange(starts[i], starts[i] + lens[i]) for i in prompts)])
+    in_order = bool((np.diff(rows) > 0).all())
+    return Plan(
+        decodes(meta, decoding, starts, window, num_kv_heads) if len(decoding) else None,
+        chunks,
+        None if in_order else mx.array(np.argsort(rows).astype(np.int32)),
+    )
 
 
 def first_key(context_len: int, query_len: int, window: int | None) -> int:
@@ -157,55 +162,85 @@ def prompt_chunk(meta: AttentionMetadata, sequence: int, first_row: int, window:
     first_block = first_key(context_len, query_len, window) // meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
     num_keys = context_len - first_block * meta.block_size
-    visible = None
-    if window is not None:
-        query_at, key_at = np.arange(num_keys - query_len, num_keys)[:, None], np.arange(num_keys)
-        visible = mx.array((key_at <= query_at) & (key_at > query_at - window))
-    return PromptChunk(slice(first_row, first_row + query_len), mx.array(blocks), num_keys, visible)
+    return PromptChunk(slice(first_row, first_row + query_len), mx.array(blocks), num_keys)
 
 
-def decode_group(
-    meta: AttentionMetadata, members: list[int], window: int | None, zero_block: int, starts: IntArray
-) -> DecodeGroup:
+def decodes(
+    meta: AttentionMetadata, members: IntArray, starts: IntArray, window: int | None, num_kv_heads: int
+) -> Decodes:
     size = meta.block_size
-    context = np.asarray(meta.host_context_lens, dtype=np.int32)[members]
+    context = np.asarray(meta.host_context_lens)[members]
     first = np.zeros_like(context) if window is None else np.maximum(context - window, 0)
-    first_block = first // size
-    last = (context - 1) // size - first_block
-    columns = first_block[:, None] + np.arange(last.max() + 1)
-    columns_of_table = np.minimum(columns, meta.host_block_tables.shape[1] - 1)
-    tables = np.take_along_axis(meta.host_block_tables[members], columns_of_table, axis=1)
-    tables = np.where((columns <= ((context - 1) // size)[:, None]) & (tables != UNUSED), tables, zero_block)
-    position = columns[:, :, None] * size + np.arange(size)  # [n, b, slot]
-    visible = (position < context[:, None, None]) & (position >= first[:, None, None])
-    written = np.arange(size) <= ((context - 1) % size)[:, None]
-    return DecodeGroup(
+    counts = -(-context // size) - first // size
+    owner = np.repeat(np.arange(len(members)), counts)
+    place = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]  # of a block among its sequence's visible ones
+    column = place + (first // size)[owner]
+    position = column[:, None] * size + np.arange(size)
+    visible = (position < context[owner, None]) & (position >= first[owner, None])
+    is_edge = ~visible.all(axis=1)
+    order = np.argsort(is_edge, kind="stable")
+    edges = order[len(order) - int(is_edge.sum()) :]
+    block = meta.host_block_tables[members[owner], column]
+    pairs = np.full((len(members), counts.max()), len(owner))
+    pairs[owner[order], place[order]] = np.arange(len(owner))
+    heads = np.arange(num_kv_heads)
+    return Decodes(
         rows=mx.array(starts[members].astype(np.int32)),
-        tables=mx.array(tables.astype(np.int32)),
-        visible=mx.array(visible[:, :, None, None, :]),
-        last=mx.array(last.astype(np.int32)),
-        written=mx.array(written[:, None, :, None]),
+        queries=mx.array((owner[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
+        blocks=mx.array((block[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
+        edge_blocks=mx.array(block[edges].astype(np.int32)),
+        visible=mx.array(visible[edges]),
+        pairs=mx.array(pairs.astype(np.int32)),
     )
 
 
-def attend_group(
-    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, group: DecodeGroup, options: Options
+def attend_decodes(
+    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, plan: Decodes, options: Options
 ) -> mx.array:
     """[n, Hq, D] -> [n, Hq, D], block by block."""
     n, num_heads, dim = queries.shape
-    num_kv_heads = key_blocks.shape[1]
-    keys = key_blocks[group.tables]  # [n, b, Hkv, slot, D]
-    values = value_blocks[group.tables]
-    # A weight of zero does not remove the NaN that an earlier owner may have left behind the context.
-    members = mx.arange(n)
-    values[members, group.last] = mx.where(group.written, values[members, group.last], mx.zeros((), values.dtype))
-    grouped = (queries * options.scale).reshape(n, 1, num_kv_heads, num_heads // num_kv_heads, dim)
-    scores = softcapped((grouped @ keys.swapaxes(-1, -2)).astype(mx.float32), options.softcap)
-    scores = mx.where(group.visible, scores, -mx.inf)  # [n, b, Hkv, G, slot]
-    sinks = None if options.sinks is None else options.sinks.reshape(1, 1, num_kv_heads, -1, 1)
-    weights, total = exponentials(scores, sinks, axes=(1, 4))
-    out = (weights.astype(values.dtype) @ values).astype(mx.float32).sum(axis=1, keepdims=True) / total
-    return out.astype(queries.dtype).reshape(n, num_heads, dim)
+    _, num_kv_heads, size, _ = key_blocks.shape
+    group = num_heads // num_kv_heads
+    scaled = (queries * options.scale).reshape(n * num_kv_heads, group, dim)
+    keys = key_blocks.reshape(-1, size, dim).swapaxes(-1, -2)
+    scores = binary_scores(matmul_at(scaled, plan.queries, keys, plan.blocks), options.softcap)
+    scores = scores.reshape(-1, num_kv_heads, group, size)
+    num_edges = plan.edge_blocks.shape[0]
+    num_whole = scores.shape[0] - num_edges
+    parts = []
+    if num_whole:
+        weights, peak, total = powers(scores[:num_whole])
+        left = weights.astype(value_blocks.dtype).reshape(-1, group, size)
+        values = value_blocks.reshape(-1, size, dim)
+        whole = plan.blocks[: num_whole * num_kv_heads]
+        out = matmul_at(left, mx.arange(left.shape[0], dtype=mx.uint32), values, whole)
+        parts.append((peak, total, out.reshape(num_whole, num_kv_heads, group, dim)))
+    if num_edges:
+        weights, peak, total = powers(mx.where(plan.visible[:, None, None, :], scores[num_whole:], -mx.inf))
+        # A weight of zero does not remove the NaN that an earlier owner may have left behind the context.
+        values = mx.where(plan.visible[:, None, :, None], value_blocks[plan.edge_blocks], mx.zeros((), queries.dtype))
+        parts.append((peak, total, weights.astype(values.dtype) @ values))
+    nothing = (num_kv_heads, group)
+    parts.append((mx.full((1, *nothing, 1), -mx.inf), mx.zeros((1, *nothing, 1)), mx.zeros((1, *nothing, dim))))
+    peak, total, out = (mx.concatenate(list(arrays))[plan.pairs] for arrays in zip(*parts, strict=True))
+    highest = peak.max(axis=1, keepdims=True)  # [n, 1, Hkv, group, 1]
+    sinks = None
+    if options.sinks is not None:
+        sinks = options.sinks.astype(mx.float32).reshape(1, 1, num_kv_heads, group, 1) * LOG2E
+        highest = mx.maximum(highest, sinks)
+    share = mx.power(2.0, peak - highest)
+    total = (share * total).sum(axis=1)
+    if sinks is not None:
+        total = total + mx.power(2.0, sinks - highest)[:, 0]
+    return ((share * out).sum(axis=1) / total).astype(queries.dtype).reshape(n, num_heads, dim)
+
+
+def matmul_at(left: mx.array, left_at: mx.array, right: mx.array, right_at: mx.array) -> mx.array:
+    """The products `left[left_at[i]] @ right[right_at[i]]`. In float32 nothing is copied; MLX's CPU has that for no
+    other type."""
+    if left.dtype == mx.float32:
+        return mx.gather_mm(left, right, lhs_indices=left_at, rhs_indices=right_at)
+    return left[left_at] @ right[right_at]
 
 
 def attend_chunk(
@@ -220,45 +255,76 @@ def attend_chunk(
     return attend_contiguous(queries, keys, values, chunk, options)
 
 
+def has_fused_attention() -> bool:
+    """Whether MLX's own attention is one kernel here. On a CPU it is made of operations that take the whole square of
+    scores, masked half included, through exp: twice the time of `attend_tile` for 512 tokens."""
+    return mx.default_device() == mx.Device(mx.gpu)
+
+
 def attend_contiguous(
     queries: mx.array, keys: mx.array, values: mx.array, chunk: PromptChunk, options: Options
 ) -> mx.array:
     """[L, Hq, D] -> [L, Hq, D], over the chunk's keys and values [Hkv, num_keys, D]."""
+    length, num_keys = queries.shape[0], chunk.num_keys
+    if options.softcap is not None or not has_fused_attention():
+        tiles = [
+            attend_tile(queries[i : i + TILE], keys, values, num_keys - length + i, options)
+            for i in range(0, length, TILE)
+        ]
+        return mx.concatenate(tiles) if len(tiles) > 1 else tiles[0]
+    visible: mx.array | str = "causal"
+    if options.window is not None:
+        visible = visible_keys(mx.arange(num_keys - length, num_keys), mx.arange(num_keys), options.window)
+    out = mx.fast.scaled_dot_product_attention(
+        queries.swapaxes(0, 1)[None],
+        keys[None],
+        values[None],
+        scale=options.scale,
+        mask=visible,
+        sinks=None if options.sinks is None else options.sinks.astype(queries.dtype),
+    )
+    return out[0].swapaxes(0, 1)
+
+
+def attend_tile(queries: mx.array, keys: mx.array, values: mx.array, first: int, options: Options) -> mx.array:
+    """[L, Hq, D] -> [L, Hq, D]: consecutive queries of which the first stands at key `first`. Keys that none of them
+    sees are left out."""
     length, num_heads, dim = queries.shape
-    num_kv_heads = keys.shape[0]
-    if options.softcap is None:
-        out = mx.fast.scaled_dot_product_attention(
-            queries.swapaxes(0, 1)[None],
-            keys[None],
-            values[None],
-            scale=options.scale,
-            mask="causal" if chunk.visible is None else chunk.visible,
-            sinks=None if options.sinks is None else options.sinks.astype(queries.dtype),
-        )
-        return out[0].swapaxes(0, 1)
-    grouped = (queries * options.scale).swapaxes(0, 1).reshape(num_kv_heads, -1, length, dim)
-    scores = softcapped((grouped @ keys[:, None].swapaxes(-1, -2)).astype(mx.float32), options.softcap)
-    visible = chunk.visible
-    if visible is None:
-        visible = mx.arange(chunk.num_keys) <= mx.arange(chunk.num_keys - length, chunk.num_keys)[:, None]
-    scores = mx.where(visible, scores, -mx.inf)  # [Hkv, G, L, key]
-    sinks = None if options.sinks is None else options.sinks.reshape(num_kv_heads, -1, 1, 1)
-    weights, total = exponentials(scores, sinks, axes=(-1,))
-    out = ((weights / total).astype(values.dtype) @ values[:, None]).reshape(num_heads, length, dim)
-    return out.swapaxes(0, 1)
+    num_kv_heads, end = keys.shape[0], first + length
+    start = 0 if options.window is None else max(0, first + 1 - options.window)
+    group = num_heads // num_kv_heads
+    grouped = (queries * options.scale).swapaxes(0, 1).reshape(num_kv_heads, group * length, dim)
+    scores = binary_scores(grouped @ keys[:, start:end].swapaxes(-1, -2), options.softcap)
+    scores = scores.reshape(num_kv_heads, group, length, end - start)
+    masked = start if options.window is not None else first  # without a window, all of them see what is before them
+    visible = visible_keys(mx.arange(first, end), mx.arange(masked, end), options.window)
+    tail = mx.where(visible, scores[..., masked - start :], -mx.inf)
+    scores = tail if masked == start else mx.concatenate([scores[..., : masked - start], tail], axis=-1)
+    sinks = None if options.sinks is None else options.sinks.astype(mx.float32).reshape(num_kv_heads, group, 1, 1)
+    weights, _, total = powers(scores, None if sinks is None else sinks * LOG2E)
+    out = weights.astype(values.dtype).reshape(num_kv_heads, group * length, -1) @ values[:, start:end]
+    out = out.astype(mx.float32).reshape(num_kv_heads, group, length, dim) / total
+    return out.astype(queries.dtype).reshape(num_heads, length, dim).swapaxes(0, 1)
 
 
-def softcapped(scores: mx.array, softcap: float | None) -> mx.array:
-    return scores if softcap is None else softcap * mx.tanh(scores / softcap)
+def visible_keys(query_at: mx.array, key_at: mx.array, window: int | None) -> mx.array:
+    """[query, key], of positions."""
+    visible = key_at <= query_at[:, None]
+    return visible if window is None else visible & (key_at > query_at[:, None] - window)
 
 
-def exponentials(scores: mx.array, sinks: mx.array | None, axes: tuple[int, ...]) -> tuple[mx.array, mx.array]:
-    """Softmax over `axes` as numerator and denominator. A sink adds to the denominator alone."""
-    peak = scores.max(axis=axes, keepdims=True)
-    if sinks is None:
-        weights = mx.exp(scores - peak)
-        return weights, weights.sum(axis=axes, keepdims=True)
-    sinks = sinks.astype(mx.float32)
-    peak = mx.maximum(peak, sinks)
-    weights = mx.exp(scores - peak)
-    return weights, weights.sum(axis=axes, keepdims=True) + mx.exp(sinks - peak)
+def binary_scores(products: mx.array, softcap: float | None) -> mx.array:
+    """From scaled products of queries and keys to float32 scores whose powers of two are the weights."""
+    scores = products.astype(mx.float32)
+    return scores * LOG2E if softcap is None else (softcap * LOG2E) * mx.tanh(scores / softcap)
+
+
+def powers(scores: mx.array, sinks: mx.array | None = None) -> tuple[mx.array, mx.array, mx.array]:
+    """Softmax over the last axis as weights, with their peak and their total, each [..., 1]. A sink adds to the total
+    alone."""
+    peak = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        peak = mx.maximum(peak, sinks)
+    weights = mx.power(2.0, scores - peak)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights, peak, total if sinks is None else total + mx.power(2.0, sinks - peak)
