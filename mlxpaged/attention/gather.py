@@ -23,6 +23,9 @@ from mlxpaged.attention.pool import Options
 
 LOG2E = math.log2(math.e)
 
+FEW_PAIRS = 16
+"""Of a sequence and a block: where a step has no more, a copy of their values costs less than telling them apart."""
+
 TILE = 64
 """Queries of a prompt that are attended together: enough for fast products, and few keys in vain."""
 
@@ -75,18 +78,20 @@ class GatherPool:
 class Decodes:
     """The n sequences with one query token each, and their P pairs of a sequence and one of its blocks.
 
-    The last E pairs are edges: blocks of which only a part is visible, at the end of a context or of a window. The
-    others come before them. rows[n]: the sequences' places among the step's query tokens. queries[P * Hkv],
+    The last E pairs are edges: blocks of which only a part is visible, at the end of a context or of a window, or all
+    where they are few. The others come before them. rows[n]: the sequences' places among the step's query tokens. queries[P * Hkv],
     blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block, Hkv].
-    edge_blocks[E]; visible[E, slot]. pairs[n, b]: the pairs of each sequence, padded with P.
+    edge_blocks[E]; visible[E, slot]. pairs[n, b]: the pairs of each sequence; where padding[n, b, 1, 1, 1] is set, one
+    of its own that does not count. padding is None where there is none.
     """
 
-    rows: mx.array
+    rows: mx.array | slice
     queries: mx.array
     blocks: mx.array
     edge_blocks: mx.array
     visible: mx.array
     pairs: mx.array
+    padding: mx.array | None
 
 
 @dataclass(frozen=True)
@@ -177,20 +182,26 @@ def decodes(
     column = place + (first // size)[owner]
     position = column[:, None] * size + np.arange(size)
     visible = (position < context[owner, None]) & (position >= first[owner, None])
-    is_edge = ~visible.all(axis=1)
+    is_edge = ~visible.all(axis=1) | (len(owner) <= FEW_PAIRS)
     order = np.argsort(is_edge, kind="stable")
     edges = order[len(order) - int(is_edge.sum()) :]
     block = meta.host_block_tables[members[owner], column]
-    pairs = np.full((len(members), counts.max()), len(owner))
+    columns = np.arange(counts.max())
+    padding = columns >= counts[:, None]
+    pairs = np.zeros(padding.shape, np.int32)
     pairs[owner[order], place[order]] = np.arange(len(owner))
+    pairs = np.where(padding, pairs[:, :1], pairs)
     heads = np.arange(num_kv_heads)
     return Decodes(
-        rows=mx.array(starts[members].astype(np.int32)),
+        rows=slice(0, len(members))
+        if starts[members[-1]] < len(members)
+        else mx.array(starts[members].astype(np.int32)),
         queries=mx.array((owner[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
         blocks=mx.array((block[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
         edge_blocks=mx.array(block[edges].astype(np.int32)),
         visible=mx.array(visible[edges]),
-        pairs=mx.array(pairs.astype(np.int32)),
+        pairs=mx.array(pairs),
+        padding=mx.array(padding[:, :, None, None, None]) if padding.any() else None,
     )
 
 
@@ -205,25 +216,26 @@ def attend_decodes(
     keys = key_blocks.reshape(-1, size, dim).swapaxes(-1, -2)
     scores = binary_scores(matmul_at(scaled, plan.queries, keys, plan.blocks), options.softcap)
     scores = scores.reshape(-1, num_kv_heads, group, size)
-    num_edges = plan.edge_blocks.shape[0]
-    num_whole = scores.shape[0] - num_edges
-    parts = []
-    if num_whole:
-        weights, peak, total = powers(scores[:num_whole])
-        left = weights.astype(value_blocks.dtype).reshape(-1, group, size)
+    first = scores.shape[0] - plan.edge_blocks.shape[0]  # of the edges
+    if first < scores.shape[0]:
+        scores[first:] = mx.where(plan.visible[:, None, None, :], scores[first:], -mx.inf)
+    weights, peak, total = powers(scores)
+    weights = weights.astype(value_blocks.dtype)
+    outputs = []
+    if first:
+        left = weights[:first].reshape(-1, group, size)
+        at = mx.arange(left.shape[0], dtype=mx.uint32)
         values = value_blocks.reshape(-1, size, dim)
-        whole = plan.blocks[: num_whole * num_kv_heads]
-        out = matmul_at(left, mx.arange(left.shape[0], dtype=mx.uint32), values, whole)
-        parts.append((peak, total, out.reshape(num_whole, num_kv_heads, group, dim)))
-    if num_edges:
-        weights, peak, total = powers(mx.where(plan.visible[:, None, None, :], scores[num_whole:], -mx.inf))
+        outputs.append(matmul_at(left, at, values, plan.blocks[: left.shape[0]]).reshape(-1, num_kv_heads, group, dim))
+    if first < scores.shape[0]:
         # A weight of zero does not remove the NaN that an earlier owner may have left behind the context.
-        values = mx.where(plan.visible[:, None, :, None], value_blocks[plan.edge_blocks], mx.zeros((), queries.dtype))
-        parts.append((peak, total, weights.astype(values.dtype) @ values))
-    nothing = (num_kv_heads, group)
-    parts.append((mx.full((1, *nothing, 1), -mx.inf), mx.zeros((1, *nothing, 1)), mx.zeros((1, *nothing, dim))))
-    peak, total, out = (mx.concatenate(list(arrays))[plan.pairs] for arrays in zip(*parts, strict=True))
-    highest = peak.max(axis=1, keepdims=True)  # [n, 1, Hkv, group, 1]
+        values = mx.where(plan.visible[:, None, :, None], value_blocks[plan.edge_blocks], mx.zeros((), weights.dtype))
+        outputs.append(weights[first:] @ values)
+    out = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+    peak, total, out = (array[plan.pairs] for array in (peak, total, out))  # [n, b, Hkv, group, ...]
+    if plan.padding is not None:
+        peak = mx.where(plan.padding, -mx.inf, peak)
+    highest = peak.max(axis=1, keepdims=True)
     sinks = None
     if options.sinks is not None:
         sinks = options.sinks.astype(mx.float32).reshape(1, 1, num_kv_heads, group, 1) * LOG2E
