@@ -44,6 +44,7 @@ class EngineConfig:
     timelines: bool = False
     prefill_mode: str = "mixed"
     decode_preference: float = 0.5
+    max_step_ms: float | None = None
 
     def __post_init__(self) -> None:
         resolve_backend(self.attention_backend)
@@ -87,5 +88,6 @@ class EngineConfig:
             prefix_caching=self.prefix_caching,
             prefill_mode=self.prefill_mode,
             decode_preference=self.decode_preference,
+            max_step_seconds=None if self.max_step_ms is None else self.max_step_ms / 1000,
             cache_seed=cache_seed,
         )

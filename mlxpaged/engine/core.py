@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
@@ -82,6 +83,7 @@ class EngineCore:
         self._deadlines = Deadlines()
         self._recording: dict[int, TimelineRecorder] = {}  # of sequences in the batch
         self._batch = Batch(())
+        self._settled_at = -math.inf
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the context and the pool. Raises PromptTooLongError where it does not, and
@@ -238,6 +240,7 @@ class EngineCore:
 
     def _plain_step(self, batch: Batch) -> list[RequestOutput]:
         """Run a batch to its end."""
+        started = self.clock()
         failures: list[RequestOutput] = []
         tokens = self._run(batch.rows, failures)
         for row in batch.rows:
@@ -245,7 +248,7 @@ class EngineCore:
                 del tokens[row.sequence.sequence_id]  # its values were lost after it had run: it runs again
                 self.sampler.forget(row.sequence.sequence_id)
         self._force(tokens)
-        return failures + self._settle(batch, tokens)
+        return failures + self._settle(batch, tokens, None if failures else started)
 
     def _overlapped_step(self, batch: Batch) -> list[RequestOutput]:
         """Start a batch, then end the one before it: its tokens are read and turned into text behind the device's work.
@@ -260,7 +263,7 @@ class EngineCore:
             tokens = {} if before is None else before.read()
         except Exception:
             return self._repeat([*([before.batch] if before else ()), batch])
-        return [] if before is None else self._settle(before.batch, tokens)
+        return [] if before is None else self._settle(before.batch, tokens, before.started)
 
     def _end_step_under_way(self) -> list[RequestOutput]:
         before, self._under_way = self._under_way, None
@@ -270,7 +273,7 @@ class EngineCore:
             tokens = before.read()
         except Exception:
             return self._repeat([before.batch])
-        return self._settle(before.batch, tokens)
+        return self._settle(before.batch, tokens, before.started)
 
     def _repeat(self, batches: ListOf[Batch]) -> list[RequestOutput]:
         """Run batches of which one failed under way.
@@ -309,9 +312,14 @@ class EngineCore:
                 self._lose_pools()
             return False
 
-    def _settle(self, batch: Batch, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
-        """Book the tokens of a batch that is done, and make text of them."""
-        self.scheduler.update(batch, {sequence_id: token.token_id for sequence_id, token in tokens.items()})
+    def _settle(self, batch: Batch, tokens: dict[int, SampledToken], started: float | None) -> list[RequestOutput]:
+        """Book the tokens of a batch that is done, and make text of them. started: when it was sent to the device, which
+        began with it once the one before was done. None where its time says nothing of others like it."""
+        now = self.clock()
+        seconds = None if started is None else now - max(started, self._settled_at)
+        self._settled_at = now
+        token_ids = {sequence_id: token.token_id for sequence_id, token in tokens.items()}
+        self.scheduler.update(batch, token_ids, seconds)
         alive = [(self._requests[number], token) for number, token in tokens.items() if number in self._requests]
         return [self._output_of(running, token) for running, token in alive]
 
@@ -353,6 +361,7 @@ class EngineCore:
 
     def _dispatch(self, batch: Batch, before: StepUnderWay | None = None) -> StepUnderWay:
         """Start a step. before: the step under way that draws its pending tokens."""
+        started = self.clock()
         tables = self.scheduler.get_block_tables(batch.sequence_ids)
         logits = self.runner.forward(batch, tables, before.drawn if before is not None else None)
         sampling = [(self._requests[row.sequence.sequence_id], row.context_len) for row in batch.rows if row.samples]
@@ -360,7 +369,7 @@ class EngineCore:
         rows = [
             running.sampling_row(position, masks.get(running.sequence.sequence_id)) for running, position in sampling
         ]
-        step = StepUnderWay(batch, logits.max(axis=-1), self.sampler.sample(logits, rows) if rows else None)
+        step = StepUnderWay(batch, started, logits.max(axis=-1), self.sampler.sample(logits, rows) if rows else None)
         self.runner.start_step(*step.results)
         return step
 

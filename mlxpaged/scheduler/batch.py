@@ -6,6 +6,10 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
 from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.scheduler.step_cost import Costs
+
+LEAST_CHUNK = 32
+"""Tokens of a prompt in a step, however long that takes."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,22 @@ class StepPlan:
         self.rows: list[ScheduledSequence] = []
         self.gave_way: set[int] = set()
         self._sequence_ids: set[int] = set()
+        self._costs: Costs | None = None
+        self._seconds = 0.0
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._sequence_ids
+
+    def limit(self, costs: Costs, seconds: float) -> None:
+        """From here on, chunks of prompts may take this long, by these costs. One that is cut short ends the step."""
+        self._costs, self._seconds = costs, seconds
+
+    def chunk_of(self, sequence: Sequence) -> int:
+        """Tokens of a prompt that the step can take now: some at least, or the prompt would never come to its end."""
+        tokens = min(self.budget, sequence.num_uncomputed_tokens)
+        if self._costs is None:
+            return tokens
+        return min(tokens, max(LEAST_CHUNK, self._costs.chunk_within(self._seconds, sequence.num_computed_tokens)))
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed_tokens
@@ -85,3 +102,7 @@ class StepPlan:
         self.rows.append(ScheduledSequence(sequence, start, num_tokens, samples))
         self._sequence_ids.add(sequence.sequence_id)
         self.budget -= num_tokens
+        if self._costs is not None:
+            self._seconds -= self._costs.chunk_seconds(start, num_tokens)
+            if self._seconds <= 0 or not samples:
+                self.budget = 0

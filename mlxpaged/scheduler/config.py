@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mlxpaged.cache import BlockUsage
 
 PrefillMode = Literal["mixed", "separate"]
+DECODE_MULTIPLE = 3.0
+"""Of a step's time without prompts: streams go at a third of their pace while a prompt is computed, and two thirds of
+the device's time are its."""
+
+LEAST_STEP_SECONDS = 0.05
+"""Twenty tokens a second are faster than anybody reads: on a fast device prompts need not be cut smaller."""
+
 PREFILL_MODES: tuple[str, ...] = get_args(PrefillMode)
 
 
@@ -18,6 +26,8 @@ class SchedulerConfig:
     max_num_batched_tokens: the token budget of a step. prefill_mode: "mixed" steps compute prompts beside decoding
     sequences, "separate" ones either. decode_preference, 0 to below 1: in mixed steps the share of the budget that
     prompts leave alone while anybody decodes; in separate ones the share of steps that decode while prompts wait.
+    max_step_seconds: what prompts may make of a step in which somebody decodes, by what steps have taken so far; 0 for
+    no limit, None for DECODE_MULTIPLE times what it would take without them, or LEAST_STEP_SECONDS if that is more.
     cache_seed: whatever the KV values depend on beside the tokens (model, adapter, KV type).
     """
 
@@ -28,6 +38,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     prefill_mode: str = "mixed"
     decode_preference: float = 0.5
+    max_step_seconds: float | None = None
     prefix_caching: bool = True
     cache_seed: bytes = b""
 
@@ -43,6 +54,8 @@ class SchedulerConfig:
             raise ValueError(f"prefill_mode must be one of {', '.join(PREFILL_MODES)}, got {self.prefill_mode!r}")
         if not 0 <= self.decode_preference < 1:
             raise ValueError(f"decode_preference must be at least 0 and below 1, got {self.decode_preference}")
+        if self.max_step_seconds is not None and not 0 <= self.max_step_seconds < math.inf:
+            raise ValueError(f"max_step_seconds must not be negative, got {self.max_step_seconds}")
         if self.prefill_mode == "separate" and not self.decode_preference:
             raise ValueError("decode_preference 0 with separate steps would never decode while prompts wait")
 

@@ -29,9 +29,10 @@ from enum import Enum
 from mlxpaged.cache import OutOfBlocksError, blocks_for
 from mlxpaged.scheduler.batch import Batch, StepPlan
 from mlxpaged.scheduler.block_manager import BlockManager, Reuse
-from mlxpaged.scheduler.config import SchedulerConfig, SchedulerStats
+from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS, SchedulerConfig, SchedulerStats
 from mlxpaged.scheduler.queue import ORDER, SequenceQueue
 from mlxpaged.scheduler.sequence import FinishReason, Sequence, SequenceStatus
+from mlxpaged.scheduler.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Scheduler:
         self._forks: dict[int, list[Sequence]] = {}  # by parent: they wait for its prompt
         self._changed: set[int] = set()  # given blocks, with their contents, for the step that is being made up
         self._decode_credit = 0.0
+        self.step_cost = StepCost()
         self._preemptions = 0
         self._rescues = 0
         self._prefix_hit_tokens = 0
@@ -162,12 +164,18 @@ class Scheduler:
         self.blocks.relieve()
         return Batch(tuple(plan.rows), self.blocks.take_moves())
 
-    def update(self, batch: Batch, token_ids: dict[int, int]) -> list[Sequence]:
+    def update(self, batch: Batch, token_ids: dict[int, int], seconds: float | None = None) -> list[Sequence]:
         """The batch is done: these are its sampled tokens (sequence id -> token). End the sequences whose answer they
         complete, and return those.
 
         Sequences that ended since `schedule` are passed over. Preempted ones without a token here will draw it again.
+        seconds: what the device took for it, where that is known.
         """
+        if seconds is not None:
+            contexts = [row.context_len for row in batch.rows if row.num_tokens == 1]
+            self.step_cost.observe(
+                contexts, [(row.start, row.num_tokens) for row in batch.rows if row.num_tokens > 1], seconds
+            )
         ended = []
         for row in batch.rows:
             sequence = row.sequence
@@ -307,6 +315,8 @@ class Scheduler:
             plan.budget = min(plan.budget, max(1, share))
         prefilling = [sequence for sequence in self._running if sequence.num_uncomputed_tokens > 1]
         waiting = self._waiting.first(self.config.max_num_seqs - len(self._running) + LOOK_AHEAD)
+        if prefilling or waiting:
+            self._limit_prompts(plan)
         refused = 0
         for sequence in heapq.merge(prefilling, waiting, key=ORDER):
             if plan.budget == 0:
@@ -314,18 +324,30 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING:
                 if self.blocks.catch_up(sequence):
                     self._changed.add(sequence.sequence_id)
-                num_tokens = min(plan.budget, sequence.num_uncomputed_tokens)
+                num_tokens = plan.chunk_of(sequence)
                 if not self._grow(sequence, num_tokens, plan):
                     return
                 self._add(plan, sequence, num_tokens)
             elif refused == LOOK_AHEAD or sequence.sequence_id in plan.gave_way or sequence.awaits_host:
                 continue
             elif self._admit(sequence):
-                num_tokens = min(plan.budget, sequence.num_uncomputed_tokens)
+                num_tokens = plan.chunk_of(sequence)
                 self.blocks.grow(sequence, num_tokens)
                 self._add(plan, sequence, num_tokens)
             else:
                 refused += 1
+
+    def _limit_prompts(self, plan: StepPlan) -> None:
+        """Those who decode, in this step or between such steps, are not to wait for prompts longer than was said."""
+        limit = self.config.max_step_seconds
+        decoding = [row.context_len for row in plan.rows]
+        waited_for = decoding or [len(sequence.token_ids) for sequence in filter(is_decoding, self._running)]
+        costs = None if limit == 0 or not (waited_for or limit) else self.step_cost.costs()
+        if costs is None:
+            return
+        if limit is None:
+            limit = max(DECODE_MULTIPLE * costs.decode_seconds(waited_for), LEAST_STEP_SECONDS)
+        plan.limit(costs, limit - costs.decode_seconds(decoding))
 
     def _add(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
         plan.add(sequence, num_tokens)
