@@ -27,7 +27,14 @@ from mlxpaged.cli.flags import Flags, one_of, output_file, positive_int, positiv
 from mlxpaged.cli.http_server import megabytes
 from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.serve import LOG_LEVELS, add_engine_flags, engine_config
-from mlxpaged.engine import AsyncEngine, EngineConfig, EngineInfo, EngineUnavailableError, RequestFailedError
+from mlxpaged.engine import (
+    AsyncEngine,
+    EngineBusyError,
+    EngineConfig,
+    EngineInfo,
+    EngineUnavailableError,
+    RequestFailedError,
+)
 from mlxpaged.models import DEMO_MODEL
 
 CONCURRENCY = (8,)
@@ -169,9 +176,9 @@ class Bench:
         loop.remove_signal_handler(signal.SIGINT)
         status, error = 0, None
         if measuring.cancelled():
-            status, error = INTERRUPTED, "interrupted: the figures are those of what was done until then"
+            status, error = INTERRUPTED, "interrupted"
         elif (failure := measuring.exception()) is not None:
-            if not isinstance(failure, EngineUnavailableError | RequestFailedError | NoRoomError):
+            if not isinstance(failure, EngineUnavailableError | EngineBusyError | RequestFailedError | NoRoomError):
                 raise failure
             status, error = 1, str(failure)
         if error is not None:
@@ -181,7 +188,7 @@ class Bench:
         return status if written else status or 1
 
     async def _measure(self) -> None:
-        """Raises EngineUnavailableError, RequestFailedError or NoRoomError."""
+        """Raises EngineUnavailableError, EngineBusyError, RequestFailedError or NoRoomError."""
         self.engine.start()
         await self.engine.wait_loaded()
         info = self.engine.require_ready()
@@ -199,6 +206,8 @@ class Bench:
         if table is None:
             print("mlxpaged: nothing was measured", file=sys.stderr, flush=True)
         else:
+            if interrupted:
+                print("what was measured until then:", file=self._console.file)
             self._console.print(table)
         if self._json is None:
             return True

@@ -63,7 +63,7 @@ async def run_pass(
     says how far it came when this is cancelled. The prefix cache is emptied first. advance: called with the number of
     tokens that were computed for an answer.
 
-    Raises EngineUnavailableError or RequestFailedError where the engine fails.
+    Raises EngineUnavailableError, EngineBusyError or RequestFailedError where the engine fails.
     """
     await engine.clear_cache()
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
