@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from mlxpaged import __version__
-from mlxpaged.cli import doctor, keys, serve
+from mlxpaged.cli import bench, doctor, keys, serve
 
 __all__ = ["main"]
 
@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"mlxpaged {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     serve.add_parser(commands)
+    bench.add_parser(commands)
     doctor.add_parser(commands)
     keys.add_parser(commands)
     args = parser.parse_args(argv)

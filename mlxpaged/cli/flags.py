@@ -77,6 +77,11 @@ def natural_int(text: str) -> int:
     return _int_from(text, 0)
 
 
+def positive_ints(text: str) -> tuple[int, ...]:
+    """With commas between them."""
+    return tuple(positive_int(number) for number in text.split(","))
+
+
 def block_size(text: str) -> int:
     value = positive_int(text)
     if value not in SUPPORTED_BLOCK_SIZES:
@@ -138,6 +143,15 @@ def directory(text: str) -> Path:
     if not text.strip() or not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"not a directory: {text!r}")
     return Path(text)
+
+
+def output_file(text: str) -> str:
+    """A file that can be written, or - for standard output. It is not touched yet."""
+    if text != "-":
+        path = Path(text)
+        if not text.strip() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise argparse.ArgumentTypeError(f"cannot be written: {text!r}")
+    return text
 
 
 def host_name(text: str) -> str:

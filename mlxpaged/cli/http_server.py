@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import signal
 import socket
 import sys
@@ -16,6 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from mlxpaged import __version__, blas
+from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.engine import AsyncEngine, EngineInfo, EngineUnavailableError
 
@@ -56,11 +56,7 @@ class HttpServer(uvicorn.Server):
         """Returns the process's exit status: 0 after a signal, 1 where the model cannot be served."""
         self.run(sockets=[self._listener])
         logger.info("bye")
-        if self._engine is not None and self._engine.thread_is_alive:
-            # Still loading, or stuck in a step. Taking the interpreter down around a thread inside MLX can abort it.
-            logging.shutdown()
-            os._exit(self._exit_status)
-        return self._exit_status
+        return exit_status(self._engine, self._exit_status)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

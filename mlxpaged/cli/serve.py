@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import resource
 import socket
 import sys
@@ -101,6 +102,48 @@ def add_parser(commands: Any) -> None:
         f"{', '.join(tool_parsers())} (default: the one that the chat template calls for)",
         metavar="NAME",
     )
+    add_engine_flags(flags)
+    flags.value(
+        "--max-queue",
+        natural_int,
+        DEFAULTS.max_queue,
+        f"requests taken beyond --max-num-seqs; the next ones get a 503 (default {DEFAULTS.max_queue})",
+    )
+    flags.value(
+        "--default-priority",
+        one_of(*PRIORITIES),
+        DEFAULTS.default_priority.name.lower(),
+        f"{', '.join(PRIORITIES)}: of requests that do not lower themselves (default normal)",
+    )
+    flags.value(
+        "--request-timeout",
+        or_off(positive_seconds),
+        None,
+        "seconds for an answer to be complete, where the request does not say (default 0: any time)",
+        metavar="SECONDS",
+    )
+    flags.value(
+        "--ttft-timeout",
+        or_off(positive_seconds),
+        None,
+        "seconds for the first token of an answer, where the request does not say (default 0: any time)",
+        metavar="SECONDS",
+    )
+    flags.switch("--timelines", "add to every answer where its time went, as X-Mlxpaged-Timeline does for one")
+    flags.value("--drain-timeout", seconds, 30.0, "seconds that running requests get at shutdown (default 30)")
+    flags.value(
+        "--data-dir",
+        Path,
+        None,
+        "directory for /v1/files and /v1/batches, made where it is missing (default: there are none)",
+        metavar="DIR",
+    )
+    flags.value("--log-level", one_of(*LOG_LEVELS), "info", f"{', '.join(LOG_LEVELS)} (default info)")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def add_engine_flags(flags: Flags) -> None:
+    """What the engine runs with, for `mlxpaged bench` as well."""
     flags.value(
         "--kv-cache-memory",
         checked(parse_size),
@@ -146,58 +189,17 @@ def add_parser(commands: Any) -> None:
         "0 to below 1. mixed: share of a step's tokens that prompts leave alone while anybody decodes; separate: share "
         f"of the steps that decode while prompts wait (default {DEFAULTS.decode_preference})",
     )
-    flags.value(
-        "--max-queue",
-        natural_int,
-        DEFAULTS.max_queue,
-        f"requests taken beyond --max-num-seqs; the next ones get a 503 (default {DEFAULTS.max_queue})",
-    )
     flags.value("--attention-backend", one_of(*BACKENDS), "auto", f"{', '.join(BACKENDS)} (default auto)")
     flags.value("--attention-tuning", tuning, "auto", f"{TUNINGS} (default auto: measured once on this machine)")
     flags.switch("--retune", RETUNE)
     flags.switch("--no-prefix-cache", "compute every prompt from its first token")
     flags.switch("--no-batching", "run one request at a time, the same as --max-num-seqs 1")
-    flags.value(
-        "--default-priority",
-        one_of(*PRIORITIES),
-        DEFAULTS.default_priority.name.lower(),
-        f"{', '.join(PRIORITIES)}: of requests that do not lower themselves (default normal)",
-    )
-    flags.value(
-        "--request-timeout",
-        or_off(positive_seconds),
-        None,
-        "seconds for an answer to be complete, where the request does not say (default 0: any time)",
-        metavar="SECONDS",
-    )
-    flags.value(
-        "--ttft-timeout",
-        or_off(positive_seconds),
-        None,
-        "seconds for the first token of an answer, where the request does not say (default 0: any time)",
-        metavar="SECONDS",
-    )
-    flags.switch("--timelines", "add to every answer where its time went, as X-Mlxpaged-Timeline does for one")
-    flags.value("--drain-timeout", seconds, 30.0, "seconds that running requests get at shutdown (default 30)")
-    flags.value(
-        "--data-dir",
-        Path,
-        None,
-        "directory for /v1/files and /v1/batches, made where it is missing (default: there are none)",
-        metavar="DIR",
-    )
-    flags.value("--log-level", one_of(*LOG_LEVELS), "info", f"{', '.join(LOG_LEVELS)} (default info)")
-    parser.set_defaults(run=run, parser=parser)
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig | None:
-    """None for a server without a model. Raises ValueError where flags contradict each other."""
-    if args.model == NO_MODEL:
-        return None
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """What MODEL and the flags of `add_engine_flags` say. Raises ValueError where they contradict each other."""
     return EngineConfig(
         model=args.model,
-        served_model_name=args.served_model_name,
-        tool_parser=args.tool_parser,
         kv_cache_bytes=args.kv_cache_memory,
         swap_space_bytes=args.swap_space,
         swap_dir=args.swap_dir,
@@ -206,11 +208,22 @@ def engine_config(args: argparse.Namespace) -> EngineConfig | None:
         max_num_batched_tokens=args.max_num_batched_tokens,
         prefill_mode=args.prefill_mode,
         decode_preference=args.decode_preference,
-        max_queue=args.max_queue,
         attention_backend=args.attention_backend,
         attention_tuning=args.attention_tuning,
         retune=args.retune,
         prefix_caching=not args.no_prefix_cache,
+    )
+
+
+def server_config(args: argparse.Namespace) -> EngineConfig | None:
+    """The same for all flags; None for a server without a model."""
+    if args.model == NO_MODEL:
+        return None
+    return dataclasses.replace(
+        engine_config(args),
+        served_model_name=args.served_model_name,
+        tool_parser=args.tool_parser,
+        max_queue=args.max_queue,
         default_priority=Priority[args.default_priority.upper()],
         request_timeout=args.request_timeout or None,
         ttft_timeout=args.ttft_timeout or None,
@@ -231,7 +244,7 @@ def http_config(args: argparse.Namespace) -> HttpConfig:
 def run(args: argparse.Namespace) -> int:
     set_up(args.log_level)
     try:
-        config = engine_config(args)
+        config = server_config(args)
     except ValueError as error:
         args.parser.error(str(error))
     try:

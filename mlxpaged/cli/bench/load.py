@@ -1,0 +1,107 @@
+"""Prompts, and clients that send them to the engine: each its next one as soon as its last answer is complete.
+
+The clients call AsyncEngine as the routes of the HTTP API do: reservation, queue, engine thread, one hand-over of
+tokens and text per step. HTTP itself is left out: a client in this process would share the server's interpreter lock,
+and slow down what it measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mlxpaged.engine import AsyncEngine, Request, SamplingParams
+
+NUMBERS = itertools.count()
+
+
+@dataclass
+class Answer:
+    """One request, as far as it came. Times are seconds on the engine's clock, of tokens when they reached the event
+    loop. cached_tokens: of the prompt, found computed."""
+
+    prompt_tokens: int
+    submitted: float
+    token_times: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    complete: bool = False
+
+
+@dataclass
+class Pass:
+    """All prompts once, `concurrency` at a time; seconds: until the last answer was complete, or somebody interrupted.
+    preemptions: how often a request had to give way because the KV blocks had run out."""
+
+    concurrency: int
+    answers: list[Answer] = field(default_factory=list)
+    seconds: float = 0.0
+    preemptions: int = 0
+
+
+def make_prompts(lengths: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Random tokens of the given lengths in turn. The first token tells the prompts apart, as far as the vocabulary
+    goes, so that none can use another one's KV blocks."""
+    rng = random.Random(seed)
+    return [
+        [number % vocab_size, *(rng.randrange(vocab_size) for _ in range(length - 1))]
+        for number, length in zip(range(count), itertools.cycle(lengths), strict=False)
+    ]
+
+
+async def run_pass(
+    engine: AsyncEngine,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    into: Pass,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> None:
+    """Every answer has exactly `max_tokens` tokens, the most likely ones. `into` fills up as tokens come, so that it
+    says how far it came when this is cancelled. The prefix cache is emptied first. advance: called with the number of
+    tokens that were computed for an answer.
+
+    Raises EngineUnavailableError, EngineBusyError or RequestFailedError where the engine fails.
+    """
+    await engine.clear_cache()
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    waiting = iter(prompts)
+    clients = [
+        asyncio.ensure_future(run_client(engine, waiting, params, into, advance)) for _ in range(into.concurrency)
+    ]
+    preemptions, started = count_preemptions(engine), engine.clock()
+    try:
+        await asyncio.gather(*clients)
+    finally:
+        into.seconds = engine.clock() - started
+        into.preemptions = count_preemptions(engine) - preemptions
+        for client in clients:  # those that are left where one has failed
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+
+async def run_client(
+    engine: AsyncEngine,
+    waiting: Iterator[list[int]],
+    params: SamplingParams,
+    into: Pass,
+    advance: Callable[[int], None],
+) -> None:
+    for prompt in waiting:
+        with engine.reserve(1) as now:
+            request = Request(f"bench-{next(NUMBERS)}", prompt, params, now)
+            [stream] = engine.submit([request])
+        answer = Answer(len(prompt), now)
+        into.answers.append(answer)
+        with contextlib.closing(stream):
+            async for output in stream:
+                advance(len(output.token_ids) + (0 if answer.token_times else len(prompt)))
+                answer.token_times += [engine.clock()] * len(output.token_ids)
+                answer.cached_tokens = output.num_cached_tokens
+        answer.complete = True
+
+
+def count_preemptions(engine: AsyncEngine) -> int:
+    return engine.stats.scheduler.preemptions_total if engine.stats is not None else 0
