@@ -15,6 +15,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from mlxpaged import blas  # before mlx: it loads the fast BLAS
@@ -166,7 +167,7 @@ def main() -> None:
     for length in args.prefill:
         prompt = make_prompts(1, length, served.vocab_size)
         bare.prefill(prompt), engine.prefill(prompt, 2)
-        measured = list(pairs(lambda: bare.prefill(prompt), lambda: engine.prefill(prompt, 2), 8))
+        measured = list(pairs(partial(bare.prefill, prompt), partial(engine.prefill, prompt, 2), 8))
         print(line(f"prefill of {length}", measured, length))
     profile = None
     for batch in args.batch:

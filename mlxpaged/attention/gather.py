@@ -79,10 +79,10 @@ class Decodes:
     """The n sequences with one query token each, and their P pairs of a sequence and one of its blocks.
 
     The last E pairs are edges: blocks of which only a part is visible, at the end of a context or of a window, or all
-    where they are few. The others come before them. rows[n]: the sequences' places among the step's query tokens. queries[P * Hkv],
-    blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block, Hkv].
-    edge_blocks[E]; visible[E, slot]. pairs[n, b]: the pairs of each sequence; where padding[n, b, 1, 1, 1] is set, one
-    of its own that does not count. padding is None where there is none.
+    where they are few. The others come before them. rows[n]: the sequences' places among the step's query tokens.
+    queries[P * Hkv], blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block,
+    Hkv]. edge_blocks[E]; visible[E, slot]. pairs[n, b]: the pairs of each sequence; where padding[n, b, 1, 1, 1] is
+    set, one of its own that does not count. padding is None where there is none.
     """
 
     rows: mx.array | slice
@@ -192,10 +192,9 @@ def decodes(
     pairs[owner[order], place[order]] = np.arange(len(owner))
     pairs = np.where(padding, pairs[:, :1], pairs)
     heads = np.arange(num_kv_heads)
+    rows = starts[members]
     return Decodes(
-        rows=slice(0, len(members))
-        if starts[members[-1]] < len(members)
-        else mx.array(starts[members].astype(np.int32)),
+        rows=slice(0, len(members)) if rows[-1] < len(members) else mx.array(rows.astype(np.int32)),
         queries=mx.array((owner[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
         blocks=mx.array((block[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
         edge_blocks=mx.array(block[edges].astype(np.int32)),

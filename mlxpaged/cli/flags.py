@@ -118,6 +118,10 @@ def seconds(text: str) -> float:
     return _float_below(text, float("inf"), "a number of seconds, at least 0")
 
 
+def milliseconds(text: str) -> float:
+    return _float_below(text, float("inf"), "a number of milliseconds, at least 0")
+
+
 def positive_seconds(text: str) -> float:
     value = seconds(text)
     if value == 0:

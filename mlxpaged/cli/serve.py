@@ -21,6 +21,7 @@ from mlxpaged.cli.flags import (
     directory,
     host_name,
     is_loopback,
+    milliseconds,
     natural_int,
     one_of,
     or_off,
@@ -38,6 +39,7 @@ from mlxpaged.engine import EngineConfig, Priority
 from mlxpaged.engine.memory import parse_size
 from mlxpaged.models import DEMO_MODEL, tool_parsers
 from mlxpaged.scheduler import PREFILL_MODES
+from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS
 
 NO_MODEL = "none"
 TUNINGS = "auto, default, paged:N (N keys to a threadgroup in decoding) or contiguous"
@@ -103,6 +105,14 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
     )
     add_engine_flags(flags)
+    flags.value(
+        "--max-step-ms",
+        milliseconds,
+        None,
+        "what prompts may make of a step, by what steps took so far, so that streams do not stall: 0 for no limit "
+        f"(default {DECODE_MULTIPLE:g} times the step without them, or {1000 * LEAST_STEP_SECONDS:g}, while anybody "
+        "decodes)",
+    )
     flags.value(
         "--max-queue",
         natural_int,
@@ -208,6 +218,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         prefill_mode=args.prefill_mode,
         decode_preference=args.decode_preference,
+        max_step_ms=args.max_step_ms,
         attention_backend=args.attention_backend,
         attention_tuning=args.attention_tuning,
         retune=args.retune,

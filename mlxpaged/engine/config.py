@@ -19,7 +19,8 @@ class EngineConfig:
     for none, because nobody's memory or disk is taken unasked. max_queue: requests that may wait beyond max_num_seqs
     running ones. attention_tuning: "auto" for what is fastest on this machine, measured once, "default", "paged:512" or
     "contiguous"; retune: measure again. default_priority, request_timeout, ttft_timeout (seconds) and timelines: for
-    requests that do not say. tool_parser: of mlx-lm's, in place of the one that the chat template calls for.
+    requests that do not say. max_step_ms: what prompts may make of a step; 0 for no limit, None for SchedulerConfig's
+    own. tool_parser: of mlx-lm's, in place of the one that the chat template calls for.
 
     Raises ValueError where a value is out of range.
     """

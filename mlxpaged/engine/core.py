@@ -313,8 +313,8 @@ class EngineCore:
             return False
 
     def _settle(self, batch: Batch, tokens: dict[int, SampledToken], started: float | None) -> list[RequestOutput]:
-        """Book the tokens of a batch that is done, and make text of them. started: when it was sent to the device, which
-        began with it once the one before was done. None where its time says nothing of others like it."""
+        """Book the tokens of a batch that is done, and make text of them. started: when it was sent to the device,
+        which began with it once the one before was done. None where its time says nothing of others like it."""
         now = self.clock()
         seconds = None if started is None else now - max(started, self._settled_at)
         self._settled_at = now

@@ -14,7 +14,8 @@ from mlxpaged.scheduler import Batch
 
 @dataclass(frozen=True)
 class StepUnderWay:
-    """A step that the device works on. started: when it was made up, by the engine's clock. peaks: the largest logit of every row, which shows whether they are finite."""
+    """A step that the device works on. started: when it was made up, by the engine's clock. peaks: the largest logit of
+    every row, which shows whether they are finite."""
 
     batch: Batch
     started: float

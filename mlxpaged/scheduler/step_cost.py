@@ -26,7 +26,7 @@ OUTLIER = 4.0
 another process ran)."""
 
 SCALE = np.array([1.0, 10.0, 1e4, 100.0, 1e5])
-"""Usual sizes of the five parts. Where the steps do not tell which part the time is due to, it is shared in this way."""
+"""Usual sizes of the five parts. Where the steps do not tell which part takes the time, it is shared in this way."""
 
 SHORTEST = 1e-6
 """Seconds: a clock may not tell two steps apart."""

@@ -13,6 +13,8 @@ import pytest
 
 from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.sampler import SampledToken
+from mlxpaged.engine.step import StepUnderWay
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.scheduler import Batch, FinishReason
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
@@ -248,3 +250,29 @@ def test_logits_that_are_not_finite_fail_their_request_instead_of_choosing_a_tok
     outputs = run(core)
     assert outputs["spoiled"][-1].error == "the step failed: FloatingPointError: the model's logits are not finite"
     assert tokens(outputs["sound"]) == expected
+
+
+def test_the_engine_measures_its_steps_and_cuts_prompts_to_the_limit(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that takes 10 ms for a step and 1 ms more for every token."""
+    now, read, seconds = [0.0], StepUnderWay.read, []
+
+    def slow_read(step: StepUnderWay) -> dict[int, SampledToken]:
+        seconds.append(0.01 + step.batch.num_tokens / 1000)
+        now[0] += seconds[-1]
+        return read(step)
+
+    monkeypatch.setattr(StepUnderWay, "read", slow_read)
+    core = EngineCore(EngineConfig(kv_cache_bytes=4_000_000, max_step_ms=60), served, lambda: now[0])
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    core.add(Request("stream", [5, 6, 7], params, 0.0))
+    core.add(Request("short", [9] * 40, SamplingParams(max_tokens=2, ignore_eos=True), 0.0))
+    for _ in range(6):
+        core.step()
+    seconds.clear()
+    core.add(Request("long", [8] * 400, SamplingParams(max_tokens=2, ignore_eos=True), 0.0))
+    while core.scheduler.waiting or any(sequence.num_output_tokens == 0 for sequence in core.scheduler.running):
+        core.step()
+    assert max(seconds) <= 0.0605
+    assert sum(second > 0.055 for second in seconds) >= 6, "the limit is used"

@@ -83,6 +83,7 @@ class Report:
                 "max_num_batched_tokens": config.max_num_batched_tokens,
                 "prefill_mode": config.prefill_mode,
                 "decode_preference": config.decode_preference,
+                "max_step_ms": config.max_step_ms,
                 "prefix_caching": config.prefix_caching,
                 "swap_space_bytes": config.swap_space_bytes,
             },

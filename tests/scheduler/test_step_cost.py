@@ -1,0 +1,272 @@
+"""The cost model of a step, and the chunks of prompts that the scheduler cuts by it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from mlxpaged.scheduler import Batch, SchedulerConfig, Sequence
+from mlxpaged.scheduler.batch import LEAST_CHUNK
+from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS
+from mlxpaged.scheduler.step_cost import KEPT, OUTLIER, Costs, StepCost
+from tests.scheduler.simulation import make_scheduler, sequence
+
+SLOW_CPU = Costs(0.05, 0.002, 1e-6, 0.002, 8e-7)
+"""An 80 M model on two cores."""
+FAST_GPU = Costs(0.01, 1e-4, 1e-8, 0.0012, 1e-8)
+MACHINES = pytest.mark.parametrize("machine", [SLOW_CPU, FAST_GPU], ids=["slow CPU", "fast GPU"])
+
+
+def seconds_of(machine: Costs, contexts: list[int], chunks: list[tuple[int, int]]) -> float:
+    return machine.decode_seconds(contexts) + sum(machine.chunk_seconds(*chunk) for chunk in chunks)
+
+
+def observe(
+    model: StepCost, machine: Costs, contexts: list[int], chunks: list[tuple[int, int]], noise: float = 1.0
+) -> None:
+    model.observe(contexts, chunks, noise * seconds_of(machine, contexts, chunks))
+
+
+def taught(machine: Costs, noise: float = 0.0) -> StepCost:
+    model, rng = StepCost(), random.Random(0)
+    for _ in range(40):
+        contexts = [rng.randrange(1, 3000) for _ in range(rng.randrange(17))]
+        chunks = [(rng.randrange(4000), rng.randrange(2, 600)) for _ in range(rng.randrange(3))]
+        observe(model, machine, contexts, chunks, rng.uniform(1 - noise, 1 + noise))
+    return model
+
+
+@MACHINES
+def test_steps_of_all_kinds_teach_what_others_will_take(machine: Costs) -> None:
+    costs = taught(machine).costs()
+    assert costs is not None
+    for contexts, start, tokens in (([500] * 8, 0, 100), ([2000] * 16, 3000, 64), ([], 0, 512), ([10], 4000, 2000)):
+        assert seconds_of(costs, contexts, [(start, tokens)]) == pytest.approx(
+            seconds_of(machine, contexts, [(start, tokens)]), rel=0.01
+        )
+
+
+@MACHINES
+def test_noise_of_a_third_is_averaged_out(machine: Costs) -> None:
+    costs = taught(machine, noise=0.33).costs()
+    assert costs is not None
+    for contexts, start in (([500] * 8, 0), ([1000] * 4, 3000)):
+        assert seconds_of(costs, contexts, [(start, 200)]) == pytest.approx(
+            seconds_of(machine, contexts, [(start, 200)]), rel=0.25
+        )
+
+
+def test_no_part_is_ever_negative() -> None:
+    rng = random.Random(1)
+    for _ in range(100):
+        model = StepCost()
+        for _ in range(rng.randrange(1, 12)):
+            chunks = [(rng.randrange(4000), rng.randrange(2, 600)) for _ in range(rng.randrange(1, 3))]
+            model.observe([rng.randrange(1, 3000)] * rng.randrange(9), chunks, rng.uniform(1e-9, 2))
+        costs = model.costs()
+        assert costs is not None
+        values = vars(costs).values()
+        assert all(value >= 0 and math.isfinite(value) for value in values)
+        assert sum(values) > 0
+
+
+def test_nothing_is_known_of_prompts_before_one_ran() -> None:
+    model = StepCost()
+    model.observe([10], [], 0.1)
+    assert model.costs() is None
+
+
+def test_one_step_is_enough_for_a_first_guess() -> None:
+    model = StepCost()
+    observe(model, SLOW_CPU, [], [(0, 100)])
+    costs = model.costs()
+    assert costs is not None
+    assert costs.decode_seconds([]) + costs.chunk_seconds(0, 100) == pytest.approx(seconds_of(SLOW_CPU, [], [(0, 100)]))
+
+
+def test_a_clock_that_tells_no_time_teaches_nothing_wrong() -> None:
+    model = StepCost()
+    model.observe([], [(0, 100)], 0.0)
+    costs = model.costs()
+    assert costs is not None
+    assert costs.chunk_within(0.05, 0) > 2048
+
+
+def test_a_step_that_something_else_held_up_counts_a_few_times_only() -> None:
+    model = taught(SLOW_CPU)
+    before = model.costs()
+    assert before is not None
+    held_up, usual = ([500] * 8, [(0, 100)]), seconds_of(before, [500] * 8, [(0, 100)])
+    model.observe(*held_up, 1000 * usual)
+    after = model.costs()
+    assert after is not None
+    assert usual < seconds_of(after, *held_up) < OUTLIER * usual
+
+
+def test_a_machine_that_became_slower_is_learned_anew() -> None:
+    model, slower = taught(FAST_GPU), SLOW_CPU
+    rng = random.Random(2)
+    for _ in range(10 * KEPT):
+        observe(
+            model, slower, [rng.randrange(1, 3000)] * rng.randrange(9), [(rng.randrange(4000), rng.randrange(2, 600))]
+        )
+        observe(model, slower, [rng.randrange(1, 3000)] * rng.randrange(9), [])
+        costs = model.costs()
+    assert costs is not None
+    assert costs.chunk_seconds(1000, 100) == pytest.approx(slower.chunk_seconds(1000, 100), rel=0.05)
+
+
+def test_a_long_answer_does_not_crowd_out_what_is_known_of_prompts() -> None:
+    model = taught(SLOW_CPU)
+    for length in range(10_000):
+        observe(model, SLOW_CPU, [length], [])
+    costs = model.costs()
+    assert costs is not None
+    assert costs.chunk_seconds(1000, 100) == pytest.approx(SLOW_CPU.chunk_seconds(1000, 100), rel=0.05)
+
+
+@MACHINES
+@pytest.mark.parametrize("start", [0, 100, 30_000])
+@pytest.mark.parametrize("seconds", [0.001, 0.05, 3.0])
+def test_the_chunk_within_a_time_is_the_longest_that_fits(machine: Costs, start: int, seconds: float) -> None:
+    tokens = machine.chunk_within(seconds, start)
+    assert machine.chunk_seconds(start, tokens) <= seconds * 1.000001
+    assert machine.chunk_seconds(start, tokens + 1) > seconds
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_no_time_is_enough_for_no_token(seconds: float) -> None:
+    assert SLOW_CPU.chunk_within(seconds, 10) == 0
+
+
+# -- the scheduler cuts chunks by it ---------------------------------------------------------------------------------
+
+
+class TimedScheduler:
+    """Every step takes what the machine's costs say, and the scheduler hears of it."""
+
+    def __init__(self, machine: Costs, **options: float | str | None) -> None:
+        settings = {"num_blocks": 4000, "max_num_seqs": 32, "max_num_batched_tokens": 8192, "decode_preference": 0.0}
+        self.scheduler = make_scheduler(**(settings | options))  # type: ignore[arg-type]
+        self.machine = machine
+        self.last = Batch(())
+
+    def add(self, *sequences: Sequence) -> None:
+        for one in sequences:
+            self.scheduler.add(one)
+
+    def step(self) -> float:
+        self.last = self.scheduler.schedule()
+        contexts = [row.context_len for row in self.last.rows if row.num_tokens == 1]
+        chunks = [(row.start, row.num_tokens) for row in self.last.rows if row.num_tokens > 1]
+        seconds = seconds_of(self.machine, contexts, chunks)
+        tokens = {row.sequence.sequence_id: 1 for row in self.last.rows if row.samples}
+        self.scheduler.update(self.last, tokens, seconds)
+        return seconds
+
+
+def with_streams(machine: Costs, **options: float | str | None) -> TimedScheduler:
+    """Eight streams decode, and the machine is known."""
+    timed = TimedScheduler(machine, **options)
+    timed.add(*(sequence(number, 20 + 10 * number, max_tokens=5000) for number in range(8)))
+    for number in range(100, 104):
+        for _ in range(4):
+            timed.step()
+        timed.add(sequence(number, 50 * (number - 97), max_tokens=4))
+    for _ in range(30):
+        timed.step()
+    assert len(timed.scheduler.running) == 8
+    return timed
+
+
+def prompt_steps(timed: TimedScheduler, number: int, length: int) -> list[float]:
+    """Seconds of every step until the prompt is computed."""
+    prompt = sequence(number, length, max_tokens=2)
+    timed.add(prompt)
+    steps = []
+    while prompt.num_output_tokens == 0:
+        steps.append(timed.step())
+    return steps
+
+
+@MACHINES
+@pytest.mark.parametrize("milliseconds", [120, 400])
+def test_a_long_prompt_keeps_to_the_limit_and_uses_it(machine: Costs, milliseconds: int) -> None:
+    timed = with_streams(machine, max_step_seconds=milliseconds / 1000)
+    steps = prompt_steps(timed, 200, 6000)
+    least = seconds_of(machine, [500] * 8, [(6000, LEAST_CHUNK)])
+    assert max(steps) <= 1.05 * max(milliseconds / 1000, least)
+    assert sorted(steps)[len(steps) // 2] >= 0.8 * milliseconds / 1000
+
+
+@MACHINES
+def test_without_a_limit_of_its_own_a_step_is_a_small_multiple_of_one_that_decodes(machine: Costs) -> None:
+    timed = with_streams(machine)
+    plain = timed.step()
+    steps = prompt_steps(timed, 200, 3000)
+    limit = max(DECODE_MULTIPLE * plain, LEAST_STEP_SECONDS)
+    assert max(steps) <= 1.2 * limit  # contexts grow
+    assert sorted(steps)[len(steps) // 2] >= 0.8 * limit
+
+
+def test_chunks_become_shorter_as_their_context_grows() -> None:
+    timed = with_streams(SLOW_CPU)
+    timed.add(sequence(200, 6000, max_tokens=2))
+    chunks = []
+    for _ in range(10):
+        timed.step()
+        chunks.append(max(row.num_tokens for row in timed.last.rows))
+    assert chunks[-1] < chunks[0]
+    assert chunks == sorted(chunks, reverse=True)
+
+
+def test_a_prompt_goes_on_however_small_the_limit() -> None:
+    timed = with_streams(SLOW_CPU, max_step_seconds=0.001)
+    assert len(prompt_steps(timed, 200, 10 * LEAST_CHUNK)) == 10
+
+
+def test_nobody_is_let_in_behind_a_prompt_that_was_cut_short() -> None:
+    """Its blocks could be shared once they are computed; nobody computes them a second time beside it."""
+    timed = with_streams(SLOW_CPU, max_step_seconds=0.2)
+    prompt = list(range(10_000, 13_000))
+    first, second = sequence(200, prompt, max_tokens=2), sequence(201, prompt, max_tokens=2)
+    timed.add(first, second)
+    while first.num_output_tokens == 0:
+        timed.step()
+    while second.num_output_tokens == 0:
+        timed.step()
+    assert second.num_cached_tokens >= len(prompt) - timed.scheduler.config.block_size
+
+
+def test_short_prompts_share_a_step_up_to_the_limit() -> None:
+    timed = with_streams(SLOW_CPU, max_step_seconds=0.4)
+    timed.add(*(sequence(300 + number, 40, max_tokens=2) for number in range(10)))
+    seconds = timed.step()
+    prompts = [row for row in timed.last.rows if row.num_tokens > 1]
+    assert 2 <= len(prompts) < 10
+    assert seconds <= 0.4 + SLOW_CPU.chunk_seconds(0, LEAST_CHUNK)
+
+
+def test_where_nobody_decodes_a_prompt_has_the_whole_step() -> None:
+    timed = with_streams(SLOW_CPU)
+    for other in list(timed.scheduler.running):
+        timed.scheduler.finish(other.sequence_id, other.finish_reason)  # type: ignore[arg-type]
+    assert len(prompt_steps(timed, 200, 6000)) == 1
+
+
+def test_zero_is_no_limit() -> None:
+    timed = with_streams(SLOW_CPU, max_step_seconds=0)
+    assert len(prompt_steps(timed, 200, 6000)) == 1
+
+
+def test_between_steps_that_decode_one_with_prompts_keeps_to_the_limit_too() -> None:
+    timed = with_streams(SLOW_CPU, prefill_mode="separate", decode_preference=0.5, max_step_seconds=0.3)
+    assert max(prompt_steps(timed, 200, 6000)) <= 0.3 * 1.05
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan])
+def test_a_limit_that_is_none_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="max_step_seconds must not be negative"):
+        SchedulerConfig(num_blocks=8, max_step_seconds=seconds)
