@@ -44,6 +44,11 @@ class AnswerParser:
         self._call: CallReader | None = None
         self._next_index = 0
 
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is inside a think block, as far as is known."""
+        return self._section is Section.THINKING
+
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain by now."""
         if not self._tags.think_start and self._form is None:

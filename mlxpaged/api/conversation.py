@@ -56,6 +56,7 @@ async def render(server: Server, info: EngineInfo, body: ChatRequest) -> list[in
     """The prompt's tokens. Raises ApiError or ChatTemplateError."""
     tools, options = body.offered_tools, dict(body.chat_template_kwargs or {})
     check_template(info, body, options)
+    options |= thinking_switch(info, body)
     messages = [message.for_template() for message in body.messages]
     num_chars = sum(len(message["content"]) for message in messages) + sum(len(json.dumps(tool)) for tool in tools)
     check_text_length(info, "messages", num_chars)
@@ -78,7 +79,7 @@ def check_template(info: EngineInfo, body: ChatRequest, options: dict[str, Any])
         if not tokenizer.template_reads(name):
             raise bad_parameter(param, "this model's chat template has no such variable")
     for field in ("thinking_budget", "reasoning_effort"):
-        if getattr(body, field) is not None and not tokenizer.tags.think_start:
+        if getattr(body, field) not in (None, "none") and not tokenizer.tags.think_start:
             raise bad_parameter(field, "this model does not think, as far as its vocabulary shows")
     if any(message.tool_calls for message in body.messages) and not tokenizer.template_reads("tool_calls"):
         raise bad_parameter("messages", "this model's chat template does not show tool_calls to the model")
@@ -89,6 +90,20 @@ def check_template(info: EngineInfo, body: ChatRequest, options: dict[str, Any])
             message = "how this model writes its calls is not known; --tool-parser can tell the server"
             raise bad_parameter("tools", message)
         check_demands(body.chosen_tool, any(tool["function"].get("strict") for tool in body.offered_tools))
+
+
+def thinking_switch(info: EngineInfo, body: ChatRequest) -> dict[str, Any]:
+    """The template's variable for reasoning_effort "none"; {} where the model does not think anyway. Raises ApiError
+    where it cannot be kept from it."""
+    tokenizer = info.tokenizer
+    if body.reasoning_effort != "none" or not tokenizer.tags.think_start:
+        return {}
+    if not tokenizer.template_reads("enable_thinking"):
+        message = "'none': this model's chat template has no enable_thinking to keep it from thinking"
+        raise bad_parameter("reasoning_effort", message)
+    if (body.chat_template_kwargs or {}).get("enable_thinking"):
+        raise bad_parameter("reasoning_effort", "is 'none', but chat_template_kwargs has enable_thinking")
+    return {"enable_thinking": False}
 
 
 def begins_thinking(info: EngineInfo, body: ChatRequest, prompt: list[int]) -> bool:

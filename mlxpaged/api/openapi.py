@@ -95,6 +95,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/v1/responses/{response_id}"): Operation("A stored response"),
     ("DELETE", "/v1/responses/{response_id}"): Operation("Forget a response"),
     ("GET", "/v1/responses/{response_id}/input_items"): Operation("What a response answered", query=ItemList),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation("Refused with a 400: none is made in the background"),
     ("POST", "/v1/messages"): Operation(
         "Answer a conversation, as Anthropic's API does",
         MessagesRequest,

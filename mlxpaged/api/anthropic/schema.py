@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body
+from mlxpaged.api.openai.body import Body, one_of
 from mlxpaged.api.openai.messages import MAX_LIST
 from mlxpaged.api.openai.schema import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from mlxpaged.api.openai.tools import MAX_TOOLS, ToolName
-
-
-def one_of(key: str, known: str) -> Discriminator:
-    """Chooses a union's branch by the value of `key`, in brackets, as pydantic writes branches in an error's path."""
-
-    def tag(value: Any) -> str:
-        return f"[{value.get(key)}]" if isinstance(value, dict) else f"[{getattr(value, key, None)}]"
-
-    message = f"{key}: only {known} are supported here"
-    return Discriminator(tag, custom_error_type="unsupported_type", custom_error_message=message)
 
 
 class CacheControl(Body):

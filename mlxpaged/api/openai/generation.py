@@ -116,12 +116,11 @@ class Generation:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         default_max_tokens: int | None = None,
-        limit_field: str = "max_tokens",
     ) -> None:
         """All prompts, each as often as there are candidates, or none of them where one is refused.
 
         field: the one that holds the prompts. default_max_tokens: most tokens to generate where `params` does not say.
-        limit_field: the one that does. Raises ApiError, RequestCancelledError or EngineUnavailableError.
+        Raises ApiError, RequestCancelledError or EngineUnavailableError.
         """
         if not all(prompts):
             raise bad_parameter(field, "a prompt without tokens cannot be continued")
@@ -136,7 +135,7 @@ class Generation:
         try:
             self.streams = self._engine.submit(requests, default_max_tokens)
         except PromptTooLongError as error:
-            param = limit_field if all(fits_alone(self._engine, prompt) for prompt in prompts) else field
+            param = "max_tokens" if all(fits_alone(self._engine, prompt) for prompt in prompts) else field
             raise bad_parameter(param, str(error), code="context_length_exceeded") from None
         except MinTokensError as error:
             raise bad_parameter("min_tokens", str(error)) from None

@@ -11,7 +11,7 @@ from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.body import Body
 from mlxpaged.api.openai.messages import MAX_LIST, Message
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
-from mlxpaged.api.openai.tools import MAX_TOOLS, NamedTool, Tool
+from mlxpaged.api.openai.tools import MAX_TOOLS, AllowedChoice, NamedTool, Tool, ToolChoice
 from mlxpaged.engine import Constraint, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
@@ -138,8 +138,9 @@ class SamplingFields(StructuredFields):
         )
 
 
-EFFORT_TOKENS = {"minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None}
-"""The most that a model thinks, by reasoning_effort."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORT_TOKENS = {"none": None, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None, "max": None}
+"""The most that a model thinks, by reasoning_effort. "none" is for the chat template, which keeps it from thinking."""
 
 
 class ChatRequest(SamplingFields):
@@ -148,9 +149,9 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     # Not OpenAI's, but vLLM's: how the chat template is rendered.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -193,6 +194,14 @@ class ChatRequest(SamplingFields):
             raise bad_parameter("tool_choice", f"no tool has the name {self.chosen_tool!r}")
         return self
 
+    @model_validator(mode="after")
+    def _allowed_tools_exist(self) -> ChatRequest:
+        names = {tool.function.name for tool in self.tools or ()}
+        for name in self.allowed_names or ():
+            if name not in names:
+                raise bad_parameter("tool_choice", f"no tool has the name {name!r}")
+        return self
+
     @property
     def thinking_limit(self) -> int | None:
         """In tokens; None for any number."""
@@ -201,14 +210,25 @@ class ChatRequest(SamplingFields):
     @property
     def chosen_tool(self) -> str | None:
         """ "none", "auto", "required" or the name of a tool; None where the request does not say."""
+        if isinstance(self.tool_choice, AllowedChoice):
+            return self.tool_choice.allowed_tools.mode
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
 
     @property
+    def allowed_names(self) -> list[str] | None:
+        """Of the tools that tool_choice restricts the model to; None where it names no such list."""
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return None
+        return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Those that the model is told of: none, where it may not call any."""
+        """Those that the model is told of: none where it may not call any, else the allowed ones."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        allowed = self.allowed_names
+        tools = [tool for tool in self.tools or () if allowed is None or tool.function.name in allowed]
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     def constraints(self) -> Iterator[Constraint]:
         if self.response_format is not None:
