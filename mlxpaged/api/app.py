@@ -74,6 +74,7 @@ def create_app(
             Route("/v1/completions", completions.create, methods=["POST"]),
             Route("/v1/embeddings", embeddings.create, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", responses.input_tokens, methods=["POST"]),
             Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
             Route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"]),

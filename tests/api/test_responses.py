@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from mlxpaged.api.openai.responses import store as response_store
-from tests.api.helpers import DEADLINE, Background, StepGate, ask, chat_tokens, events, post, raw
+from tests.api.helpers import DEADLINE, Background, StepGate, ask, chat_tokens, events, metrics, post, raw, raw_post
 from tests.support import RunningServer, wait_until
 
 QUESTION = "What is 17 + 25?"
@@ -166,6 +166,21 @@ def test_a_stream_that_is_ended_says_why(demo_server: RunningServer) -> None:
         assert last["response"]["status"] == "failed"
         assert last["response"]["error"]["code"] == "request_cancelled"
     demo_server.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_response(demo_server: RunningServer, stream: bool) -> None:
+    requests = demo_server.app.state.server.open_requests
+    before = metrics(demo_server)
+    with StepGate(demo_server) as gate:
+        leaving = raw_post(demo_server, PATH, {"input": "Repeat: one two three four", "stream": stream})
+        wait_until(lambda: demo_server.engine.num_unfinished == 1)
+        leaving.close()
+        wait_until(lambda: not list(requests))
+        gate.open()
+    demo_server.wait_idle()
+    after = metrics(demo_server)
+    assert after["mlxpaged_requests_finished_total|stop"] == before["mlxpaged_requests_finished_total|stop"]
 
 
 def test_a_response_that_is_stored_keeps_its_id(demo_server: RunningServer) -> None:

@@ -181,6 +181,21 @@ def test_a_stored_call_is_answered_by_its_result_alone(client: OpenAI) -> None:
     assert (caught.value.param, caught.value.code) == ("input.0.id", "item_not_found")
 
 
+def test_a_prompt_is_counted_without_an_answer(client: OpenAI) -> None:
+    first = client.responses.create(**question("Rome?", instructions="Be brief."))
+    count = client.responses.input_tokens.count
+    assert first.usage is not None
+    assert count(**question("Rome?", instructions="Be brief.")).input_tokens == first.usage.input_tokens
+    result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "21 degrees"}  # type: ignore[union-attr]
+    body = question([result], previous_response_id=first.id, reasoning={"effort": "none"})
+    second = client.responses.create(**body)
+    assert second.usage is not None
+    assert count(**body).input_tokens == second.usage.input_tokens
+    with pytest.raises(BadRequestError) as caught:
+        count(**question("x", tool_choice={"type": "function", "name": "king"}))
+    assert caught.value.param == "tool_choice"
+
+
 def test_several_calls_or_one(client: OpenAI) -> None:
     both = client.responses.create(**question("Both?"))
     assert [item.type for item in both.output] == ["message", "function_call", "function_call"]

@@ -1,4 +1,4 @@
-"""POST /v1/responses, GET and DELETE /v1/responses/{id}, its input items, and its cancelling."""
+"""POST /v1/responses and its input_tokens; GET and DELETE /v1/responses/{id}, its input items, and its cancelling."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.access.caller import may_use, owner_of
 from mlxpaged.api.body import read_json, read_query
-from mlxpaged.api.conversation import start
+from mlxpaged.api.conversation import render, start
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.openai.responses.items import Item, ItemReference
 from mlxpaged.api.openai.responses.reply import ResponseReply
-from mlxpaged.api.openai.responses.schema import ItemList, ResponseRequest
+from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.responses.store import ResponseStore, StoredResponse
 from mlxpaged.api.openai.responses.translation import chat_request, check_calls, own_names
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import HEADER
+from mlxpaged.api.server import server_of
 from mlxpaged.api.streaming import EventStream, answer
 from mlxpaged.engine import DuplicateRequestError
 
@@ -38,9 +39,7 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     given = request.headers.get(HEADER, "")
     if given in store:
         raise DuplicateRequestError(f"a response with the id {given} is stored")
-    earlier = conversation_before(request, body.previous_response_id)
-    items = [referred(request, i, item) for i, item in enumerate(body.items)]
-    check_calls(earlier, items)
+    earlier, items = whole_conversation(request, body)
     with own_names():
         conversation = await start(request, chat_request(body, [*earlier, *items]), "resp")
 
@@ -52,6 +51,28 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     if body.stream:
         return EventStream(reply.events(), conversation.generation.close)
     return JSONResponse(await reply.complete())
+
+
+async def input_tokens(request: Request) -> Response:
+    body = await read_json(request, InputTokensRequest)
+    return await answer(request, count(request, body))
+
+
+async def count(request: Request, body: InputTokensRequest) -> Response:
+    server = server_of(request)
+    _, info = server.ready(body.model)
+    earlier, items = whole_conversation(request, body)
+    with own_names():
+        prompt = await render(server, info, chat_request(body, [*earlier, *items]))
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt)})
+
+
+def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:
+    """The items before the request's own, and those."""
+    earlier = conversation_before(request, body.previous_response_id)
+    items = [referred(request, i, item) for i, item in enumerate(body.items)]
+    check_calls(earlier, items)
+    return earlier, items
 
 
 def conversation_before(request: Request, response_id: str | None) -> Sequence[Item]:

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses. What is not listed here is refused."""
+"""The bodies of the responses API. What is not listed here is refused."""
 
 from __future__ import annotations
 
@@ -85,42 +85,20 @@ ToolChoice = (
 )
 
 
-class ResponseRequest(Body):
+class InputTokensRequest(Body):
+    """What a prompt is made of."""
+
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Probability, Field(gt=0)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    stream: bool | None = False
-    stream_options: ResponseStreamOptions | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    # Accepted for what they are: labels that change nothing, and a limit on the calls of tools that are not here.
-    metadata: dict[str, str] | None = None
-    client_metadata: dict[str, str] | None = None  # Codex's
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     # Not supported beyond the value that asks for nothing.
-    background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    # Not OpenAI's: the server's own limits, whatever the client's patience.
-    timeout: Seconds | None = None
-    ttft_timeout: Seconds | None = None
-
-    # As other requests for text have them: one prompt, one answer.
-    num_candidates: ClassVar[int] = 1
-    multiplier: ClassVar[str | None] = None
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -130,6 +108,39 @@ class ResponseRequest(Body):
             if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function":
                 raise bad_parameter(f"tools.{i}.type", f"{kind!r} is no tool of this server, which has none of its own")
         return value
+
+    @property
+    def items(self) -> list[InputItem]:
+        """The new part of the conversation."""
+        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+
+class ResponseRequest(InputTokensRequest):
+    store: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Probability, Field(gt=0)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    stream: bool | None = False
+    stream_options: ResponseStreamOptions | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    # Accepted for what they are: labels that change nothing, and a limit on the calls of tools that are not here.
+    metadata: dict[str, str] | None = None
+    client_metadata: dict[str, str] | None = None  # Codex's
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    # Not supported beyond the value that asks for nothing.
+    background: Literal[False] | None = None
+    # Not OpenAI's: the server's own limits, whatever the client's patience.
+    timeout: Seconds | None = None
+    ttft_timeout: Seconds | None = None
+
+    # As other requests for text have them: one prompt, one answer.
+    num_candidates: ClassVar[int] = 1
+    multiplier: ClassVar[str | None] = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ResponseRequest:
@@ -147,11 +158,6 @@ class ResponseRequest(Body):
     def kept(self) -> bool:
         """Whether the answer can be asked for again, and continued; the default is OpenAI's."""
         return self.store is not False
-
-    @property
-    def items(self) -> list[InputItem]:
-        """The new part of the conversation."""
-        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
 
 class ItemList(BaseModel):

@@ -18,7 +18,13 @@ from mlxpaged.api.openai.responses.items import (
     ReasoningItem,
     text_of,
 )
-from mlxpaged.api.openai.responses.schema import AllowedTools, NamedTool, ResponseRequest, SchemaFormat
+from mlxpaged.api.openai.responses.schema import (
+    AllowedTools,
+    InputTokensRequest,
+    NamedTool,
+    ResponseRequest,
+    SchemaFormat,
+)
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.models.tokenizer import ChatTemplateError
 
@@ -33,41 +39,44 @@ OWN_NAMES = (
 """Beginnings of a chat request's fields, and what they are called here."""
 
 
-def chat_request(body: ResponseRequest, items: Sequence[Item]) -> ChatRequest:
-    """items: the whole conversation but for the instructions, which are not part of it."""
-    logprobs = {"logprobs": True, "top_logprobs": body.top_logprobs or 0} if body.wants_logprobs else {}
-    return ChatRequest.model_validate(
-        {
-            "model": body.model,
-            "messages": messages_of(body.instructions, items),
+def chat_request(body: InputTokensRequest, items: Sequence[Item]) -> ChatRequest:
+    """items: the whole conversation but for the instructions, which are not part of it. Raises ValidationError or
+    ApiError, both with a chat request's names."""
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages_of(body.instructions, items),
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in body.tools or ()
+        ],
+        "tool_choice": tool_choice(body),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        "response_format": response_format(body),
+    }
+    if isinstance(body, ResponseRequest):
+        fields |= {
             "max_completion_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
+            "logprobs": body.wants_logprobs or None,
+            "top_logprobs": body.top_logprobs,
             "service_tier": body.service_tier,
             "timeout": body.timeout,
             "ttft_timeout": body.ttft_timeout,
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": tool.name,
-                        "description": tool.description,
-                        "parameters": tool.parameters,
-                        "strict": tool.strict,
-                    },
-                }
-                for tool in body.tools or ()
-            ],
-            "tool_choice": tool_choice(body),
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
-            "response_format": response_format(body),
-            **logprobs,
         }
-    )
+    return ChatRequest.model_validate(fields)
 
 
-def tool_choice(body: ResponseRequest) -> str | dict[str, Any] | None:
+def tool_choice(body: InputTokensRequest) -> str | dict[str, Any] | None:
     choice = body.tool_choice
     if isinstance(choice, NamedTool):
         return named(choice)
@@ -81,7 +90,7 @@ def named(tool: NamedTool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name}}
 
 
-def response_format(body: ResponseRequest) -> dict[str, Any] | None:
+def response_format(body: InputTokensRequest) -> dict[str, Any] | None:
     asked = body.text.format if body.text is not None else None
     if isinstance(asked, SchemaFormat):
         schema = asked.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
