@@ -29,6 +29,8 @@ SCRIPT = {
     "Why?": f"<think>\n{THOUGHT}\n</think>\n\nBecause.",
     "Long?": f"<think>{'so ' * 200}</think>Yes.",
     "<think>\n\n</think>": "At once.",
+    "Time?": '<tool_call>\n{"name": "time__now", "arguments": {}}\n</tool_call>',
+    "noon": "It is noon.",
     "Hello": "Hello <b>there</b>.",
     "Nothing": "",
 }
@@ -39,6 +41,12 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 CLOCK: dict[str, Any] = {"type": "function", "name": "clock", "parameters": None, "strict": None}
+TIME: dict[str, Any] = {
+    "type": "namespace",
+    "name": "time",
+    "description": "Of clocks.",
+    "tools": [{"type": "function", "name": "now", "description": "The time.", "strict": False, "parameters": {}}],
+}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -289,19 +297,19 @@ def test_logprobs_are_those_of_the_text(client: OpenAI) -> None:
     assert "encrypted_content" not in response.output[0].model_fields_set
 
 
-def test_what_codex_sends(server: RunningServer) -> None:
-    """The shape of its requests: everything is sent back, nothing stored, and ids left out."""
+def test_what_codex_sends(server: RunningServer, client: OpenAI) -> None:
+    """The shape of its requests: nothing stored, everything sent back, and web search among the tools."""
     body: dict[str, Any] = {
         "model": "scripted",
-        "instructions": "You are a coding agent.",
         "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You code."}]},
             {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Rome?"}]},
         ],
-        "tools": [WEATHER | {"strict": False}],
+        "tools": [WEATHER | {"strict": False}, TIME, {"type": "web_search", "external_web_access": True}],
         "tool_choice": "auto",
         "parallel_tool_calls": True,
-        "reasoning": {"effort": "medium", "summary": "auto"},
+        "reasoning": {"summary": "auto"},
         "store": False,
         "stream": True,
         "include": ["reasoning.encrypted_content"],
@@ -311,11 +319,35 @@ def test_what_codex_sends(server: RunningServer) -> None:
     received = raw_events(server, body)
     items = [event["item"] for event in received if event["type"] == "response.output_item.done"]
     assert [item["type"] for item in items] == ["reasoning", "function_call"]
-    back = [{name: value for name, value in item.items() if name not in ("id", "status")} for item in items]
-    back[0] |= {"encrypted_content": None}
-    output = {"type": "function_call_output", "call_id": items[1]["call_id"], "output": "21 degrees"}
+    assert [tool["type"] for tool in received[0]["response"]["tools"]] == ["function", "namespace"]
+    back = [items[0] | {"content": None}, items[0] | {"encrypted_content": "abcd"}, items[1]]
+    output = {"type": "function_call_output", "id": "fco_1", "call_id": items[1]["call_id"], "output": "21 degrees"}
     last = raw_events(server, body | {"input": [*body["input"], *back, output]})[-1]
     assert last["response"]["output"][0]["content"][0]["text"] == "It is 21 degrees in Rome."
+    one = body | {"input": [{"role": "system", "content": "You code.\n\n<permissions>"}, body["input"][2]]}
+    assert client.responses.input_tokens.count(**prompt_of(one)) == client.responses.input_tokens.count(
+        **prompt_of(body)
+    )
+
+
+def prompt_of(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in ("model", "input", "tools")}
+
+
+def test_a_call_of_a_namespace_names_it(client: OpenAI, server: RunningServer) -> None:
+    body = question("Time?", tools=[TIME])
+    received = raw_events(server, body)
+    [call] = received[-1]["response"]["output"]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("time", "now", "{}")
+    assert received[2]["item"]["namespace"] == "time"
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"}
+    items = [{"role": "user", "content": "Time?"}, call, output]
+    plain = {"type": "function", "name": "time__now", "description": "Of clocks.\nThe time."}
+    named = {name: value for name, value in call.items() if name != "namespace"} | {"name": "time__now"}
+    count = client.responses.input_tokens.count
+    flat = count(**question([items[0], named, output], tools=[plain | {"parameters": {}, "strict": False}]))
+    assert count(**question(items, tools=[TIME])) == flat
+    assert client.responses.create(**question(items, tools=[TIME])).output_text == "It is noon."
 
 
 class City(BaseModel):
@@ -362,6 +394,7 @@ def test_only_background_responses_could_be_cancelled(client: OpenAI) -> None:
     ("fields", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [WEATHER, {"type": "web_search"}, {"type": "mcp", "server_label": "x"}]}, "tools.2.type"),
         ({"tools": [WEATHER, {"type": "custom", "name": "apply_patch"}]}, "tools.1.type"),
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools.0.name"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
@@ -380,7 +413,7 @@ def test_only_background_responses_could_be_cancelled(client: OpenAI) -> None:
         ),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input.0.call_id"),
         ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input.0"),
-        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]}, "input.0.encrypted_content"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]}, "input.0"),
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input.0.id"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"max_tool_calls": 0}, "max_tool_calls"),

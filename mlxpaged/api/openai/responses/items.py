@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from mlxpaged.api.openai.body import Body
 from mlxpaged.api.openai.messages import MAX_LIST
@@ -57,20 +57,24 @@ class MessageItem(StoredItem):
 
 
 class FunctionCall(StoredItem):
-    """arguments: as the model wrote them, JSON."""
+    """arguments: as the model wrote them, JSON. namespace: that of the tool, if it has one."""
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: str
     arguments: str
-    namespace: None = None
+    namespace: str | None = None
     caller: None = None
 
 
 class FunctionCallOutput(StoredItem):
+    """name, namespace: of the tool, as its call says already."""
+
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
     output: Content
+    name: str | None = None
+    namespace: str | None = None
     caller: None = None
 
 
@@ -85,17 +89,18 @@ class SummaryText(Body):
 
 
 class ReasoningItem(StoredItem):
+    """encrypted_content: what other servers have for themselves of what content says."""
+
     type: Literal["reasoning"]
     summary: Annotated[list[SummaryText], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     content: Annotated[list[ReasoningText], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     encrypted_content: str | None = None
 
-    @field_validator("encrypted_content")
-    @classmethod
-    def _nobody_here_has_the_key(cls, value: str | None) -> str | None:
-        if value is not None:
-            raise ValueError("cannot be read: another server made it; this one's reasoning is in content")
-        return value
+    @model_validator(mode="after")
+    def _thoughts_can_be_read(self) -> ReasoningItem:
+        if self.encrypted_content is not None and not self.content:
+            raise ValueError("encrypted_content: another server made it; without content there is nothing to read")
+        return self
 
     @property
     def text(self) -> str:

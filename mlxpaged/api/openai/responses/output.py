@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlxpaged.api.parts import CallArguments, CallBroken, CallEnd, CallStart, Part, Text, Thinking
@@ -16,7 +16,9 @@ class OutputItems:
     """Makes them from the parts of an answer. Whoever reads an event does so before asking for the next one: its item
     is still growing."""
 
-    def __init__(self) -> None:
+    def __init__(self, called_as: Mapping[str, dict[str, str]]) -> None:
+        """called_as: by a tool's name for the model, the fields that name it in a call."""
+        self._called_as = called_as
         self.items: list[dict[str, Any]] = []
         """Those that are done."""
         self._open: dict[str, Any] = {}  # the one that is being made, if any
@@ -38,7 +40,7 @@ class OutputItems:
                     self._open["content"][0]["text"] += text
                     yield "reasoning_text.delta", self._place(content_index=0, delta=text)
                 case CallStart(_, call_id, name):
-                    call = {"id": new_id("fc"), "type": "function_call", "call_id": call_id, "name": name}
+                    call = {"id": new_id("fc"), "type": "function_call", "call_id": call_id, **self._called_as[name]}
                     yield from self._begin(call | {"arguments": ""})
                 case CallArguments(_, text):
                     self._open["arguments"] += text

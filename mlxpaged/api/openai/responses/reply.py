@@ -14,6 +14,7 @@ from mlxpaged.api.openai.generation import timeline_field
 from mlxpaged.api.openai.logprobs import chat_logprobs
 from mlxpaged.api.openai.responses.output import Event, OutputItems
 from mlxpaged.api.openai.responses.schema import ResponseRequest
+from mlxpaged.api.openai.responses.tools import FunctionTool, NamespaceTool, WebSearchTool, called_as
 from mlxpaged.api.streaming import event
 from mlxpaged.engine import RequestOutput
 from mlxpaged.scheduler import FinishReason
@@ -32,7 +33,7 @@ class ResponseReply:
         self._body = body
         self._keep = keep
         self._created = int(time.time())
-        self._output = OutputItems()
+        self._output = OutputItems(called_as(body.tools))
         self._reasoning_tokens = 0
         self._sequence_number = 0
 
@@ -100,7 +101,7 @@ class ResponseReply:
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         body = self._body
-        text, reasoning = shown(body.text), shown(body.reasoning)
+        text, reasoning, choice = shown(body.text), shown(body.reasoning), body.tool_choice
         response: dict[str, Any] = {
             "id": self._terms.request_id,
             "object": "response",
@@ -129,12 +130,8 @@ class ResponseReply:
             "truncation": "disabled",
             "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
             "reasoning": {"effort": None, "summary": None} | reasoning,
-            "tools": [
-                {"description": None, "parameters": None, "strict": False} | shown(tool) for tool in body.tools or ()
-            ],
-            "tool_choice": shown(body.tool_choice)
-            if isinstance(body.tool_choice, BaseModel)
-            else body.tool_choice or "auto",
+            "tools": [shown_tool(tool) for tool in body.tools or () if not isinstance(tool, WebSearchTool)],
+            "tool_choice": shown(choice) if isinstance(choice, BaseModel) else choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
         }
         return response | fields
@@ -148,3 +145,8 @@ class ResponseReply:
 def shown(model: BaseModel | None) -> dict[str, Any]:
     """A part of the request, as the response repeats it."""
     return {} if model is None else model.model_dump(by_alias=True, exclude_none=True)
+
+
+def shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    defaults = {"description": None, "parameters": None, "strict": False}
+    return (defaults if isinstance(tool, FunctionTool) else {}) | shown(tool)

@@ -10,9 +10,10 @@ from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.body import Body, one_of
 from mlxpaged.api.openai.messages import MAX_LIST
 from mlxpaged.api.openai.responses.items import InputItem, MessageItem
+from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
 from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, Seconds
 from mlxpaged.api.openai.structured import JsonSchema
-from mlxpaged.api.openai.tools import MAX_TOOLS, ToolName
+from mlxpaged.api.openai.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -52,39 +53,6 @@ class Reasoning(Body):
     mode: Literal["standard"] | None = None
 
 
-class FunctionTool(Body):
-    """strict: enforced where it is true, and only there. The last three are what every tool here is."""
-
-    type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    output_schema: None = None
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-
-
-class NamedTool(Body):
-    type: Literal["function"]
-    name: ToolName
-
-
-class AllowedTools(Body):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
-
-
-ToolChoice = (
-    Literal["none", "auto", "required"]
-    | Annotated[
-        Annotated[NamedTool, Tag("[function]")] | Annotated[AllowedTools, Tag("[allowed_tools]")],
-        one_of("type", "function and allowed_tools"),
-    ]
-)
-
-
 class InputTokensRequest(Body):
     """What a prompt is made of."""
 
@@ -93,7 +61,7 @@ class InputTokensRequest(Body):
     instructions: str | None = None
     previous_response_id: str | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -103,10 +71,7 @@ class InputTokensRequest(Body):
     @field_validator("tools", mode="before")
     @classmethod
     def _tools_are_functions(cls, value: Any) -> Any:
-        """Before the fields are looked at: which of OpenAI's tools it is says more than what is wrong with them."""
-        for i, tool in enumerate(value if isinstance(value, list) else ()):
-            if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function":
-                raise bad_parameter(f"tools.{i}.type", f"{kind!r} is no tool of this server, which has none of its own")
+        check_kinds(value)
         return value
 
     @property

@@ -18,13 +18,8 @@ from mlxpaged.api.openai.responses.items import (
     ReasoningItem,
     text_of,
 )
-from mlxpaged.api.openai.responses.schema import (
-    AllowedTools,
-    InputTokensRequest,
-    NamedTool,
-    ResponseRequest,
-    SchemaFormat,
-)
+from mlxpaged.api.openai.responses.schema import InputTokensRequest, ResponseRequest, SchemaFormat
+from mlxpaged.api.openai.responses.tools import chat_choice, chat_tools, full_name
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.models.tokenizer import ChatTemplateError
 
@@ -45,19 +40,8 @@ def chat_request(body: InputTokensRequest, items: Sequence[Item]) -> ChatRequest
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages_of(body.instructions, items),
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                    "strict": tool.strict,
-                },
-            }
-            for tool in body.tools or ()
-        ],
-        "tool_choice": tool_choice(body),
+        "tools": chat_tools(body.tools),
+        "tool_choice": chat_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
         "response_format": response_format(body),
@@ -76,20 +60,6 @@ def chat_request(body: InputTokensRequest, items: Sequence[Item]) -> ChatRequest
     return ChatRequest.model_validate(fields)
 
 
-def tool_choice(body: InputTokensRequest) -> str | dict[str, Any] | None:
-    choice = body.tool_choice
-    if isinstance(choice, NamedTool):
-        return named(choice)
-    if isinstance(choice, AllowedTools):
-        allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
-    return choice
-
-
-def named(tool: NamedTool) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.name}}
-
-
 def response_format(body: InputTokensRequest) -> dict[str, Any] | None:
     asked = body.text.format if body.text is not None else None
     if isinstance(asked, SchemaFormat):
@@ -101,7 +71,7 @@ def response_format(body: InputTokensRequest) -> dict[str, Any] | None:
 def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
     """What an assistant thought, said and called in one go is one message, as chat templates have it.
 
-    The instructions are one with the system messages that follow them: most templates know only one, at the beginning.
+    So are the instructions and the system messages that follow them: most templates know one, at the beginning.
     """
     messages = [] if instructions is None else [{"role": "system", "content": instructions}]
     before: Item | None = None
@@ -110,10 +80,10 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
         elif isinstance(item, MessageItem) and item.role != "assistant":
             text = text_of(item.content)
-            if item.role != "user" and instructions is not None and [m["role"] for m in messages] == ["system"]:
+            if item.role != "user" and [message["role"] for message in messages] == ["system"]:
                 messages[0]["content"] += f"\n\n{text}"
             else:
-                messages.append({"role": item.role, "content": text})
+                messages.append({"role": "user" if item.role == "user" else "system", "content": text})
         else:
             if not goes_on(before, item):
                 messages.append({"role": "assistant", "content": ""})
@@ -135,7 +105,7 @@ def add_to_answer(message: dict[str, Any], item: Item) -> None:
             thoughts = [message["reasoning_content"]] if message.get("reasoning_content") else []
             message["reasoning_content"] = "\n".join([*thoughts, item.text]) or None
         case FunctionCall():
-            function = {"name": item.name, "arguments": item.arguments}
+            function = {"name": full_name(item.namespace, item.name), "arguments": item.arguments}
             message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         case MessageItem():
             message["content"] += text_of(item.content)
