@@ -197,7 +197,7 @@ class ChatRequest(SamplingFields):
     @model_validator(mode="after")
     def _allowed_tools_exist(self) -> ChatRequest:
         names = {tool.function.name for tool in self.tools or ()}
-        for name in self.allowed_names or ():
+        for name in self.allowed_names:
             if name not in names:
                 raise bad_parameter("tool_choice", f"no tool has the name {name!r}")
         return self
@@ -215,20 +215,17 @@ class ChatRequest(SamplingFields):
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
 
     @property
-    def allowed_names(self) -> list[str] | None:
-        """Of the tools that tool_choice restricts the model to; None where it names no such list."""
-        if not isinstance(self.tool_choice, AllowedChoice):
-            return None
-        return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+    def allowed_names(self) -> list[str]:
+        """Of the tools that the model may call."""
+        if isinstance(self.tool_choice, AllowedChoice):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return [] if self.tool_choice == "none" else [tool.function.name for tool in self.tools or ()]
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Those that the model is told of: none where it may not call any, else the allowed ones."""
-        if self.tool_choice == "none":
-            return []
-        allowed = self.allowed_names
-        tools = [tool for tool in self.tools or () if allowed is None or tool.function.name in allowed]
-        return [tool.model_dump(exclude_none=True) for tool in tools]
+        """Those that the model is told of: those that it may call."""
+        allowed = set(self.allowed_names)
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or () if tool.function.name in allowed]
 
     def constraints(self) -> Iterator[Constraint]:
         if self.response_format is not None:

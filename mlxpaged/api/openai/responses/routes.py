@@ -40,7 +40,7 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     if given in store:
         raise DuplicateRequestError(f"a response with the id {given} is stored")
     earlier, items = whole_conversation(request, body)
-    with own_names():
+    with own_names(body):
         conversation = await start(request, chat_request(body, [*earlier, *items]), "resp")
 
     def keep(response: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ async def count(request: Request, body: InputTokensRequest) -> Response:
     server = server_of(request)
     _, info = server.ready(body.model)
     earlier, items = whole_conversation(request, body)
-    with own_names():
+    with own_names(body):
         prompt = await render(server, info, chat_request(body, [*earlier, *items]))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt)})
 

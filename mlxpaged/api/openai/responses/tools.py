@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
@@ -90,15 +91,25 @@ def check_kinds(tools: Any) -> None:
             raise bad_parameter(f"tools.{i}.type", f"{kind!r} is no tool of this server, which has none of its own")
 
 
-def functions(tools: Sequence[Tool] | None) -> Iterator[tuple[str | None, str, str | None, FunctionTool]]:
-    """(namespace, name for the model, description, tool) of each that can be called."""
-    for tool in tools or ():
+@dataclass(frozen=True)
+class Function:
+    """A tool that can be called. param: where it stands in the request. name: what the model calls it."""
+
+    param: str
+    namespace: str | None
+    name: str
+    description: str | None
+    tool: FunctionTool
+
+
+def functions(tools: Sequence[Tool] | None) -> Iterator[Function]:
+    for i, tool in enumerate(tools or ()):
         if isinstance(tool, FunctionTool):
-            yield None, tool.name, tool.description, tool
+            yield Function(f"tools.{i}", None, tool.name, tool.description, tool)
         elif isinstance(tool, NamespaceTool):
-            for each in tool.tools:
+            for j, each in enumerate(tool.tools):
                 description = "\n".join(filter(None, (tool.description, each.description)))
-                yield tool.name, full_name(tool.name, each.name), description, each
+                yield Function(f"tools.{i}.tools.{j}", tool.name, full_name(tool.name, each.name), description, each)
 
 
 def full_name(namespace: str | None, name: str) -> str:
@@ -116,13 +127,13 @@ def chat_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
         {
             "type": "function",
             "function": {
-                "name": name,
-                "description": description,
-                "parameters": tool.parameters,
-                "strict": tool.strict,
+                "name": each.name,
+                "description": each.description,
+                "parameters": each.tool.parameters,
+                "strict": each.tool.strict,
             },
         }
-        for _, name, description, tool in functions(tools)
+        for each in functions(tools)
     ]
 
 
@@ -139,6 +150,6 @@ def chat_choice(choice: str | NamedTool | AllowedTools | None) -> str | dict[str
 def called_as(tools: Sequence[Tool] | None) -> dict[str, dict[str, str]]:
     """By a tool's name for the model: the fields that name it in a call."""
     return {
-        name: {"name": tool.name} | ({} if namespace is None else {"namespace": namespace})
-        for namespace, name, _, tool in functions(tools)
+        each.name: {"name": each.tool.name} | ({} if each.namespace is None else {"namespace": each.namespace})
+        for each in functions(tools)
     }

@@ -19,7 +19,7 @@ from mlxpaged.api.openai.responses.items import (
     text_of,
 )
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ResponseRequest, SchemaFormat
-from mlxpaged.api.openai.responses.tools import chat_choice, chat_tools, full_name
+from mlxpaged.api.openai.responses.tools import chat_choice, chat_tools, full_name, functions
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.models.tokenizer import ChatTemplateError
 
@@ -29,7 +29,6 @@ OWN_NAMES = (
     (r"logprobs", "include"),
     (r"reasoning_effort", "reasoning.effort"),
     (r"response_format(\.json_schema)?", "text.format"),
-    (r"(tools\.\d+)\.function", r"\1"),
 )
 """Beginnings of a chat request's fields, and what they are called here."""
 
@@ -122,22 +121,24 @@ def check_calls(earlier: Sequence[Item], items: Sequence[Item]) -> None:
 
 
 @contextlib.contextmanager
-def own_names() -> Iterator[None]:
-    """What is raised about a chat request's field names the field of the responses API instead."""
+def own_names(body: InputTokensRequest) -> Iterator[None]:
+    """What is raised about a field of its chat request names the field of the responses API instead."""
     try:
         yield
     except ChatTemplateError as error:
         raise bad_parameter("input", str(error)) from None
     except ValidationError as error:
-        raise renamed(from_validation(error)) from None
+        raise renamed(from_validation(error), body) from None
     except ApiError as error:
-        raise renamed(error) from None
+        raise renamed(error, body) from None
 
 
-def renamed(error: ApiError) -> ApiError:
+def renamed(error: ApiError, body: InputTokensRequest) -> ApiError:
     if error.param is None:
         return error
     param = error.param
+    tools = [each.param for each in functions(body.tools)]
+    param = re.sub(r"\Atools\.(\d+)(\.function)?(?=\.|\Z)", lambda match: tools[int(match[1])], param)
     for pattern, name in OWN_NAMES:
         param = re.sub(rf"\A{pattern}(?=\.|\Z)", name, param)
     message = (
