@@ -41,7 +41,7 @@ def _node(child: str | None) -> dict[str, Any]:
 def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
     makers = [_string, _integer, _number, _enum, _constant, _simple]
     if depth:
-        makers = [_object, _object, _object, _array, _tuple, _any_of, _one_of]
+        makers = [random_object, random_object, random_object, _array, _tuple, _any_of, _one_of]
     schema = rng.choice(makers)(rng, depth)
     return schema | ({"description": "some words"} if rng.random() < 0.2 else {})
 
@@ -82,7 +82,7 @@ def _simple(rng: random.Random, _depth: int) -> dict[str, Any]:
     return {"type": rng.choice(["boolean", "null", ["boolean", "null"]])}
 
 
-def _object(rng: random.Random, depth: int) -> dict[str, Any]:
+def random_object(rng: random.Random, depth: int) -> dict[str, Any]:
     names = rng.sample(NAMES, rng.randint(0, 4))
     return {
         "type": "object",
