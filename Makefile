@@ -24,7 +24,7 @@ test-contract: $(STAMP)
 	$(BIN)/python -m pytest -m contract tests/contract
 
 test-fuzz: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_demands_fuzz.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -23,6 +23,9 @@ SPECIAL = (END, "<|im_start|>", "[TOOL_CALLS]", "[ARGS]", "<start_function_call>
 PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Tokens of their own that count as text, as in Qwen's vocabulary."""
 
+SPELLED = "\0"
+"""In a script, inside of a tag: the model spells it, character by character, instead of writing its token."""
+
 CALLS = {
     "json_tools": """<tool_call>
 {"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}
@@ -87,8 +90,9 @@ def follow(server: RunningServer, script: Mapping[str, str]) -> None:
     def answer_to(sequence: Any) -> list[int]:
         if sequence.sequence_id not in answers:
             prompt = tokenizer.decode(sequence.token_ids[: sequence.num_prompt_tokens])
-            text = script[max(script, key=prompt.rfind)] + END
-            answers[sequence.sequence_id] = tokenizer.encode(text, add_special_tokens=False)
+            pieces = (script[max(script, key=prompt.rfind)] + END).split(SPELLED)
+            tokens = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+            answers[sequence.sequence_id] = tokens
         return answers[sequence.sequence_id]
 
     def scripted(batch: Any, *args: Any) -> mx.array:

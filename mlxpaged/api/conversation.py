@@ -11,13 +11,13 @@ from typing import Any
 from starlette.requests import Request
 
 from mlxpaged.api.answer_parser import AnswerParser
+from mlxpaged.api.demands import answer_form
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.generation import Generation, begin, check_text_length, check_token_ids
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.openai.terms import Terms, terms_of
 from mlxpaged.api.server import Server, server_of
-from mlxpaged.api.tool_choice import check_demands
-from mlxpaged.engine import EngineInfo
+from mlxpaged.engine import EngineInfo, Thinking
 from mlxpaged.models.tokenizer import RENDERING_OPTIONS
 
 
@@ -45,11 +45,13 @@ async def start(request: Request, body: ChatRequest, id_prefix: str) -> Conversa
     with begin(server, engine, terms, body, num_prompts=1) as generation:
         prompt = await render(server, info, body)
         check_token_ids(info, params, "messages", [prompt])
-        await server.compile(info, params.constraint)
-        thinking = begins_thinking(info, body, prompt)
-        generation.submit("messages", [prompt], dataclasses.replace(params, begins_thinking=thinking))
+        thinking = thinking_of(info, body, prompt)
+        form = answer_form(body, tags, thinking)
+        await server.compile(info, form)
+        params = dataclasses.replace(params, begins_thinking=thinking == "open", constraint=form)
+        generation.submit("messages", [prompt], params)
     one_call = body.parallel_tool_calls is False
-    return Conversation(info, terms, generation, lambda: AnswerParser(tags, thinking, tools, one_call))
+    return Conversation(info, terms, generation, lambda: AnswerParser(tags, thinking == "open", tools, one_call, form))
 
 
 async def render(server: Server, info: EngineInfo, body: ChatRequest) -> list[int]:
@@ -89,7 +91,6 @@ def check_template(info: EngineInfo, body: ChatRequest, options: dict[str, Any])
         if tokenizer.tags.tools is None:
             message = "how this model writes its calls is not known; --tool-parser can tell the server"
             raise bad_parameter("tools", message)
-        check_demands(body.chosen_tool, any(tool["function"].get("strict") for tool in body.offered_tools))
 
 
 def thinking_switch(info: EngineInfo, body: ChatRequest) -> dict[str, Any]:
@@ -106,10 +107,14 @@ def thinking_switch(info: EngineInfo, body: ChatRequest) -> dict[str, Any]:
     return {"enable_thinking": False}
 
 
-def begins_thinking(info: EngineInfo, body: ChatRequest, prompt: list[int]) -> bool:
-    """Whether the prompt ends inside a think block."""
+def thinking_of(info: EngineInfo, body: ChatRequest, prompt: list[int]) -> Thinking:
+    """Whether the prompt ends inside a think block, or where the model may open one."""
     tags = info.tokenizer.tags
-    if body.continue_final_message and tags.think_start:
+    if not tags.think_start:
+        return "never"
+    if body.continue_final_message:
         last = str(body.messages[-1].for_template()["content"])
-        return last.rfind(tags.think_start) > last.rfind(tags.think_end)
-    return info.tokenizer.opens_thinking(prompt)
+        return "open" if last.rfind(tags.think_start) > last.rfind(tags.think_end) else "never"
+    if info.tokenizer.ends_with(prompt, tags.think_start):
+        return "open"
+    return "never" if info.tokenizer.ends_with(prompt, tags.think_end) else "may"

@@ -13,8 +13,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-OPENING_TOKENS = 16
-"""A tag that opens thinking, and the white space behind it, are shorter."""
+TAG_TOKENS = 16
+"""A tag around thinking, and the white space behind it, are shorter."""
 RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """What says how to render, or what: not for a caller's `chat_template_kwargs`."""
 
@@ -107,10 +107,11 @@ class Tokenizer:
             source = "\n".join(source.values())
         return not isinstance(source, str) or re.search(rf"\b{re.escape(variable)}\b", source) is not None
 
-    def opens_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends inside a think block, as templates leave it whose models always think."""
-        tail = str(self._decoder.decode(list(prompt[-OPENING_TOKENS:]), skip_special_tokens=False))
-        return bool(self.tags.think_start) and tail.rstrip().endswith(self.tags.think_start)
+    def ends_with(self, prompt: Sequence[int], tag: str) -> bool:
+        """Whether a tag, and white space, is the last of a prompt: templates open a think block where models always
+        think, and leave a closed one where they are not to."""
+        tail = str(self._decoder.decode(list(prompt[-TAG_TOKENS:]), skip_special_tokens=False))
+        return tail.rstrip().endswith(tag)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=True))

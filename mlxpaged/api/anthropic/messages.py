@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -137,10 +138,15 @@ def content_blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
             extend(blocks, "text", part.text)
     for block in blocks:
         if block["type"] == "tool_use":
-            block["input"] = json.loads(block["input"])
+            block["input"] = json.loads(block["input"], parse_float=finite)
         elif block["type"] == "thinking":
             block["signature"] = signature(block["thinking"])
     return blocks
+
+
+def finite(number: str) -> float:
+    """One that JSON can hold again: it has no infinity."""
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
 
 def extend(blocks: list[dict[str, Any]], kind: str, text: str) -> None:

@@ -175,11 +175,6 @@ class ChatRequest(SamplingFields):
             raise bad_parameter("logprobs", "cannot be had with a limit on the thinking: its end is not drawn")
         if self.continue_final_message and self.add_generation_prompt:
             raise bad_parameter("add_generation_prompt", "would end the message that continue_final_message continues")
-        constraint = next(self.constraints(), None)
-        if constraint is not None and self.thinking_limit is not None:
-            raise bad_parameter(constraint.param, "cannot be had with a limit on the thinking yet")
-        if constraint is not None and self.offered_tools:
-            raise bad_parameter(constraint.param, "cannot be had with tools yet, unless tool_choice is 'none'")
         called: set[str] = set()
         for i, message in enumerate(self.messages):
             called.update(call.id for call in message.tool_calls or ())
@@ -190,7 +185,7 @@ class ChatRequest(SamplingFields):
             raise bad_parameter("tools", "two of them have the same name")
         if self.chosen_tool not in (None, "none", "auto") and not names:
             raise bad_parameter("tool_choice", f"is {self.chosen_tool!r}, but there are no tools")
-        if isinstance(self.tool_choice, NamedTool) and self.chosen_tool not in names:
+        if self.names_tool and self.chosen_tool not in names:
             raise bad_parameter("tool_choice", f"no tool has the name {self.chosen_tool!r}")
         return self
 
@@ -220,6 +215,10 @@ class ChatRequest(SamplingFields):
         if isinstance(self.tool_choice, AllowedChoice):
             return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
         return [] if self.tool_choice == "none" else [tool.function.name for tool in self.tools or ()]
+
+    @property
+    def names_tool(self) -> bool:
+        return isinstance(self.tool_choice, NamedTool)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
