@@ -66,6 +66,7 @@ class Tokenizer:
         start = self._special_ids.intersection(self._tag_ids(form.start) if form else ())
         end = self._special_ids.intersection(self._tag_ids(form.end) if form else ())
         self._tool_tokens = ShownTokens(start | end, start, end)
+        self.takes_late_system = self._shows_late_system()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of plain text, with or without the special tokens that the model expects around a prompt."""
@@ -106,6 +107,16 @@ class Tokenizer:
         if isinstance(source, dict):  # several templates, by name
             source = "\n".join(source.values())
         return not isinstance(source, str) or re.search(rf"\b{re.escape(variable)}\b", source) is not None
+
+    def _shows_late_system(self) -> bool:
+        """Whether the chat template shows a system message that is not the first message. Many refuse it, some pass
+        over it."""
+        roles = ("system", "user", "system")
+        try:
+            messages = [{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)]
+            return "probe 2" in self._encoder.apply_chat_template(messages, tokenize=False)
+        except Exception:  # as in `apply_chat_template`; or there is no template
+            return False
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a think block, as templates leave it whose models always think."""
