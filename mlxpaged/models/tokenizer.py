@@ -101,13 +101,6 @@ class Tokenizer:
         except Exception as error:  # templates raise whatever jinja2 raises, and say what they refuse
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
-    def template_reads(self, variable: str) -> bool:
-        """Whether the chat template does anything with a variable. One that is code, not text, is not asked."""
-        source = self._decoder.chat_template
-        if isinstance(source, dict):  # several templates, by name
-            source = "\n".join(source.values())
-        return not isinstance(source, str) or re.search(rf"\b{re.escape(variable)}\b", source) is not None
-
     def _shows_late_system(self) -> bool:
         """Whether the chat template shows a system message that is not the first message. Many refuse it, some pass
         over it."""
@@ -117,6 +110,13 @@ class Tokenizer:
             return "probe 2" in self._encoder.apply_chat_template(messages, tokenize=False)
         except Exception:  # as in `apply_chat_template`; or there is no template
             return False
+
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template does anything with a variable. One that is code, not text, is not asked."""
+        source = self._decoder.chat_template
+        if isinstance(source, dict):  # several templates, by name
+            source = "\n".join(source.values())
+        return not isinstance(source, str) or re.search(rf"\b{re.escape(variable)}\b", source) is not None
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a think block, as templates leave it whose models always think."""
