@@ -48,7 +48,7 @@ TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %
 {%- elif always_think %}{{ '<think>\\n' }}{% endif %}{% endif %}"""
 
 
-def make_scripted_model(directory: Path, tool_format: str) -> Path:
+def make_scripted_model(directory: Path, tool_format: str, context_length: int = 8192) -> Path:
     """A tiny model with a token for every byte and for every tag; its chat template writes calls in `tool_format`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
@@ -60,7 +60,7 @@ def make_scripted_model(directory: Path, tool_format: str) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     (directory / "chat_template.jinja").write_text(TEMPLATE.replace("CALL", CALLS[tool_format]))
-    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 8192}
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": context_length}
     config = {"model_type": "llama", "eos_token_id": tokenizer.token_to_id(END)} | SMALL | sizes
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
@@ -71,11 +71,12 @@ def make_scripted_model(directory: Path, tool_format: str) -> Path:
 
 @contextlib.contextmanager
 def scripted_server(
-    directory: Path, tool_format: str, script: Mapping[str, str], **options: Any
+    directory: Path, tool_format: str, script: Mapping[str, str], context_length: int = 8192, **options: Any
 ) -> Iterator[RunningServer]:
     """script: what is answered, by a text in the prompt; of several, the one that comes last there counts."""
-    model = make_scripted_model(directory, tool_format)
-    config = EngineConfig(model=str(model), served_model_name="scripted", kv_cache_bytes=16_000_000, **options)
+    model = make_scripted_model(directory, tool_format, context_length)
+    options = {"served_model_name": "scripted", "kv_cache_bytes": 16_000_000} | options
+    config = EngineConfig(model=str(model), **options)
     with running_server(config) as server:
         follow(server, script)
         yield server

@@ -66,6 +66,7 @@ class Tokenizer:
         start = self._special_ids.intersection(self._tag_ids(form.start) if form else ())
         end = self._special_ids.intersection(self._tag_ids(form.end) if form else ())
         self._tool_tokens = ShownTokens(start | end, start, end)
+        self.takes_late_system = self._shows_late_system()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of plain text, with or without the special tokens that the model expects around a prompt."""
@@ -99,6 +100,16 @@ class Tokenizer:
             )
         except Exception as error:  # templates raise whatever jinja2 raises, and say what they refuse
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _shows_late_system(self) -> bool:
+        """Whether the chat template shows a system message that is not the first message. Many refuse it, some pass
+        over it."""
+        roles = ("system", "user", "system")
+        try:
+            messages = [{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)]
+            return "probe 2" in self._encoder.apply_chat_template(messages, tokenize=False)
+        except Exception:  # as in `apply_chat_template`; or there is no template
+            return False
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template does anything with a variable. One that is code, not text, is not asked."""

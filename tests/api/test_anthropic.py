@@ -233,7 +233,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "b", "content": "x"}
         ({"stop_sequences": [""]}, "stop_sequences.0"),
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages.0: role"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0: role"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0: type"),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages.0.content.0.tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [USE]}]}, "messages"),

@@ -54,7 +54,10 @@ def check_text_length(info: EngineInfo, field: str, num_chars: int) -> None:
     tokens = info.tokenizer.least_tokens(num_chars)
     if tokens > info.context_length:
         limit = f"this model's context length is {info.context_length} tokens"
-        raise bad_parameter(field, f"the prompt has at least {tokens} tokens; {limit}", code="context_length_exceeded")
+        error = PromptTooLongError(
+            f"the prompt has at least {tokens} tokens; {limit}", tokens, None, info.context_length
+        )
+        raise bad_parameter(field, str(error), code="context_length_exceeded") from error
 
 
 @contextlib.contextmanager
@@ -136,7 +139,7 @@ class Generation:
             self.streams = self._engine.submit(requests, default_max_tokens)
         except PromptTooLongError as error:
             param = "max_tokens" if all(fits_alone(self._engine, prompt) for prompt in prompts) else field
-            raise bad_parameter(param, str(error), code="context_length_exceeded") from None
+            raise bad_parameter(param, str(error), code="context_length_exceeded") from error
         except MinTokensError as error:
             raise bad_parameter("min_tokens", str(error)) from None
         self._request.submitted = True
