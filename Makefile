@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-scheduler test-contract test-fuzz lint types bench bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-scheduler test-contract test-clients test-fuzz lint types bench bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -23,8 +23,13 @@ test-contract: $(STAMP)
 	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,contract]'; fi
 	$(BIN)/python -m pytest -m contract tests/contract
 
+test-clients: $(STAMP)
+	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[dev,clients]'; \
+	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients]'; fi
+	$(BIN)/python -m pytest -m clients -W default tests/clients
+
 test-fuzz: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_demands_fuzz.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -23,6 +23,9 @@ SPECIAL = (END, "<|im_start|>", "[TOOL_CALLS]", "[ARGS]", "<start_function_call>
 PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Tokens of their own that count as text, as in Qwen's vocabulary."""
 
+SPELLED = "\0"
+"""In a script, inside of a tag: the model spells it, character by character, instead of writing its token."""
+
 CALLS = {
     "json_tools": """<tool_call>
 {"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}
@@ -45,7 +48,7 @@ TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %
 {%- elif always_think %}{{ '<think>\\n' }}{% endif %}{% endif %}"""
 
 
-def make_scripted_model(directory: Path, tool_format: str) -> Path:
+def make_scripted_model(directory: Path, tool_format: str, context_length: int = 8192) -> Path:
     """A tiny model with a token for every byte and for every tag; its chat template writes calls in `tool_format`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
@@ -57,7 +60,7 @@ def make_scripted_model(directory: Path, tool_format: str) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     (directory / "chat_template.jinja").write_text(TEMPLATE.replace("CALL", CALLS[tool_format]))
-    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 8192}
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": context_length}
     config = {"model_type": "llama", "eos_token_id": tokenizer.token_to_id(END)} | SMALL | sizes
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
@@ -68,11 +71,12 @@ def make_scripted_model(directory: Path, tool_format: str) -> Path:
 
 @contextlib.contextmanager
 def scripted_server(
-    directory: Path, tool_format: str, script: Mapping[str, str], **options: Any
+    directory: Path, tool_format: str, script: Mapping[str, str], context_length: int = 8192, **options: Any
 ) -> Iterator[RunningServer]:
     """script: what is answered, by a text in the prompt; of several, the one that comes last there counts."""
-    model = make_scripted_model(directory, tool_format)
-    config = EngineConfig(model=str(model), served_model_name="scripted", kv_cache_bytes=16_000_000, **options)
+    model = make_scripted_model(directory, tool_format, context_length)
+    options = {"served_model_name": "scripted", "kv_cache_bytes": 16_000_000} | options
+    config = EngineConfig(model=str(model), **options)
     with running_server(config) as server:
         follow(server, script)
         yield server
@@ -87,8 +91,9 @@ def follow(server: RunningServer, script: Mapping[str, str]) -> None:
     def answer_to(sequence: Any) -> list[int]:
         if sequence.sequence_id not in answers:
             prompt = tokenizer.decode(sequence.token_ids[: sequence.num_prompt_tokens])
-            text = script[max(script, key=prompt.rfind)] + END
-            answers[sequence.sequence_id] = tokenizer.encode(text, add_special_tokens=False)
+            pieces = (script[max(script, key=prompt.rfind)] + END).split(SPELLED)
+            tokens = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+            answers[sequence.sequence_id] = tokens
         return answers[sequence.sequence_id]
 
     def scripted(batch: Any, *args: Any) -> mx.array:

@@ -8,11 +8,15 @@ from typing import Any
 
 from mlxpaged.api.parts import CallEnd, Part, Text, Thinking
 from mlxpaged.api.tool_calls import CallReader
+from mlxpaged.engine import AnswerForm, Constraint
 from mlxpaged.engine.stop_strings import overlap
 from mlxpaged.models import Tags
 
 
 class Section(Enum):
+    OPENING = auto()
+    """Where a grammar holds the answer's text: a tag, which has to come at once, or the text, to its end."""
+    VERBATIM = auto()
     TEXT = auto()
     THINKING = auto()
     CALL = auto()
@@ -26,23 +30,40 @@ class AnswerParser:
     White space at a tag only separates parts, and is dropped, but for what separates one text from the next.
 
     thinking: whether the answer begins inside a think block. tools: those that may be called; without any, calls are
-    not looked for. one_call: whether no more than one is wanted; what follows it is dropped.
+    not looked for. one_call: whether no more than one is wanted; what follows it is dropped. form: what a grammar holds
+    the answer to, if one does: then a tag in a string of JSON is none.
     """
 
-    def __init__(self, tags: Tags, thinking: bool, tools: Sequence[Mapping[str, Any]], one_call: bool) -> None:
+    def __init__(
+        self,
+        tags: Tags,
+        thinking: bool,
+        tools: Sequence[Mapping[str, Any]],
+        one_call: bool,
+        form: AnswerForm | None = None,
+    ) -> None:
         self.calls_made = 0
         """Those that are complete."""
         self._tags = tags
         self._tools = tools
         self._one_call = one_call
         self._form = tags.tools if tools else None
-        self._section = Section.THINKING if thinking else Section.TEXT
+        self._held = form is not None
+        self._spaced = form is not None and form.spaced
+        self._may_think = form is not None and form.thinking == "may"
+        self._text = Section.OPENING if form is not None and isinstance(form.text, Constraint) else Section.TEXT
+        self._section = Section.THINKING if thinking else self._text
         self._buffer = ""
         self._space = ""  # the end of the section so far, held back until something follows it
         self._trim = thinking  # nothing but white space has come since a tag
         self._texts = False  # there was text: what comes after a tag is set apart from it
         self._call: CallReader | None = None
         self._next_index = 0
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is inside a think block, as far as is known."""
+        return self._section is Section.THINKING
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain by now."""
@@ -52,7 +73,12 @@ class AnswerParser:
         parts: list[Part] = []
         while True:
             marks = self._marks()
-            found = min(((at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0), default=None)
+            if self._section is Section.OPENING:
+                self._buffer = self._buffer.lstrip("\n") if self._spaced else self._buffer
+                if self._buffer and not any(alike(self._buffer, mark) for mark in marks):
+                    self._section, marks = Section.VERBATIM, []
+            start = self._call.ahead(self._buffer) if self._call is not None and self._held else 0
+            found = min(((at, mark) for mark in marks if (at := self._buffer.find(mark, start)) >= 0), default=None)
             if found is None:
                 break
             at, mark = found
@@ -80,6 +106,8 @@ class AnswerParser:
         form = self._form
         if self._section is Section.TEXT:
             marks = [self._tags.think_start, form.start if form else ""]
+        elif self._section is Section.OPENING:
+            marks = [self._tags.think_start if self._may_think else "", form.start if form else ""]
         elif self._section is Section.THINKING:
             marks = [self._tags.think_end]
         elif self._section is Section.CALL and form is not None:
@@ -94,10 +122,11 @@ class AnswerParser:
         if self._call is not None and form is not None:
             self._end_call(self._call, form.end, True, parts)
         elif self._section is Section.THINKING:
-            self._begin(Section.TEXT)
+            self._may_think = False
+            self._begin(self._text)
         elif mark == self._tags.think_start:
             self._begin(Section.THINKING)
-        if form is not None and mark == form.start and self._section is Section.TEXT:
+        if form is not None and mark == form.start and self._section in (Section.TEXT, Section.OPENING):
             limit = 1 if self._one_call else None
             self._call = CallReader(form, self._tools, self._space + mark, self._next_index, limit)
             self._begin(Section.CALL)
@@ -119,6 +148,8 @@ class AnswerParser:
         """Text of the section."""
         if self._call is not None:
             parts += self._call.feed(text)
+        elif self._section in (Section.OPENING, Section.VERBATIM):
+            parts += [Text(text)] if text else []
         elif self._section is not Section.DONE:
             text = self._space + text
             if self._trim and not (self._texts and self._section is Section.TEXT):
@@ -129,3 +160,8 @@ class AnswerParser:
                 self._trim = False
                 self._texts |= self._section is Section.TEXT
                 parts.append(Thinking(said) if self._section is Section.THINKING else Text(said))
+
+
+def alike(text: str, mark: str) -> bool:
+    """Whether one begins with the other."""
+    return text.startswith(mark) or mark.startswith(text)

@@ -11,13 +11,13 @@ from typing import Any
 from starlette.requests import Request
 
 from mlxpaged.api.answer_parser import AnswerParser
+from mlxpaged.api.demands import answer_form
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.generation import Generation, begin, check_text_length, check_token_ids
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.openai.terms import Terms, terms_of
 from mlxpaged.api.server import Server, server_of
-from mlxpaged.api.tool_choice import check_demands
-from mlxpaged.engine import EngineInfo
+from mlxpaged.engine import EngineInfo, Thinking
 from mlxpaged.models.tokenizer import RENDERING_OPTIONS
 
 
@@ -45,17 +45,20 @@ async def start(request: Request, body: ChatRequest, id_prefix: str) -> Conversa
     with begin(server, engine, terms, body, num_prompts=1) as generation:
         prompt = await render(server, info, body)
         check_token_ids(info, params, "messages", [prompt])
-        await server.compile(info, params.constraint)
-        thinking = begins_thinking(info, body, prompt)
-        generation.submit("messages", [prompt], dataclasses.replace(params, begins_thinking=thinking))
+        thinking = thinking_of(info, body, prompt)
+        form = answer_form(body, tags, thinking)
+        await server.compile(info, form)
+        params = dataclasses.replace(params, begins_thinking=thinking == "open", constraint=form)
+        generation.submit("messages", [prompt], params)
     one_call = body.parallel_tool_calls is False
-    return Conversation(info, terms, generation, lambda: AnswerParser(tags, thinking, tools, one_call))
+    return Conversation(info, terms, generation, lambda: AnswerParser(tags, thinking == "open", tools, one_call, form))
 
 
 async def render(server: Server, info: EngineInfo, body: ChatRequest) -> list[int]:
     """The prompt's tokens. Raises ApiError or ChatTemplateError."""
     tools, options = body.offered_tools, dict(body.chat_template_kwargs or {})
     check_template(info, body, options)
+    options |= thinking_switch(info, body)
     messages = [message.for_template() for message in body.messages]
     num_chars = sum(len(message["content"]) for message in messages) + sum(len(json.dumps(tool)) for tool in tools)
     check_text_length(info, "messages", num_chars)
@@ -78,7 +81,7 @@ def check_template(info: EngineInfo, body: ChatRequest, options: dict[str, Any])
         if not tokenizer.template_reads(name):
             raise bad_parameter(param, "this model's chat template has no such variable")
     for field in ("thinking_budget", "reasoning_effort"):
-        if getattr(body, field) is not None and not tokenizer.tags.think_start:
+        if getattr(body, field) not in (None, "none") and not tokenizer.tags.think_start:
             raise bad_parameter(field, "this model does not think, as far as its vocabulary shows")
     if any(message.tool_calls for message in body.messages) and not tokenizer.template_reads("tool_calls"):
         raise bad_parameter("messages", "this model's chat template does not show tool_calls to the model")
@@ -88,13 +91,30 @@ def check_template(info: EngineInfo, body: ChatRequest, options: dict[str, Any])
         if tokenizer.tags.tools is None:
             message = "how this model writes its calls is not known; --tool-parser can tell the server"
             raise bad_parameter("tools", message)
-        check_demands(body.chosen_tool, any(tool["function"].get("strict") for tool in body.offered_tools))
 
 
-def begins_thinking(info: EngineInfo, body: ChatRequest, prompt: list[int]) -> bool:
-    """Whether the prompt ends inside a think block."""
+def thinking_switch(info: EngineInfo, body: ChatRequest) -> dict[str, Any]:
+    """The template's variable for reasoning_effort "none"; {} where the model does not think anyway. Raises ApiError
+    where it cannot be kept from it."""
+    tokenizer = info.tokenizer
+    if body.reasoning_effort != "none" or not tokenizer.tags.think_start:
+        return {}
+    if not tokenizer.template_reads("enable_thinking"):
+        message = "'none': this model's chat template has no enable_thinking to keep it from thinking"
+        raise bad_parameter("reasoning_effort", message)
+    if (body.chat_template_kwargs or {}).get("enable_thinking"):
+        raise bad_parameter("reasoning_effort", "is 'none', but chat_template_kwargs has enable_thinking")
+    return {"enable_thinking": False}
+
+
+def thinking_of(info: EngineInfo, body: ChatRequest, prompt: list[int]) -> Thinking:
+    """Whether the prompt ends inside a think block, or where the model may open one."""
     tags = info.tokenizer.tags
-    if body.continue_final_message and tags.think_start:
+    if not tags.think_start:
+        return "never"
+    if body.continue_final_message:
         last = str(body.messages[-1].for_template()["content"])
-        return last.rfind(tags.think_start) > last.rfind(tags.think_end)
-    return info.tokenizer.opens_thinking(prompt)
+        return "open" if last.rfind(tags.think_start) > last.rfind(tags.think_end) else "never"
+    if info.tokenizer.ends_with(prompt, tags.think_start):
+        return "open"
+    return "never" if info.tokenizer.ends_with(prompt, tags.think_end) else "may"

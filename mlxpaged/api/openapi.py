@@ -21,7 +21,7 @@ from mlxpaged import __version__
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
-from mlxpaged.api.openai.responses.schema import ItemList, ResponseRequest
+from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.openai.terms import TIMELINE_HEADER
 from mlxpaged.api.request_id import HEADER, VALID
@@ -92,9 +92,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): generates("Continue one or more prompts", CompletionRequest),
     ("POST", "/v1/embeddings"): Operation("Refused with a 400: no model here makes embeddings"),
     ("POST", "/v1/responses"): generates("Answer, and remember the conversation", ResponseRequest),
+    ("POST", "/v1/responses/input_tokens"): Operation("The number of tokens of a conversation", InputTokensRequest),
     ("GET", "/v1/responses/{response_id}"): Operation("A stored response"),
     ("DELETE", "/v1/responses/{response_id}"): Operation("Forget a response"),
     ("GET", "/v1/responses/{response_id}/input_items"): Operation("What a response answered", query=ItemList),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation("Refused with a 400: none is made in the background"),
     ("POST", "/v1/messages"): Operation(
         "Answer a conversation, as Anthropic's API does",
         MessagesRequest,

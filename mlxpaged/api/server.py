@@ -17,6 +17,7 @@ from mlxpaged.api.errors import ApiError, bad_parameter, model_not_found
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
 from mlxpaged.engine import (
+    AnswerForm,
     AsyncEngine,
     Constraint,
     EngineBusyError,
@@ -80,7 +81,7 @@ class Server:
         """Run a function that uses the tokenizer on the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
 
-    async def compile(self, info: EngineInfo, constraint: Constraint | None) -> None:
+    async def compile(self, info: EngineInfo, constraint: Constraint | AnswerForm | None) -> None:
         """So that the engine finds it ready. Raises ApiError, naming the field, where it cannot be enforced, and
         EngineBusyError where there was no time to find out."""
         if constraint is None:
@@ -98,7 +99,7 @@ class Server:
         try:
             compiled.result()
         except GrammarError as error:
-            raise bad_parameter(constraint.param, str(error), code="unsupported_constraint") from None
+            raise bad_parameter(error.param or constraint.param, str(error), code="unsupported_constraint") from None
 
     def _end_compiling(self, compiled: asyncio.Future[Any]) -> None:
         self._compiling.release()

@@ -3,6 +3,7 @@ arguments as JSON, behind the name, they go out before it is complete."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import uuid
@@ -17,6 +18,10 @@ HEADERS = {
     "mistral": re.compile(r"\s*([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
 """By format: the call's name, up to where its arguments begin. Other formats are read once they are complete."""
+
+AROUND_ARGUMENTS = {"json_tools": ('\n{{"name": "{}", "arguments": ', "}\n"), "mistral": ("{}[ARGS]", "")}
+"""What models write between a call's opening tag and its arguments, with its name in it, and from there to the closing
+tag. The formats that can be enforced: in others, arguments are not JSON."""
 
 CALL_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
@@ -55,6 +60,20 @@ class CallReader:
             parts += [CallArguments(self._index, piece)] if piece else []
         return parts
 
+    def ahead(self, text: str) -> int:
+        """Characters of `text`, which comes next, up to the end of the arguments: a tag among them is part of a
+        string."""
+        payload = self._payload + text
+        scanner, start = copy.copy(self._object), self._read
+        if self._name is None:
+            header = HEADERS[self._form.name].match(payload)
+            if header is None:
+                return len(text)
+            scanner, start = ObjectScanner(), header.end()
+        if scanner.complete:
+            return 0
+        return max(0, scanner.scan(payload, start) - len(self._payload))
+
     def _begin(self) -> list[Part]:
         header = HEADERS.get(self._form.name)
         match = header.match(self._payload) if header else None
@@ -87,20 +106,21 @@ class CallReader:
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not calls:
             raise ValueError("no call")
-        checked = [self._checked(call) for call in calls]
+        checked = [self._checked(call, sent=i == 0 and self._name is not None) for i, call in enumerate(calls)]
         if self._name is not None:
             sent = json.loads(self._arguments, parse_constant=refuse)
             if not self._object.complete or (checked[0][1], json.loads(checked[0][2])) != (self._name, sent):
                 raise ValueError("the parser reads it differently")
         return checked
 
-    def _checked(self, call: Any) -> tuple[str, str, str]:
+    def _checked(self, call: Any, sent: bool) -> tuple[str, str, str]:
+        """sent: whether its arguments are out, as they were written: a number too large for a float is still JSON."""
         name, arguments = call["name"], call.get("arguments", {})
         if isinstance(arguments, str):  # some models write the JSON object as a string
             arguments = json.loads(arguments)
         if name not in self._names or not isinstance(arguments, dict):
             raise ValueError("not a call of one of the tools")
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=sent)
         text.encode()  # raises for half a surrogate pair
         given = call.get("id")
         return given if isinstance(given, str) and CALL_ID.match(given) else new_call_id(), name, text

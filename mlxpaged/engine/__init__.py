@@ -15,16 +15,19 @@ from mlxpaged.engine.async_engine import (
     RequestStream,
 )
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.constraint import AnswerForm, CallForm, Constraint, ConstraintKind, Thinking
 from mlxpaged.engine.core import EngineCore, EngineStats
 from mlxpaged.engine.grammar import GrammarError, Grammars
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
-from mlxpaged.engine.sampling_params import Constraint, ConstraintKind, SamplingParams
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.status import EngineStatus, SequenceState
 from mlxpaged.engine.timeline import Timeline
 from mlxpaged.scheduler import Priority
 
 __all__ = [
+    "AnswerForm",
     "AsyncEngine",
+    "CallForm",
     "Constraint",
     "ConstraintKind",
     "DeadlineExceededError",
@@ -50,6 +53,7 @@ __all__ = [
     "RequestStream",
     "SamplingParams",
     "SequenceState",
+    "Thinking",
     "Timeline",
     "TokenLogprobs",
 ]

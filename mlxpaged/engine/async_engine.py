@@ -211,13 +211,19 @@ class AsyncEngine:
             wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
             raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens{wanted}; this model's context length is "
-                f"{info.context_length} tokens"
+                f"{info.context_length} tokens",
+                num_prompt_tokens,
+                max_tokens,
+                info.context_length,
             )
         if room_in_pool < 1 or (max_tokens is not None and max_tokens > room_in_pool):
             needed = num_prompt_tokens + (max_tokens or 1) - 1
             raise PromptTooLongError(
                 f"the request needs KV memory for {needed} tokens ({blocks_for(needed, info.block_size)} blocks); the "
-                f"pool holds {info.max_tokens_in_pool} tokens ({info.num_blocks} blocks): raise --kv-cache-memory"
+                f"pool holds {info.max_tokens_in_pool} tokens ({info.num_blocks} blocks): raise --kv-cache-memory",
+                num_prompt_tokens,
+                max_tokens,
+                info.max_tokens_in_pool + 1,
             )
         return min(room_in_context, room_in_pool) if max_tokens is None else max_tokens
 

@@ -220,7 +220,7 @@ class EngineCore:
         """In place of those drawn, the tokens that have to come."""
         for sequence_id in tokens:
             running = self._requests.get(sequence_id)
-            forced = running.thinking.forced() if running is not None and running.thinking is not None else None
+            forced = running.forced() if running is not None else None
             if forced is not None:
                 tokens[sequence_id] = SampledToken(forced)
                 self.sampler.forget(sequence_id)  # the token drawn is among its counts

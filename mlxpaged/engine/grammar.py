@@ -7,7 +7,9 @@ fails, is repeated, or loses its sequence to a preemption leaves it where the kn
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -18,8 +20,9 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
+from mlxpaged.engine.answer_grammar import lark
+from mlxpaged.engine.constraint import AnswerForm, Constraint, ConstraintKind
 from mlxpaged.engine.json_schema import check_schema, disjoint_one_of_as_any_of
-from mlxpaged.engine.sampling_params import Constraint, ConstraintKind
 from mlxpaged.models import Tokenizer
 
 MAX_CHARS: dict[ConstraintKind, int] = {
@@ -45,7 +48,12 @@ Mask = npt.NDArray[np.int32]
 
 
 class GrammarError(ValueError):
-    """A constraint that cannot be enforced, or an answer that left its own."""
+    """A constraint that cannot be enforced, or an answer that left its own. param: the field to blame, where it is not
+    that of the whole constraint."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class Grammars:
@@ -57,13 +65,13 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._wrapped = tokenizer
         self._vocab_size = vocab_size
-        self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[Constraint | AnswerForm, LLMatcher] = OrderedDict()
         self._kept_lock = threading.Lock()
         self._executor = LLExecutor()
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()  # its own: making the tokenizer takes a second
 
-    def compile(self, constraint: Constraint) -> LLMatcher:
+    def compile(self, constraint: Constraint | AnswerForm) -> LLMatcher:
         """At its start, for copies. Raises GrammarError with the reason."""
         with self._kept_lock:
             if constraint in self._kept:
@@ -76,7 +84,7 @@ class Grammars:
                 self._kept.popitem(last=False)
         return matcher
 
-    def start(self, constraint: Constraint, ignore_eos: bool) -> GrammarMatcher:
+    def start(self, constraint: Constraint | AnswerForm, ignore_eos: bool) -> GrammarMatcher:
         """For one answer. Compiles what nobody compiled before, or too long ago. Raises GrammarError."""
         return GrammarMatcher(self.compile(constraint).deep_copy(), self._wrapped.eos_token_ids if ignore_eos else ())
 
@@ -94,13 +102,22 @@ class Grammars:
             for mask, (matcher, avoided) in zip(filled, rows, strict=True)
         ]
 
-    def _compile(self, constraint: Constraint) -> LLMatcher:
-        limit = MAX_CHARS[constraint.kind]
-        if len(constraint.text) > limit:
-            raise GrammarError(f"has {len(constraint.text)} characters; the limit is {limit}")
+    def _compile(self, constraint: Constraint | AnswerForm) -> LLMatcher:
+        try:
+            return self._new_matcher(constraint)
+        except GrammarError:
+            for part in constraint.parts if isinstance(constraint, AnswerForm) else ():
+                try:
+                    self._new_matcher(part)
+                except GrammarError as error:
+                    raise GrammarError(str(error), part.param) from None
+            raise
+
+    def _new_matcher(self, constraint: Constraint | AnswerForm) -> LLMatcher:
+        check_length(constraint)
         limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
         try:
-            matcher = LLMatcher(self.tokenizer(), grammar_text(constraint), log_level=0, limits=limits)
+            matcher = LLMatcher(self.tokenizer(), self._text(constraint), log_level=0, limits=limits)
         except ValueError as error:
             raise GrammarError(str(error)) from None
         except RecursionError:
@@ -111,6 +128,31 @@ class Grammars:
         if not without(first, self._wrapped.eos_token_ids).any():
             raise GrammarError("only the empty text fits it")
         return matcher
+
+    def _text(self, constraint: Constraint | AnswerForm) -> str:
+        """In llguidance's own notation. Raises ValueError or RecursionError."""
+        if isinstance(constraint, Constraint):
+            return grammar_text(constraint)
+        grammars = [{"name": "answer", "lark_grammar": lark(constraint, self._pieces)}]
+        for i, part in enumerate(constraint.parts):
+            text = grammar_text(part)
+            is_lark = part.kind in ("choice", "grammar")
+            grammars.append(
+                ({"lark_grammar": text} if is_lark else json.loads(text)["grammars"][0]) | {"name": f"part_{i}"}
+            )
+        return json.dumps({"grammars": grammars})
+
+    def _pieces(self, text: str) -> list[str | int]:
+        special = self._special_tokens
+        cut = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+        return [special.get(piece, piece) for piece in cut if piece]
+
+    @functools.cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """What llguidance takes for one; the longest come first."""
+        added = self._wrapped.reader.added_tokens_decoder.items()
+        special = {token.content: i for i, token in added if self.tokenizer().is_special_token(i)}
+        return dict(sorted(special.items(), key=lambda item: -len(item[0])))
 
     def tokenizer(self) -> LLTokenizer:
         """llguidance's view of the vocabulary. Raises GrammarError where the model's tokenizer does not allow one."""
@@ -136,6 +178,15 @@ def grammar_text(constraint: Constraint) -> str:
     options = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
     text = json.dumps(disjoint_one_of_as_any_of(schema))
     return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+
+
+def check_length(constraint: Constraint | AnswerForm) -> None:
+    """Raises GrammarError."""
+    parts = constraint.parts if isinstance(constraint, AnswerForm) else (constraint,)
+    for kind, limit in MAX_CHARS.items():
+        length = sum(len(part.text) for part in parts if part.kind == kind)
+        if length > limit:
+            raise GrammarError(f"has {length} characters of {kind}; the limit is {limit}")
 
 
 def check(matcher: LLMatcher) -> None:
@@ -166,6 +217,10 @@ class GrammarMatcher:
     def __init__(self, matcher: LLMatcher, avoided: Collection[int] = ()) -> None:
         self.matcher = matcher
         self.avoided = avoided
+
+    def allows(self, token_id: int) -> bool:
+        """Whether the answer may go on with this token."""
+        return bool(self.matcher.validate_tokens([token_id]))
 
     def advance(self, token_id: int) -> bool:
         """The answer goes on with this token. True where nothing can follow. Raises GrammarError for one that does not

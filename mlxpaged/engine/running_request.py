@@ -48,6 +48,12 @@ class RunningRequest:
         too_short = position - self.sequence.num_prompt_tokens < self.request.params.min_tokens
         return self.sequence.stop_token_ids if too_short else frozenset()
 
+    def forced(self) -> int | None:
+        """The token that has to come next; None for whichever is drawn. A grammar may want a character completed before
+        it."""
+        token = None if self.thinking is None else self.thinking.forced()
+        return token if token is None or self.matcher is None or self.matcher.allows(token) else None
+
     def sampling_row(self, position: int, mask: Mask | None) -> SamplingRow:
         """To draw the token at `position`. mask: what its grammar allows there, if it has one."""
         sequence = self.sequence

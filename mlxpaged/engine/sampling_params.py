@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+
+from mlxpaged.engine.constraint import AnswerForm, Constraint
 
 MIN_TEMPERATURE = 1e-5
 """Below it, dividing float32 logits by the temperature overflows long before a second token could be drawn."""
-
-
-ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """What form an answer must have: that of a JSON schema, a regular expression, one of a JSON list of strings, or a
-    grammar in Lark's or GBNF's notation. param: the field of the request that asks for it, for messages."""
-
-    kind: ConstraintKind
-    text: str
-    param: str = field(default="constraint", compare=False)
 
 
 @dataclass(frozen=True)
@@ -34,8 +22,8 @@ class SamplingParams:
     or a string may end the answer. constraint: what the answer must be; it ends where nothing can follow, whatever
     ignore_eos and min_tokens say, which only keep it from ending where it could go on. think_tags, tool_tags: whether
     the text shows the special tokens that mark thinking and tool calls. thinking_budget: most tokens in think blocks,
-    for models that have them; None for any number, and always with logprobs or a constraint. begins_thinking: whether
-    the prompt opened a block.
+    for models that have them; None for any number, and always with logprobs. begins_thinking: whether the prompt opened
+    a block.
     """
 
     max_tokens: int | None = None
@@ -53,7 +41,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_tokens: int = 0
-    constraint: Constraint | None = None
+    constraint: Constraint | AnswerForm | None = None
     think_tags: bool = False
     tool_tags: bool = False
     thinking_budget: int | None = None

@@ -29,14 +29,15 @@ class ThinkingBudget:
         return self._inside and self._left <= 1
 
     def add(self, token_id: int) -> None:
-        """The token that did come next."""
-        if self.forced() is not None:
+        """The token that did come next. It need not be the one that had to: then that one has to come behind it."""
+        if token_id == self.forced():
             self._closing += 1
             if self._closing == len(self._end):
                 self._inside, self._closing, self._recent = False, 0, []
             return
         self._recent = [*self._recent, token_id][-max(len(self._start), len(self._end)) :]
         self._left -= self._inside
+        self._closing = 0
         tag = self._end if self._inside else self._start
         if self._recent[-len(tag) :] == tag:
             self._inside, self._recent = not self._inside, []

@@ -13,8 +13,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-OPENING_TOKENS = 16
-"""A tag that opens thinking, and the white space behind it, are shorter."""
+TAG_TOKENS = 16
+"""A tag around thinking, and the white space behind it, are shorter."""
 RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """What says how to render, or what: not for a caller's `chat_template_kwargs`."""
 
@@ -66,6 +66,7 @@ class Tokenizer:
         start = self._special_ids.intersection(self._tag_ids(form.start) if form else ())
         end = self._special_ids.intersection(self._tag_ids(form.end) if form else ())
         self._tool_tokens = ShownTokens(start | end, start, end)
+        self.takes_late_system = self._shows_late_system()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of plain text, with or without the special tokens that the model expects around a prompt."""
@@ -100,6 +101,16 @@ class Tokenizer:
         except Exception as error:  # templates raise whatever jinja2 raises, and say what they refuse
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
+    def _shows_late_system(self) -> bool:
+        """Whether the chat template shows a system message that is not the first message. Many refuse it, some pass
+        over it."""
+        roles = ("system", "user", "system")
+        try:
+            messages = [{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)]
+            return "probe 2" in self._encoder.apply_chat_template(messages, tokenize=False)
+        except Exception:  # as in `apply_chat_template`; or there is no template
+            return False
+
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template does anything with a variable. One that is code, not text, is not asked."""
         source = self._decoder.chat_template
@@ -107,10 +118,11 @@ class Tokenizer:
             source = "\n".join(source.values())
         return not isinstance(source, str) or re.search(rf"\b{re.escape(variable)}\b", source) is not None
 
-    def opens_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends inside a think block, as templates leave it whose models always think."""
-        tail = str(self._decoder.decode(list(prompt[-OPENING_TOKENS:]), skip_special_tokens=False))
-        return bool(self.tags.think_start) and tail.rstrip().endswith(self.tags.think_start)
+    def ends_with(self, prompt: Sequence[int], tag: str) -> bool:
+        """Whether a tag, and white space, is the last of a prompt: templates open a think block where models always
+        think, and leave a closed one where they are not to."""
+        tail = str(self._decoder.decode(list(prompt[-TAG_TOKENS:]), skip_special_tokens=False))
+        return tail.rstrip().endswith(tag)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=True))

@@ -44,7 +44,13 @@ LOOK_AHEAD = 4
 
 
 class PromptTooLongError(ValueError):
-    """A request that could not run even with the whole pool to itself."""
+    """A request that could not run even with the whole pool to itself. limit: tokens, of prompt and answer together."""
+
+    def __init__(self, message: str, num_prompt_tokens: int, max_tokens: int | None, limit: int) -> None:
+        super().__init__(message)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.limit = limit
 
 
 class UnknownSequenceError(KeyError):
@@ -94,7 +100,10 @@ class Scheduler:
         if blocks > self.pool.num_blocks:
             raise PromptTooLongError(
                 f"{num_prompt_tokens} prompt tokens and up to {max_tokens} generated ones need {blocks} KV blocks of "
-                f"{self.config.block_size} tokens; the pool has {self.pool.num_blocks} (raise --kv-cache-memory)"
+                f"{self.config.block_size} tokens; the pool has {self.pool.num_blocks} (raise --kv-cache-memory)",
+                num_prompt_tokens,
+                max_tokens,
+                self.pool.num_blocks * self.config.block_size,
             )
 
     def add(self, sequence: Sequence) -> None:

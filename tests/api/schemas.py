@@ -1,4 +1,5 @@
-"""Random JSON schemas of what the server enforces, whose texts are short: strings, arrays and objects are bounded."""
+"""Random JSON schemas of what the server enforces. But for the unbounded ones, their texts are short: strings, arrays
+and objects have a limit."""
 
 from __future__ import annotations
 
@@ -27,8 +28,31 @@ def random_schema(seed: int) -> dict[str, Any]:
     return schema
 
 
+def unbounded_schema(seed: int) -> dict[str, Any]:
+    """An object whose texts end only if the model has a mind to: decimals, fractions of a second, nodes in nodes."""
+    rng = random.Random(seed)
+    low = rng.randint(-500, 500) / 4
+    values: list[dict[str, Any]] = [
+        {"type": "string", "format": rng.choice(["time", "date-time"])},
+        {"type": "string", "format": "email", "maxLength": 20},
+        {"type": "number", "minimum": low, "maximum": low + rng.choice([0.25, 1, 1000])},
+        {"type": "number", "exclusiveMinimum": low},
+        {"type": "integer", "maximum": rng.randint(-5, 5000)},
+        {"$ref": "#/$defs/node"},
+        {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
+    ]
+    names = rng.sample(NAMES, 2)
+    return {
+        "$defs": {"node": _node("node")},
+        "type": "object",
+        "properties": dict(zip(names, rng.sample(values, 2), strict=True)),
+        "required": names,
+        "additionalProperties": False,
+    }
+
+
 def _node(child: str | None) -> dict[str, Any]:
-    """Not of itself: the demo model would nest them until max_tokens."""
+    """Of itself, the demo model may nest them until max_tokens."""
     ends: list[dict[str, Any]] = [{"type": "null"}] + ([{"$ref": f"#/$defs/{child}"}] if child else [])
     return {
         "type": "object",
@@ -41,7 +65,7 @@ def _node(child: str | None) -> dict[str, Any]:
 def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
     makers = [_string, _integer, _number, _enum, _constant, _simple]
     if depth:
-        makers = [_object, _object, _object, _array, _tuple, _any_of, _one_of]
+        makers = [random_object, random_object, random_object, _array, _tuple, _any_of, _one_of]
     schema = rng.choice(makers)(rng, depth)
     return schema | ({"description": "some words"} if rng.random() < 0.2 else {})
 
@@ -82,7 +106,7 @@ def _simple(rng: random.Random, _depth: int) -> dict[str, Any]:
     return {"type": rng.choice(["boolean", "null", ["boolean", "null"]])}
 
 
-def _object(rng: random.Random, depth: int) -> dict[str, Any]:
+def random_object(rng: random.Random, depth: int) -> dict[str, Any]:
     names = rng.sample(NAMES, rng.randint(0, 4))
     return {
         "type": "object",

@@ -8,11 +8,13 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mlxpaged.api.answer_parser import AnswerParser
 from mlxpaged.api.parts import CallArguments, CallEnd, CallStart, Message, Part, Text, Thinking
+from mlxpaged.api.tool_calls import AROUND_ARGUMENTS
+from mlxpaged.engine import AnswerForm, Constraint
 from mlxpaged.models import Tags, ToolFormat
 
 TOOLS = [
@@ -29,8 +31,10 @@ def tags(tool_format: str | None = "json_tools", think: bool = True) -> Tags:
     return Tags("<think>" if think else "", "</think>" if think else "", form)
 
 
-def parse(pieces: list[str], *, using: Tags, thinking: bool = False, one_call: bool = False) -> list[Part]:
-    parser = AnswerParser(using, thinking, TOOLS, one_call)
+def parse(
+    pieces: list[str], *, using: Tags, thinking: bool = False, one_call: bool = False, held: AnswerForm | None = None
+) -> list[Part]:
+    parser = AnswerParser(using, thinking, TOOLS, one_call, held)
     return [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
 
 
@@ -64,21 +68,32 @@ PIECES = st.sampled_from(
 FORMATS = ("json_tools", "mistral", "qwen3_coder", "pythonic", "function_gemma", "kimi_k2", "minimax_m2", "glm47")
 
 
+LETTERS, ANY_JSON = Constraint("regex", ".*"), Constraint("json_schema", "{}")
+HELD = [
+    AnswerForm(thinking, "", "", text)
+    for thinking in ("never", "may", "open")
+    for text in (None, "free", LETTERS, ANY_JSON)
+]
+
+
 @given(
     pieces=st.lists(PIECES, max_size=14),
     cuts=st.lists(st.integers(0, 200), max_size=60),
     form=st.sampled_from([*FORMATS, None]),
     thinking=st.booleans(),
     one_call=st.booleans(),
+    held=st.sampled_from([None, None, *HELD]),
 )
 def test_the_parts_do_not_depend_on_the_cuts(
-    pieces: list[str], cuts: list[int], form: str | None, thinking: bool, one_call: bool
+    pieces: list[str], cuts: list[int], form: str | None, thinking: bool, one_call: bool, held: AnswerForm | None
 ) -> None:
+    assume(held is None or form in (*AROUND_ARGUMENTS, None))
     text, using = "".join(pieces), tags(form)
     at = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]
-    whole = parse([text], using=using, thinking=thinking, one_call=one_call)
+    options: dict[str, Any] = {"using": using, "thinking": thinking, "one_call": one_call, "held": held}
+    whole = parse([text], **options)
     for cut in ([text[a:b] for a, b in itertools.pairwise(at)], list(text)):
-        assert joined(parse(cut, using=using, thinking=thinking, one_call=one_call)) == joined(whole)
+        assert joined(parse(cut, **options)) == joined(whole)
     made = [part.index for part in whole if isinstance(part, CallEnd)]
     assert made == list(Message.of(whole).calls)
     assert all(isinstance(arguments, dict) for _, arguments in calls_of(whole))

@@ -20,7 +20,7 @@ from mlxpaged.engine import EngineConfig
 from tests.api.helpers import DEADLINE, Background, StepGate, answer_text, ask, post, raw, run_on
 from tests.support import RunningServer, running_server, wait_until
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CONFIG = EngineConfig(kv_cache_bytes=16_000_000, max_num_seqs=4)
 
 
@@ -88,6 +88,21 @@ def test_every_line_gets_the_answer_that_its_route_gives(client: OpenAI, server:
         assert (answer["object"], answer["service_tier"]) == ("chat.completion", "flex")
         assert answer["id"] == response["request_id"]
     assert batch.id in [each.id for each in client.batches.list()]
+
+
+def test_lines_may_be_responses(client: OpenAI, server: RunningServer) -> None:
+    body = {"model": "demo", "input": "What is 17 + 25?", "temperature": 0}
+    bodies = [body, body | {"store": True}, body | {"tools": [{"type": "web_search"}]}, body | {"stream": True}]
+    batch = ended(client, submit(client, jsonl(bodies, RESPONSES), RESPONSES))
+    answers = [line["response"]["body"] for line in lines_of(client, batch.output_file_id).values()]
+    assert {answer["output"][0]["content"][0]["text"] for answer in answers} == {"42"}
+    assert {answer["service_tier"] for answer in answers} == {"flex"}
+    kept = {answer["id"]: answer["store"] for answer in answers}
+    assert sorted(kept.values()) == [False, True]
+    for response_id, stored in kept.items():
+        assert (server.app.state.responses.get(response_id) is not None) == stored
+    errors = lines_of(client, batch.error_file_id).values()
+    assert {line["response"]["body"]["error"]["param"] for line in errors} == {"tools.0.type", "stream"}
 
 
 def test_a_line_that_fails_fails_alone(client: OpenAI) -> None:

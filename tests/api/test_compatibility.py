@@ -13,7 +13,7 @@ import httpx
 import pytest
 from openai.types import BatchCreateParams, FileCreateParams, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import input_token_count_params, response_create_params
 
 from mlxpaged.api.openapi import OPERATIONS
 from mlxpaged.engine import EngineConfig
@@ -26,12 +26,13 @@ OUTCOMES = {"honoured": 200, "label": 200, "model": 400, "refused": 400}
 
 CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
 MESSAGES, COUNT = "POST /v1/messages", "POST /v1/messages/count_tokens"
-RESPONSES = "POST /v1/responses"
+RESPONSES, INPUT_TOKENS = "POST /v1/responses", "POST /v1/responses/input_tokens"
 
 SMALLEST: dict[str, dict[str, Any]] = {
     CHAT: ask("x", max_tokens=2),
     COMPLETIONS: run_on("x", 2),
     RESPONSES: {"input": "x", "max_output_tokens": 2},
+    INPUT_TOKENS: {"input": "x"},
     MESSAGES: ask("x", model="demo", max_tokens=2),
     COUNT: {"model": "demo", "messages": [{"role": "user", "content": "x"}]},
     "POST /tokenize": {"prompt": "x"},
@@ -45,6 +46,7 @@ OFFICIAL: dict[str, set[str]] = {
     CHAT: set(chat_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"},
     COMPLETIONS: set(completion_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"},
     RESPONSES: set(response_create_params.ResponseCreateParamsBase.__annotations__) | {"stream"},
+    INPUT_TOKENS: set(input_token_count_params.InputTokenCountParams.__annotations__),
     "POST /v1/files": set(FileCreateParams.__annotations__),
     "POST /v1/batches": set(BatchCreateParams.__annotations__),
 }

@@ -105,7 +105,7 @@ def test_a_budget_closes_the_block(client: OpenAI, field: str, limit: int) -> No
         ({"thinking_budget": 0}, "thinking_budget"),
         ({"thinking_budget": 5, "reasoning_effort": "low"}, "thinking_budget"),
         ({"thinking_budget": 5, "logprobs": True}, "logprobs"),
-        ({"reasoning_effort": "none"}, "reasoning_effort"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "reasoning_effort"),
     ],
 )
 def test_what_cannot_be_had_is_refused(client: OpenAI, fields: dict[str, Any], param: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -11,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.api.helpers import DEADLINE
-from tests.api.schemas import random_schema
+from tests.api.schemas import random_schema, unbounded_schema
 from tests.support import RunningServer
 
 
@@ -52,4 +53,29 @@ def test_every_output_of_a_random_schema_parses_and_validates(demo_server: Runni
         assert reason == "stop", where
         value = json.loads(text)
         jsonschema.Draft202012Validator(schemas[seed]).validate(value)
+    demo_server.wait_idle(DEADLINE)
+
+
+FORMATS = jsonschema.FormatChecker(["email"])
+TIME = r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+FORMATS.checks("time")(lambda text: not isinstance(text, str) or re.fullmatch(TIME, text, re.I) is not None)
+FORMATS.checks("date-time")(
+    lambda text: not isinstance(text, str) or re.fullmatch(rf"\d{{4}}-[01]\d-[0-3]\dT{TIME}", text, re.I) is not None
+)
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 100), marks=pytest.mark.slow)])
+def test_what_may_go_on_for_ever_validates_where_it_ends(demo_server: RunningServer, seeds: range) -> None:
+    schemas = {seed: unbounded_schema(seed) for seed in seeds}
+    ended = 0
+    for seed, (text, reason) in answers(demo_server, schemas).items():
+        where = f"seed {seed}: {schemas[seed]} was answered by {text}"
+        assert reason in ("stop", "length"), where
+        if reason == "stop":
+            ended += 1
+            errors = jsonschema.Draft202012Validator(schemas[seed], format_checker=FORMATS).iter_errors(
+                json.loads(text)
+            )
+            assert not list(errors), where
+    assert ended >= len(seeds) // 3
     demo_server.wait_idle(DEADLINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +20,29 @@ def signature(thinking: str) -> str:
     return hashlib.sha256(thinking.encode()).hexdigest()
 
 
-class BlockEvents:
-    """Makes the events of one message from its parts."""
+SEALED = "thinking:"
 
-    def __init__(self) -> None:
+
+def seal(thinking: str) -> str:
+    """The signature of a block whose text is not shown: it brings the text back, for the server keeps none."""
+    return SEALED + base64.b64encode(thinking.encode()).decode()
+
+
+def unseal(signature: str) -> str:
+    """The thinking that a signature holds; none in those of other servers."""
+    if not signature.startswith(SEALED):
+        return ""
+    try:
+        return base64.b64decode(signature[len(SEALED) :], validate=True).decode()
+    except ValueError:
+        return ""
+
+
+class BlockEvents:
+    """Makes the events of one message from its parts. omit_thinking: without the text of its thinking."""
+
+    def __init__(self, omit_thinking: bool) -> None:
+        self._omit_thinking = omit_thinking
         self._index = -1
         self._open: str | None = None  # the type of the block that has started
         self._thinking = ""
@@ -35,7 +55,8 @@ class BlockEvents:
             case Thinking(text):
                 yield from self._start("thinking", {"thinking": "", "signature": ""})
                 self._thinking += text
-                yield self._delta({"type": "thinking_delta", "thinking": text})
+                if not self._omit_thinking:
+                    yield self._delta({"type": "thinking_delta", "thinking": text})
             case CallStart(_, call_id, name):
                 yield from self.close()
                 yield from self._start("tool_use", {"id": call_id, "name": name, "input": {}})
@@ -47,7 +68,8 @@ class BlockEvents:
         if self._open is None:
             return
         if self._open == "thinking":
-            yield self._delta({"type": "signature_delta", "signature": signature(self._thinking)})
+            sign = seal if self._omit_thinking else signature
+            yield self._delta({"type": "signature_delta", "signature": sign(self._thinking)})
             self._thinking = ""
         self._open = None
         yield {"type": "content_block_stop", "index": self._index}

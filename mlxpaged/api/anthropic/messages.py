@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.answer_parser import AnswerParser
 from mlxpaged.api.anthropic.errors import error_body
-from mlxpaged.api.anthropic.events import BlockEvents, named_event, signature
+from mlxpaged.api.anthropic.events import BlockEvents, named_event, seal, signature
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
-from mlxpaged.api.anthropic.translation import chat_request
+from mlxpaged.api.anthropic.translation import chat_request, restated
 from mlxpaged.api.body import read_json
 from mlxpaged.api.conversation import Conversation, render, start
-from mlxpaged.api.errors import from_engine
+from mlxpaged.api.errors import ApiError, from_engine
 from mlxpaged.api.openai.generation import timeline_field
 from mlxpaged.api.parts import CallArguments, CallBroken, CallStart, Part, Text, Thinking
 from mlxpaged.api.server import server_of
@@ -30,8 +31,11 @@ async def create(request: Request) -> Response:
 
 async def respond(request: Request, body: MessagesRequest) -> Response:
     _, info = server_of(request).ready(body.model)
-    conversation = await start(request, chat_request(body, info.tokenizer), "msg")
-    reply = MessageReply(conversation)
+    try:
+        conversation = await start(request, chat_request(body, info.tokenizer), "msg")
+    except ApiError as error:
+        raise restated(error) from None
+    reply = MessageReply(conversation, body.omits_thinking)
     if body.stream:
         return EventStream(reply.events(), conversation.generation.close)
     return JSONResponse(await reply.complete())
@@ -52,11 +56,12 @@ async def count(request: Request, body: CountTokensRequest) -> Response:
 class MessageReply:
     """The answer in the format of the Messages API, whole or in events."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, omit_thinking: bool) -> None:
         self._model = conversation.info.model
         self._id = conversation.terms.request_id
         self._generation = conversation.generation
         self._parser = conversation.new_parser()
+        self._omit_thinking = omit_thinking
 
     def _message(self, content: list[dict[str, Any]], reason: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -82,12 +87,12 @@ class MessageReply:
 
     async def complete(self) -> dict[str, Any]:
         (choice,) = await self._generation.collect()
-        blocks = content_blocks(self._parser.feed(choice.text) + self._parser.finish())
+        blocks = content_blocks(self._parser.feed(choice.text) + self._parser.finish(), self._omit_thinking)
         reason = stop_reason(choice.finish_reason, choice.stop_string, self._parser)
         return self._message(blocks, reason) | timeline_field([choice.timeline])
 
     async def events(self) -> AsyncGenerator[str, None]:
-        blocks = BlockEvents()
+        blocks = BlockEvents(self._omit_thinking)
         started = False
         try:
             async for _, output in self._generation.outputs():
@@ -119,7 +124,7 @@ def stop_reason(reason: str | None, stop_string: str | None, parser: AnswerParse
     return {"stop_reason": "max_tokens" if reason == "length" else ended, "stop_sequence": None}
 
 
-def content_blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
+def content_blocks(parts: Sequence[Part], omit_thinking: bool) -> list[dict[str, Any]]:
     """The blocks of a whole message, in the order in which the model wrote them."""
     blocks: list[dict[str, Any]] = []
     calls: dict[int, dict[str, Any]] = {}
@@ -137,10 +142,17 @@ def content_blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
             extend(blocks, "text", part.text)
     for block in blocks:
         if block["type"] == "tool_use":
-            block["input"] = json.loads(block["input"])
+            block["input"] = json.loads(block["input"], parse_float=finite)
         elif block["type"] == "thinking":
-            block["signature"] = signature(block["thinking"])
+            block["signature"] = (seal if omit_thinking else signature)(block["thinking"])
+            if omit_thinking:
+                block["thinking"] = ""
     return blocks
+
+
+def finite(number: str) -> float:
+    """One that JSON can hold again: it has no infinity."""
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
 
 def extend(blocks: list[dict[str, Any]], kind: str, text: str) -> None:

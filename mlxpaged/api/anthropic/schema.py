@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, Tag, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body
+from mlxpaged.api.openai.body import Body, one_of
 from mlxpaged.api.openai.messages import MAX_LIST
 from mlxpaged.api.openai.schema import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from mlxpaged.api.openai.tools import MAX_TOOLS, ToolName
-
-
-def one_of(key: str, known: str) -> Discriminator:
-    """Chooses a union's branch by the value of `key`, in brackets, as pydantic writes branches in an error's path."""
-
-    def tag(value: Any) -> str:
-        return f"[{value.get(key)}]" if isinstance(value, dict) else f"[{getattr(value, key, None)}]"
-
-    message = f"{key}: only {known} are supported here"
-    return Discriminator(tag, custom_error_type="unsupported_type", custom_error_message=message)
 
 
 class CacheControl(Body):
@@ -41,7 +31,8 @@ class TextBlock(Block):
 
 
 class ThinkingBlock(Body):
-    """signature: accepted as it is; nobody but the client could have changed the text."""
+    """signature: accepted as it is; nobody but the client could have changed the text. Where `thinking` is empty, what
+    it holds, see `display`."""
 
     type: Literal["thinking"]
     thinking: str
@@ -58,10 +49,23 @@ class ToolUseBlock(Block):
 Texts = Annotated[list[TextBlock], Field(max_length=MAX_LIST, fail_fast=True)]
 
 
+class ToolReference(Body):
+    """A tool with `defer_loading` that the model may call from here on."""
+
+    type: Literal["tool_reference"]
+    tool_name: ToolName
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("[text]")] | Annotated[ToolReference, Tag("[tool_reference]")],
+    one_of("type", "text and tool_reference"),
+]
+
+
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Texts | None = None
+    content: str | Annotated[list[ResultBlock], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     is_error: bool | None = None
 
 
@@ -87,14 +91,23 @@ class AssistantMessage(Body):
     content: str | Annotated[list[AssistantBlock], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
 
 
+class SystemMessage(Body):
+    """An instruction between the turns."""
+
+    role: Literal["system"]
+    content: str | Annotated[Texts, Field(min_length=1)]
+
+
 class Tool(Block):
+    """defer_loading: kept from the model until a tool_reference names it."""
+
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
     eager_input_streaming: Literal[True] | None = None  # as it always is
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
 
 
 class AutoChoice(Body):
@@ -117,15 +130,19 @@ class NamedChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
+Display = Literal["summarized", "omitted"]
+"""Whether the text of the thinking is shown. It is never shortened."""
+
+
 class ThinkingEnabled(Body):
     type: Literal["enabled"]
     budget_tokens: Annotated[int, Field(ge=1)]
-    display: Literal["summarized"] | None = None
+    display: Display | None = None
 
 
 class ThinkingAdaptive(Body):
     type: Literal["adaptive"]
-    display: Literal["summarized"] | None = None
+    display: Display | None = None
 
 
 class ThinkingDisabled(Body):
@@ -151,6 +168,29 @@ class Metadata(Body):
     user_id: str | None = None
 
 
+class OutputFormat(Body):
+    model_config = ConfigDict(protected_namespaces=())
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class ClearThinking(Body):
+    """keep: of the assistant's earlier turns, whose thinking stays in the prompt."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    edits: Annotated[list[ClearThinking], Field(max_length=1)] | None = None
+
+
 class CountTokensRequest(Body):
     """What a prompt is made of."""
 
@@ -158,8 +198,10 @@ class CountTokensRequest(Body):
     messages: Annotated[
         list[
             Annotated[
-                Annotated[UserMessage, Tag("[user]")] | Annotated[AssistantMessage, Tag("[assistant]")],
-                one_of("role", "user and assistant"),
+                Annotated[UserMessage, Tag("[user]")]
+                | Annotated[AssistantMessage, Tag("[assistant]")]
+                | Annotated[SystemMessage, Tag("[system]")],
+                one_of("role", "user, assistant and system"),
             ]
         ],
         Field(min_length=1, max_length=MAX_LIST, fail_fast=True),
@@ -168,11 +210,14 @@ class CountTokensRequest(Body):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
     def _results_have_calls(self) -> CountTokensRequest:
         open_calls: set[str] = set()
+        tools = {tool.name for tool in self.tools or ()}
         for i, message in enumerate(self.messages):
             blocks = [] if isinstance(message.content, str) else message.content
             for j, block in enumerate(blocks):
@@ -181,10 +226,35 @@ class CountTokensRequest(Body):
                 elif isinstance(block, ToolResultBlock) and block.tool_use_id not in open_calls:
                     name = f"messages.{i}.content.{j}.tool_use_id"
                     raise bad_parameter(name, "no tool_use block before this one has this id")
+                for name in references(block):
+                    if name not in tools:
+                        raise bad_parameter(f"messages.{i}.content.{j}.content", f"no tool has the name {name!r}")
         last = self.messages[-1]
         if not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content):
             raise bad_parameter("messages", "the last message has tool_use blocks without their tool_result")
         return self
+
+    def offered_tools(self) -> list[Tool]:
+        """Without those that are deferred and that nothing has referred to yet."""
+        blocks = [
+            block for message in self.messages if not isinstance(message.content, str) for block in message.content
+        ]
+        loaded = {name for block in blocks for name in references(block)}
+        return [tool for tool in self.tools or () if not tool.defer_loading or tool.name in loaded]
+
+    @property
+    def omits_thinking(self) -> bool:
+        return getattr(self.thinking, "display", None) == "omitted"
+
+
+def references(block: Body) -> list[str]:
+    """The tools that a block makes callable."""
+    content = block.content if isinstance(block, ToolResultBlock) else None
+    return (
+        []
+        if content is None or isinstance(content, str)
+        else [part.tool_name for part in content if isinstance(part, ToolReference)]
+    )
 
 
 class MessagesRequest(CountTokensRequest):

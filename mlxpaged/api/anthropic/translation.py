@@ -8,37 +8,50 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mlxpaged.api.anthropic.events import unseal
 from mlxpaged.api.anthropic.schema import (
     AssistantMessage,
     CountTokensRequest,
     MessagesRequest,
     NamedChoice,
+    SystemMessage,
     TextBlock,
     ThinkingBlock,
     ThinkingDisabled,
     ThinkingEnabled,
+    ToolReference,
     ToolResultBlock,
     ToolUseBlock,
     UserMessage,
 )
-from mlxpaged.api.errors import bad_parameter, from_validation
+from mlxpaged.api.errors import ApiError, bad_parameter, from_validation
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.models import Tokenizer
+from mlxpaged.scheduler import PromptTooLongError
 
+CHAT_SCHEMA = "response_format.json_schema.schema"
+"""What chat calls output_config.format.schema."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TIERS = {"auto": "auto", "standard_only": "default"}
 ERROR = "Error: "
 """Before a tool's result that is one: chat templates have no other place for `is_error`."""
+EFFORT_TOKENS = {"low": 1024, "medium": 4096}
+"""The most that a model thinks, by output_config.effort; more effort is any number, as without the field."""
+BILLING = "x-anthropic-billing-header:"
+"""Claude Code's first system text is a header for Anthropic, another one in each session: it is not for the model, and
+would keep sessions from sharing the rest of the prompt."""
 
 
 def chat_request(body: CountTokensRequest, tokenizer: Tokenizer) -> ChatRequest:
     """Raises ApiError for thinking that the model does not do, or cannot be kept from."""
     messages: list[dict[str, Any]] = []
     if body.system is not None:
-        messages.append({"role": "system", "content": text_of(body.system)})
+        messages.append({"role": "system", "content": system_text(body.system)})
     for message in body.messages:
         if isinstance(message, UserMessage):
             add_user(messages, message)
+        elif isinstance(message, SystemMessage):
+            add_system(messages, message, tokenizer)
         else:
             messages.append(assistant(message))
     choice = body.tool_choice
@@ -57,10 +70,13 @@ def chat_request(body: CountTokensRequest, tokenizer: Tokenizer) -> ChatRequest:
                     "strict": tool.strict,
                 },
             }
-            for tool in body.tools or ()
+            for tool in body.offered_tools()
         ],
         **thinking(body, tokenizer),
     }
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = {"name": "output", "schema": body.output_config.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(choice, NamedChoice):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice is not None:
@@ -82,8 +98,42 @@ def chat_request(body: CountTokensRequest, tokenizer: Tokenizer) -> ChatRequest:
         raise from_validation(error) from None
 
 
-def text_of(content: str | Iterable[TextBlock] | None) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
+def restated(error: ApiError) -> ApiError:
+    """An error of the chat request in this API's names, and, of a prompt that is too long, in Anthropic's very words:
+    clients read the numbers there, and come back with a smaller `max_tokens` or a shorter conversation."""
+    cause = error.__cause__
+    if isinstance(cause, PromptTooLongError):
+        prompt, most = cause.num_prompt_tokens, cause.limit
+        if cause.max_tokens is not None and prompt < most:
+            wanted = f"input length and `max_tokens` exceed context limit: {prompt} + {cause.max_tokens} > {most}"
+            return bad_parameter("max_tokens", f"{wanted}, decrease input length or `max_tokens` and try again")
+        return ApiError(400, f"prompt is too long: {prompt} tokens > {most} maximum", param="messages")
+    if error.param is not None and error.param.startswith(CHAT_SCHEMA):
+        message = error.message.replace(CHAT_SCHEMA, "output_config.format.schema")
+        return ApiError(error.status, message, error.kind, "output_config", error.code, error.headers)
+    return error
+
+
+def text_of(content: str | Iterable[TextBlock | ToolReference] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(
+        block.text if isinstance(block, TextBlock) else f"The tool {block.tool_name} can be called now."
+        for block in content
+    )
+
+
+def system_text(system: str | list[TextBlock]) -> str:
+    return system if isinstance(system, str) else text_of(b for b in system if not b.text.startswith(BILLING))
+
+
+def add_system(messages: list[dict[str, Any]], message: SystemMessage, tokenizer: Tokenizer) -> None:
+    """As it is, where the chat template has system messages behind the first message; else in the user's words."""
+    text = text_of(message.content)
+    if tokenizer.takes_late_system:
+        messages.append({"role": "system", "content": text})
+    else:
+        add_user(messages, UserMessage(role="user", content=f"<system>\n{text}\n</system>"))
 
 
 def add_user(messages: list[dict[str, Any]], message: UserMessage) -> None:
@@ -107,11 +157,13 @@ def assistant(message: AssistantMessage) -> dict[str, Any]:
         for block in message.content
         if isinstance(block, ToolUseBlock)
     ]
-    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+    thoughts = [
+        block.thinking or unseal(block.signature) for block in message.content if isinstance(block, ThinkingBlock)
+    ]
     return {
         "role": "assistant",
         "content": text_of(block for block in message.content if isinstance(block, TextBlock)),
-        "reasoning_content": "\n".join(thoughts) or None,
+        "reasoning_content": "\n".join(filter(None, thoughts)) or None,
         "tool_calls": calls or None,
     }
 
@@ -119,13 +171,15 @@ def assistant(message: AssistantMessage) -> dict[str, Any]:
 def thinking(body: CountTokensRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     """The fields of a chat request that say whether, and how long, the model thinks."""
     asked = body.thinking
+    effort = None if body.output_config is None else EFFORT_TOKENS.get(body.output_config.effort or "high")
     thinks, switchable = bool(tokenizer.tags.think_start), tokenizer.template_reads("enable_thinking")
-    if asked is None:
-        return {}
     if isinstance(asked, ThinkingEnabled) and not thinks:
         raise bad_parameter("thinking", "this model does not think, as far as its vocabulary shows")
     if isinstance(asked, ThinkingDisabled) and thinks and not switchable:
         raise bad_parameter("thinking", "this model's chat template has no enable_thinking to keep it from thinking")
     enabled = not isinstance(asked, ThinkingDisabled)
-    switch = {"chat_template_kwargs": {"enable_thinking": enabled}} if thinks and switchable else {}
-    return switch | ({"thinking_budget": asked.budget_tokens} if isinstance(asked, ThinkingEnabled) else {})
+    switch = {"chat_template_kwargs": {"enable_thinking": enabled}} if asked and thinks and switchable else {}
+    # Effort has nothing to limit where the model does not think; clients send it to every model.
+    limits = [effort if thinks and enabled else None, getattr(asked, "budget_tokens", None)]
+    budget = min((limit for limit in limits if limit is not None), default=None)
+    return switch | {"thinking_budget": budget}

@@ -27,7 +27,9 @@ from mlxpaged.api.batches.records import (
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.errors import ApiError, bad_parameter, from_engine, from_validation
 from mlxpaged.api.openai import chat, completions
-from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest, SamplingFields
+from mlxpaged.api.openai.responses import routes as responses
+from mlxpaged.api.openai.responses.schema import ResponseRequest
+from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.request_id import new_id
 from mlxpaged.engine import AsyncEngine, EngineState, EngineUnavailableError, QueueFullError
 
@@ -35,9 +37,11 @@ logger = logging.getLogger(__name__)
 
 Respond = Callable[[Request, Any], Awaitable[Response]]
 
-ENDPOINTS: dict[str, tuple[type[SamplingFields], Respond]] = {
+LineBody = ChatRequest | CompletionRequest | ResponseRequest
+ENDPOINTS: dict[str, tuple[type[LineBody], Respond]] = {
     "/v1/chat/completions": (ChatRequest, chat.respond),
     "/v1/completions": (CompletionRequest, completions.respond),
+    "/v1/responses": (ResponseRequest, responses.respond),
 }
 
 POLL_SECONDS = 0.1
@@ -118,7 +122,7 @@ class BatchLane:
         tasks: dict[asyncio.Task[None], LinePlace] = {}
         waiting = places[::-1]
         left: set[LinePlace] = set(places)
-        request: tuple[LinePlace, SamplingFields] | None = None
+        request: tuple[LinePlace, LineBody] | None = None
         try:
             while left and not self._over(batch):
                 if request is None and waiting:
@@ -167,7 +171,7 @@ class BatchLane:
         alone = unfinished == self._in_flight == 0
         return alone or (self._in_flight + count <= limit // 2 and unfinished + count <= limit)
 
-    async def _parse(self, batch: BatchRecord, place: LinePlace) -> SamplingFields:
+    async def _parse(self, batch: BatchRecord, place: LinePlace) -> LineBody:
         """The request of a line, with the terms of a batch. Raises ApiError."""
         line: InputLine = await asyncio.to_thread(read_line, self._store.content(batch.input_file_id), place)
         model, _ = ENDPOINTS[batch.endpoint]
@@ -183,10 +187,16 @@ class BatchLane:
         if sequences(body) > limit:
             raise bad_parameter(body.multiplier or "prompt", f"a request of a batch may ask for {limit} answers")
         window = float(max(1, batch.expires_at - now()))  # instead of the limits for clients that wait
-        terms = {"service_tier": "flex", "timeout": body.timeout or window, "ttft_timeout": body.ttft_timeout or window}
+        terms: dict[str, Any] = {
+            "service_tier": "flex",
+            "timeout": body.timeout or window,
+            "ttft_timeout": body.ttft_timeout or window,
+        }
+        if isinstance(body, ResponseRequest):  # a batch must not push everybody's responses out of the store
+            terms["store"] = bool(body.store)
         return body.model_copy(update=terms)
 
-    async def _answer(self, batch: BatchRecord, place: LinePlace, body: SamplingFields) -> None:
+    async def _answer(self, batch: BatchRecord, place: LinePlace, body: LineBody) -> None:
         """Run one request and write down what came of it. Raises LaneStoppedError where that must be done again."""
         scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": [], "query_string": b""}
         keys = self._app.state.server.keys
@@ -246,7 +256,7 @@ class BatchLane:
         logger.info("%s is %s: %s", batch.id, batch.status, batch.request_counts)
 
 
-def sequences(body: SamplingFields) -> int:
+def sequences(body: LineBody) -> int:
     """How many a request takes in the engine."""
     return body.num_candidates * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1)
 

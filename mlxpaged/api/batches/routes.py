@@ -40,7 +40,7 @@ class BatchCreate(Body):
     """completion_window: minutes, hours or days, OpenAI's "24h" among them."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[mhd]$")]
     metadata: dict[str, str] | None = None
 

@@ -77,7 +77,7 @@ class ChatReply:
             "index": index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": finish_reason(choice.finish_reason, parser),
+            "finish_reason": self._finish_reason(choice.finish_reason, parser),
         }
 
     async def events(self) -> AsyncGenerator[str, None]:
@@ -97,7 +97,7 @@ class ChatReply:
                     yield self._chunk(index, delta, logprobs=logprobs)
                     logprobs = None
                 if output.finish_reason is not None:
-                    reason = finish_reason(output.finish_reason.value, parsers[index])
+                    reason = self._finish_reason(output.finish_reason.value, parsers[index])
                     yield self._chunk(index, {}, finish_reason=reason)
             last = self._generation.last_chunk(self._body.include_usage)
             if last is not None:
@@ -111,12 +111,13 @@ class ChatReply:
         usage = {"usage": None} if self._body.include_usage else {}
         return event(self._envelope("chat.completion.chunk") | {"choices": [choice]} | usage)
 
+    def _finish_reason(self, reason: str | None, parser: AnswerParser) -> str | None:
+        """A call that the request itself named is an answer like any other, to OpenAI: it ends with "stop"."""
+        calls = parser.calls_made and not self._body.names_tool
+        return "tool_calls" if reason == "stop" and calls else reason
+
     def _logprobs(self, tokens: list[Any]) -> dict[str, Any] | None:
         return chat_logprobs(self._info.tokenizer, tokens) if self._body.logprobs else None
-
-
-def finish_reason(reason: str | None, parser: AnswerParser) -> str | None:
-    return "tool_calls" if reason == "stop" and parser.calls_made else reason
 
 
 def delta_of(part: Part) -> dict[str, Any]:

@@ -54,7 +54,10 @@ def check_text_length(info: EngineInfo, field: str, num_chars: int) -> None:
     tokens = info.tokenizer.least_tokens(num_chars)
     if tokens > info.context_length:
         limit = f"this model's context length is {info.context_length} tokens"
-        raise bad_parameter(field, f"the prompt has at least {tokens} tokens; {limit}", code="context_length_exceeded")
+        error = PromptTooLongError(
+            f"the prompt has at least {tokens} tokens; {limit}", tokens, None, info.context_length
+        )
+        raise bad_parameter(field, str(error), code="context_length_exceeded") from error
 
 
 @contextlib.contextmanager
@@ -116,12 +119,11 @@ class Generation:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         default_max_tokens: int | None = None,
-        limit_field: str = "max_tokens",
     ) -> None:
         """All prompts, each as often as there are candidates, or none of them where one is refused.
 
         field: the one that holds the prompts. default_max_tokens: most tokens to generate where `params` does not say.
-        limit_field: the one that does. Raises ApiError, RequestCancelledError or EngineUnavailableError.
+        Raises ApiError, RequestCancelledError or EngineUnavailableError.
         """
         if not all(prompts):
             raise bad_parameter(field, "a prompt without tokens cannot be continued")
@@ -136,8 +138,8 @@ class Generation:
         try:
             self.streams = self._engine.submit(requests, default_max_tokens)
         except PromptTooLongError as error:
-            param = limit_field if all(fits_alone(self._engine, prompt) for prompt in prompts) else field
-            raise bad_parameter(param, str(error), code="context_length_exceeded") from None
+            param = "max_tokens" if all(fits_alone(self._engine, prompt) for prompt in prompts) else field
+            raise bad_parameter(param, str(error), code="context_length_exceeded") from error
         except MinTokensError as error:
             raise bad_parameter("min_tokens", str(error)) from None
         self._request.submitted = True

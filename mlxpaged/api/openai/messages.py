@@ -25,6 +25,8 @@ class Message(Body):
     tool_call_id: str | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST)] | None = None
     reasoning_content: str | None = None
+    # LiteLLM's notes on an answer, which it sends back with it; they say nothing that other fields do not.
+    provider_specific_fields: dict[str, Any] | None = None
     # OpenAI's client sends an answer's fields back as it got them.
     refusal: None = None
     audio: None = None

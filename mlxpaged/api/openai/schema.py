@@ -11,7 +11,7 @@ from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.body import Body
 from mlxpaged.api.openai.messages import MAX_LIST, Message
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
-from mlxpaged.api.openai.tools import MAX_TOOLS, NamedTool, Tool
+from mlxpaged.api.openai.tools import MAX_TOOLS, AllowedChoice, NamedTool, Tool, ToolChoice
 from mlxpaged.engine import Constraint, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
@@ -138,8 +138,9 @@ class SamplingFields(StructuredFields):
         )
 
 
-EFFORT_TOKENS = {"minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None}
-"""The most that a model thinks, by reasoning_effort."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORT_TOKENS = {"none": None, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None, "max": None}
+"""The most that a model thinks, by reasoning_effort. "none" is for the chat template, which keeps it from thinking."""
 
 
 class ChatRequest(SamplingFields):
@@ -148,9 +149,9 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     # Not OpenAI's, but vLLM's: how the chat template is rendered.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -174,11 +175,6 @@ class ChatRequest(SamplingFields):
             raise bad_parameter("logprobs", "cannot be had with a limit on the thinking: its end is not drawn")
         if self.continue_final_message and self.add_generation_prompt:
             raise bad_parameter("add_generation_prompt", "would end the message that continue_final_message continues")
-        constraint = next(self.constraints(), None)
-        if constraint is not None and self.thinking_limit is not None:
-            raise bad_parameter(constraint.param, "cannot be had with a limit on the thinking yet")
-        if constraint is not None and self.offered_tools:
-            raise bad_parameter(constraint.param, "cannot be had with tools yet, unless tool_choice is 'none'")
         called: set[str] = set()
         for i, message in enumerate(self.messages):
             called.update(call.id for call in message.tool_calls or ())
@@ -189,8 +185,16 @@ class ChatRequest(SamplingFields):
             raise bad_parameter("tools", "two of them have the same name")
         if self.chosen_tool not in (None, "none", "auto") and not names:
             raise bad_parameter("tool_choice", f"is {self.chosen_tool!r}, but there are no tools")
-        if isinstance(self.tool_choice, NamedTool) and self.chosen_tool not in names:
+        if self.names_tool and self.chosen_tool not in names:
             raise bad_parameter("tool_choice", f"no tool has the name {self.chosen_tool!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _allowed_tools_exist(self) -> ChatRequest:
+        names = {tool.function.name for tool in self.tools or ()}
+        for name in self.allowed_names:
+            if name not in names:
+                raise bad_parameter("tool_choice", f"no tool has the name {name!r}")
         return self
 
     @property
@@ -201,14 +205,26 @@ class ChatRequest(SamplingFields):
     @property
     def chosen_tool(self) -> str | None:
         """ "none", "auto", "required" or the name of a tool; None where the request does not say."""
+        if isinstance(self.tool_choice, AllowedChoice):
+            return self.tool_choice.allowed_tools.mode
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
 
     @property
+    def allowed_names(self) -> list[str]:
+        """Of the tools that the model may call."""
+        if isinstance(self.tool_choice, AllowedChoice):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return [] if self.tool_choice == "none" else [tool.function.name for tool in self.tools or ()]
+
+    @property
+    def names_tool(self) -> bool:
+        return isinstance(self.tool_choice, NamedTool)
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Those that the model is told of: none, where it may not call any."""
-        if self.tool_choice == "none":
-            return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        """Those that the model is told of: those that it may call."""
+        allowed = set(self.allowed_names)
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or () if tool.function.name in allowed]
 
     def constraints(self) -> Iterator[Constraint]:
         if self.response_format is not None:

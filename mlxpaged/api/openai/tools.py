@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
-from mlxpaged.api.openai.body import Body
+from mlxpaged.api.openai.body import Body, one_of
 
 MAX_TOOLS = 1024
 
@@ -33,6 +33,27 @@ class FunctionName(Body):
 class NamedTool(Body):
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(Body):
+    """mode: what the model may do with them, as tool_choice says it of all tools."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[
+        Annotated[NamedTool, Tag("[function]")] | Annotated[AllowedChoice, Tag("[allowed_tools]")],
+        one_of("type", "function and allowed_tools"),
+    ]
+)
 
 
 class CalledFunction(Body):

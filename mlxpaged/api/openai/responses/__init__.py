@@ -1,1 +1,1 @@
-"""OpenAI's responses API: text in, text out, conversations that the server remembers for a while."""
+"""OpenAI's responses API: conversations of messages, thoughts, calls and their results, remembered for a while."""

@@ -3,86 +3,105 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from pydantic import BaseModel
+
+from mlxpaged.api.conversation import Conversation
 from mlxpaged.api.errors import from_engine
-from mlxpaged.api.openai.generation import Choice, Generation, timeline_field
+from mlxpaged.api.openai.generation import timeline_field
 from mlxpaged.api.openai.logprobs import chat_logprobs
+from mlxpaged.api.openai.responses.output import Event, OutputItems
 from mlxpaged.api.openai.responses.schema import ResponseRequest
-from mlxpaged.api.openai.terms import Terms
+from mlxpaged.api.openai.responses.tools import FunctionTool, NamespaceTool, WebSearchTool, called_as
 from mlxpaged.api.streaming import event
-from mlxpaged.engine import EngineInfo, TokenLogprobs
+from mlxpaged.engine import RequestOutput
 from mlxpaged.scheduler import FinishReason
 
 
 class ResponseReply:
-    """keep: called with the complete response and its text."""
+    """keep: called with the complete response, before anybody sees it."""
 
     def __init__(
-        self, info: EngineInfo, body: ResponseRequest, terms: Terms, keep: Callable[[dict[str, Any], str], None]
+        self, conversation: Conversation, body: ResponseRequest, keep: Callable[[dict[str, Any]], None]
     ) -> None:
-        self._info = info
+        self._info = conversation.info
+        self._terms = conversation.terms
+        self._generation = conversation.generation
+        self._parser = conversation.new_parser()
         self._body = body
-        self._terms = terms
         self._keep = keep
         self._created = int(time.time())
-        self._item_id = f"msg_{terms.request_id}"
+        self._output = OutputItems(called_as(body.tools))
+        self._reasoning_tokens = 0
         self._sequence_number = 0
 
-    async def complete(self, generation: Generation) -> dict[str, Any]:
-        [choice] = await generation.collect()
-        return self._finished(generation, choice)
+    async def complete(self) -> dict[str, Any]:
+        async for _, fields in self._made():
+            response: dict[str, Any] | None = fields.get("response")
+        assert response is not None
+        return response
 
-    async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
-        """OpenAI's order: each thing is announced, added to, and done, from the outside in and out again."""
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        choice = Choice()
+    async def events(self) -> AsyncGenerator[str, None]:
         try:
             yield self._event("created", response=self._response("in_progress"))
             yield self._event("in_progress", response=self._response("in_progress"))
-            yield self._event("output_item.added", output_index=0, item=self._item("in_progress", []))
-            yield self._event("content_part.added", **place, part=self._part("", ()))
-            async for _, output in generation.outputs():
-                choice.add(output)
-                if output.text or output.logprobs:
-                    logprobs = self._logprobs(output.logprobs)
-                    yield self._event("output_text.delta", **place, delta=output.text, logprobs=logprobs)
-            response = self._finished(generation, choice)
-            item = response["output"][0]
-            logprobs = self._logprobs(choice.logprobs)
-            yield self._event("output_text.done", **place, text=choice.text, logprobs=logprobs)
-            yield self._event("content_part.done", **place, part=item["content"][0])
-            yield self._event("output_item.done", output_index=0, item=item)
-            yield self._event(response["status"], response=response)
+            async for kind, fields in self._made():
+                yield self._event(kind, **fields)
         except Exception as error:
             failure = from_engine(error)
             details = {"code": failure.code or failure.kind, "message": failure.message}
-            yield self._event("failed", response=self._response("failed", error=details))
+            yield self._event("failed", response=self._response("failed", error=details, output=self._output.items))
 
-    def _finished(self, generation: Generation, choice: Choice) -> dict[str, Any]:
-        complete = choice.finish_reason == FinishReason.STOP.value
-        status = "completed" if complete else "incomplete"
-        usage = generation.usage()
+    async def _made(self) -> AsyncGenerator[Event, None]:
+        """The last event has the response."""
+        async for _, output in self._generation.outputs():
+            for each in self._output.add(*self._read(output)):
+                yield each
+            if output.finish_reason is not None:
+                complete = output.finish_reason is FinishReason.STOP
+                for each in self._output.finish(complete):
+                    yield each
+                response = self._finished(complete, output)
+                yield response["status"], {"response": response}
+
+    def _read(self, output: RequestOutput) -> tuple[list[Any], list[dict[str, Any]]]:
+        """The parts of the answer that are certain by now, and the log-probabilities of tokens that may be text."""
+        thinking = self._parser.thinks
+        parts = self._parser.feed(output.text)
+        thinking |= self._parser.thinks
+        if thinking:
+            self._reasoning_tokens += len(output.token_ids)
+        if output.finish_reason is not None:
+            parts += self._parser.finish()
+        if thinking or not self._body.wants_logprobs:
+            return parts, []
+        return parts, chat_logprobs(self._info.tokenizer, output.logprobs)["content"]
+
+    def _finished(self, complete: bool, last: RequestOutput) -> dict[str, Any]:
+        usage = self._generation.usage()
         response = self._response(
-            status,
-            output=[self._item(status, [self._part(choice.text, choice.logprobs)])],
+            "completed" if complete else "incomplete",
+            output=self._output.items,
             incomplete_details=None if complete else {"reason": "max_output_tokens"},
             completed_at=int(time.time()) if complete else None,
             usage={
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                # Nothing is charged for what is written to the cache.
+                "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
                 "total_tokens": usage["total_tokens"],
             },
-            **timeline_field([choice.timeline]),
+            **timeline_field([last.timeline]),
         )
-        self._keep(response, choice.text)
+        self._keep(response)
         return response
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         body = self._body
+        text, reasoning, choice = shown(body.text), shown(body.reasoning), body.tool_choice
         response: dict[str, Any] = {
             "id": self._terms.request_id,
             "object": "response",
@@ -97,6 +116,7 @@ class ResponseReply:
             "instructions": body.instructions,
             "previous_response_id": body.previous_response_id,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "top_logprobs": body.top_logprobs or 0,
@@ -108,24 +128,25 @@ class ResponseReply:
             "store": body.kept,
             "background": False,
             "truncation": "disabled",
-            "text": {"format": {"type": "text"}, "verbosity": "medium"},
-            "tools": [],
-            "tool_choice": body.tool_choice or "auto",
+            "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
+            "reasoning": {"effort": None, "summary": None} | reasoning,
+            "tools": [shown_tool(tool) for tool in body.tools or () if not isinstance(tool, WebSearchTool)],
+            "tool_choice": shown(choice) if isinstance(choice, BaseModel) else choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
         }
         return response | fields
-
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _part(self, text: str, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(tokens)}
-
-    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        content: list[dict[str, Any]] = chat_logprobs(self._info.tokenizer, tokens)["content"]
-        return content if self._body.wants_logprobs else []
 
     def _event(self, kind: str, **fields: Any) -> str:
         data = {"type": f"response.{kind}", "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
         return f"event: response.{kind}\n{event(data)}"
+
+
+def shown(model: BaseModel | None) -> dict[str, Any]:
+    """A part of the request, as the response repeats it."""
+    return {} if model is None else model.model_dump(by_alias=True, exclude_none=True)
+
+
+def shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    defaults = {"description": None, "parameters": None, "strict": False}
+    return (defaults if isinstance(tool, FunctionTool) else {}) | shown(tool)

@@ -1,7 +1,8 @@
-"""POST /v1/responses, and GET, DELETE /v1/responses/{id} and its input items."""
+"""POST /v1/responses and its input_tokens; GET and DELETE /v1/responses/{id}, its input items, and its cancelling."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -9,17 +10,18 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.access.caller import may_use, owner_of
 from mlxpaged.api.body import read_json, read_query
+from mlxpaged.api.conversation import render, start
 from mlxpaged.api.errors import ApiError, bad_parameter
-from mlxpaged.api.openai.generation import begin, check_text_length, check_token_ids
+from mlxpaged.api.openai.responses.items import Item, ItemReference
 from mlxpaged.api.openai.responses.reply import ResponseReply
-from mlxpaged.api.openai.responses.schema import ItemList, ResponseRequest
+from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.responses.store import ResponseStore, StoredResponse
-from mlxpaged.api.openai.terms import terms_of
+from mlxpaged.api.openai.responses.translation import chat_request, check_calls, own_names
 from mlxpaged.api.page import page
+from mlxpaged.api.request_id import HEADER
 from mlxpaged.api.server import server_of
 from mlxpaged.api.streaming import EventStream, answer
 from mlxpaged.engine import DuplicateRequestError
-from mlxpaged.models.tokenizer import ChatTemplateError
 
 
 def store_of(request: Request) -> ResponseStore:
@@ -33,42 +35,64 @@ async def create(request: Request) -> Response:
 
 
 async def respond(request: Request, body: ResponseRequest) -> Response:
-    server, store = server_of(request), store_of(request)
-    engine, info = server.ready(body.model)
-    sampling, params = body.sampling(), body.params()
-    terms = terms_of(request, sampling, engine.config, "resp")
-    if terms.request_id in store:
-        raise DuplicateRequestError(f"a response with the id {terms.request_id} is stored")
-    earlier = conversation_before(request, body.previous_response_id)
-    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    messages = [*instructions, *earlier, *body.messages()]
-    check_text_length(info, "input", sum(len(message["content"]) for message in messages))
+    store = store_of(request)
+    given = request.headers.get(HEADER, "")
+    if given in store:
+        raise DuplicateRequestError(f"a response with the id {given} is stored")
+    earlier, items = whole_conversation(request, body)
+    with own_names(body):
+        conversation = await start(request, chat_request(body, [*earlier, *items]), "resp")
 
-    def keep(response: dict[str, Any], text: str) -> None:
+    def keep(response: dict[str, Any]) -> None:
         if body.kept:
-            store.add(owner_of(request), response, body, earlier, text)
+            store.add(owner_of(request), response, earlier, items)
 
-    reply = ResponseReply(info, body, terms, keep)
-    with begin(server, engine, terms, sampling, num_prompts=1) as generation:
-        try:
-            prompt = await server.tokenize(lambda: info.tokenizer.apply_chat_template(messages))
-        except ChatTemplateError as error:
-            raise bad_parameter("input", str(error)) from None
-        check_token_ids(info, params, "input", [prompt])
-        generation.submit("input", [prompt], params, limit_field="max_output_tokens")
+    reply = ResponseReply(conversation, body, keep)
     if body.stream:
-        return EventStream(reply.events(generation), generation.close)
-    return JSONResponse(await reply.complete(generation))
+        return EventStream(reply.events(), conversation.generation.close)
+    return JSONResponse(await reply.complete())
 
 
-def conversation_before(request: Request, response_id: str | None) -> list[dict[str, Any]]:
+async def input_tokens(request: Request) -> Response:
+    body = await read_json(request, InputTokensRequest)
+    return await answer(request, count(request, body))
+
+
+async def count(request: Request, body: InputTokensRequest) -> Response:
+    server = server_of(request)
+    _, info = server.ready(body.model)
+    earlier, items = whole_conversation(request, body)
+    with own_names(body):
+        prompt = await render(server, info, chat_request(body, [*earlier, *items]))
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt)})
+
+
+def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:
+    """The items before the request's own, and those."""
+    earlier = conversation_before(request, body.previous_response_id)
+    items = [referred(request, i, item) for i, item in enumerate(body.items)]
+    check_calls(earlier, items)
+    return earlier, items
+
+
+def conversation_before(request: Request, response_id: str | None) -> Sequence[Item]:
     if response_id is None:
         return []
     found = store_of(request).get(response_id)
     if found is None or not may_use(request, found.owner):
         message = f"there is no response {response_id!r}; the server keeps the newest ones that are stored"
         raise bad_parameter("previous_response_id", message, code="previous_response_not_found")
-    return list(found.conversation)
+    return found.conversation
+
+
+def referred(request: Request, index: int, item: Item | ItemReference) -> Item:
+    """An item of the request, or the stored one that it stands for."""
+    if not isinstance(item, ItemReference):
+        return item
+    found = store_of(request).item(item.id)
+    if found is None or not may_use(request, found.owner):
+        raise bad_parameter(f"input.{index}.id", f"there is no stored item {item.id!r}", code="item_not_found")
+    return found.item
 
 
 async def retrieve(request: Request) -> Response:
@@ -85,9 +109,16 @@ async def delete(request: Request) -> Response:
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
+async def cancel(request: Request) -> Response:
+    """OpenAI's is for responses that are made in the background."""
+    response_id = request.path_params["response_id"]
+    message = f"no response is made in the background here; DELETE /v1/requests/{response_id} ends one that is made now"
+    raise bad_parameter("response_id", message, code="not_cancellable")
+
+
 async def input_items(request: Request) -> Response:
     query = read_query(request, ItemList)
-    items = list(find(request).items)
+    items = [item.shown(item_id) for item_id, item in find(request).inputs.items()]
     return page(items if query.order == "asc" else items[::-1], query.after, query.limit)
 
 

@@ -1,41 +1,21 @@
-"""The body of POST /v1/responses, and what it means to the engine."""
+"""The bodies of the responses API. What is not listed here is refused."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body
+from mlxpaged.api.openai.body import Body, one_of
 from mlxpaged.api.openai.messages import MAX_LIST
-from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Probability, SamplingFields
-from mlxpaged.engine import SamplingParams
+from mlxpaged.api.openai.responses.items import InputItem, MessageItem
+from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
+from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, Seconds
+from mlxpaged.api.openai.structured import JsonSchema
+from mlxpaged.api.openai.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
-
-
-class ContentPart(Body):
-    """annotations, logprobs: of an earlier answer that is sent back; they are not for the model."""
-
-    type: Literal["input_text", "output_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
-class InputMessage(Body):
-    """id, status: of an earlier answer that is sent back."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
-    id: str | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
 class ResponseStreamOptions(Body):
@@ -43,40 +23,89 @@ class ResponseStreamOptions(Body):
 
 
 class TextFormat(Body):
-    type: Literal["text"]
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
 
 
 class TextOptions(Body):
-    format: TextFormat | None = None
+    format: (
+        Annotated[
+            Annotated[TextFormat, Tag("[text]")]
+            | Annotated[TextFormat, Tag("[json_object]")]
+            | Annotated[SchemaFormat, Tag("[json_schema]")],
+            one_of("type", "text, json_object and json_schema"),
+        ]
+        | None
+    ) = None
     verbosity: Literal["medium"] | None = None
 
 
-class ResponseRequest(Body):
+class Reasoning(Body):
+    """summary: "auto" is the best one that there is, here none: the thoughts themselves are shown. context, mode: as
+    the chat template has it."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class InputTokensRequest(Body):
+    """What a prompt is made of."""
+
     model: str | None = None
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: str | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    # Not supported beyond the value that asks for nothing.
+    truncation: Literal["disabled"] | None = None
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _tools_are_functions(cls, value: Any) -> Any:
+        check_kinds(value)
+        return value
+
+    @property
+    def items(self) -> list[InputItem]:
+        """The new part of the conversation."""
+        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+
+class ResponseRequest(InputTokensRequest):
     store: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Probability, Field(gt=0)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    # Accepted for what they are: labels that change nothing.
+    # Accepted for what they are: labels that change nothing, and a limit on the calls of tools that are not here.
     metadata: dict[str, str] | None = None
+    client_metadata: dict[str, str] | None = None  # Codex's
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     # Not supported beyond the value that asks for nothing.
     background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    text: TextOptions | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    # Not OpenAI's: the server's own limits, whatever the client's patience.
+    timeout: Seconds | None = None
+    ttft_timeout: Seconds | None = None
+
+    # As other requests for text have them: one prompt, one answer.
+    num_candidates: ClassVar[int] = 1
+    multiplier: ClassVar[str | None] = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ResponseRequest:
@@ -94,20 +123,6 @@ class ResponseRequest(Body):
     def kept(self) -> bool:
         """Whether the answer can be asked for again, and continued; the default is OpenAI's."""
         return self.store is not False
-
-    def sampling(self) -> SamplingFields:
-        """The part that all routes for text have in common."""
-        return SamplingFields(temperature=self.temperature, top_p=self.top_p, service_tier=self.service_tier)
-
-    def params(self) -> SamplingParams:
-        logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
-        return self.sampling().sampling_params(self.max_output_tokens, logprobs)
-
-    def messages(self) -> list[dict[str, Any]]:
-        """The new part of the conversation."""
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        return [message.for_template() for message in self.input]
 
 
 class ItemList(BaseModel):

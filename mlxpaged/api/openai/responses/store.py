@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpaged.api.openai.responses.schema import ResponseRequest
+from pydantic import TypeAdapter
+
+from mlxpaged.api.openai.responses.items import Item, OutputItem
 
 MAX_RESPONSES = 1000
 MAX_CHARS = 64 * 1024 * 1024
-"""Of all that is new in them: a conversation's earlier messages are shared with the answers before."""
+"""Of all that is new in them: a conversation's earlier items are shared with the answers before."""
+
+OUTPUT: TypeAdapter[list[OutputItem]] = TypeAdapter(list[OutputItem])
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """owner: the name of the key that it belongs to, if any."""
+
+    owner: str | None
+    item: Item
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """owner: the name of the key that it belongs to, if any. conversation: all messages up to and with the answer, but
-    for instructions. items: those of the request."""
+    """conversation: all items up to and with those of the answer, but for instructions. inputs: the request's items, by
+    their ids."""
 
     owner: str | None
     response: dict[str, Any]
-    conversation: Sequence[dict[str, Any]]
-    items: Sequence[dict[str, Any]]
+    conversation: Sequence[Item]
+    inputs: dict[str, Item]
     num_chars: int
 
 
 class ResponseStore:
     def __init__(self) -> None:
         self._responses: dict[str, StoredResponse] = {}
+        self._items: dict[str, StoredItem] = {}  # of the requests and of the answers
         self._num_chars = 0
 
     def __contains__(self, response_id: str) -> bool:
@@ -36,35 +50,24 @@ class ResponseStore:
     def get(self, response_id: str) -> StoredResponse | None:
         return self._responses.get(response_id)
 
-    def add(
-        self,
-        owner: str | None,
-        response: dict[str, Any],
-        body: ResponseRequest,
-        earlier: Sequence[dict[str, Any]],
-        answer: str,
-    ) -> None:
-        """Forgets the oldest ones where there are too many."""
-        new = [*body.messages(), {"role": "assistant", "content": answer}]
-        num_chars = sum(len(message["content"]) for message in new) + len(body.instructions or "")
-        items = [
-            {
-                "id": f"{response['id']}-input-{index}",
-                "type": "message",
-                "role": message["role"],
-                "status": "completed",
-                "content": [
-                    {"type": "output_text", "text": message["content"], "annotations": []}
-                    if message["role"] == "assistant"
-                    else {"type": "input_text", "text": message["content"]}
-                ],
-            }
-            for index, message in enumerate(body.messages())
-        ]
-        self._responses[response["id"]] = StoredResponse(owner, response, [*earlier, *new], items, num_chars)
+    def item(self, item_id: str) -> StoredItem | None:
+        return self._items.get(item_id)
+
+    def add(self, owner: str | None, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item]) -> None:
+        """items: those of the request. Forgets the oldest responses where there are too many."""
+        inputs = {f"{response['id']}-input-{index}": item for index, item in enumerate(items)}
+        output = OUTPUT.validate_python(response["output"])
+        num_chars = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)
+        conversation = [*earlier, *items, *output]
+        self._responses[response["id"]] = StoredResponse(owner, response, conversation, inputs, num_chars)
+        self._items.update({item_id: StoredItem(owner, item) for item_id, item in inputs.items()})
+        self._items.update({item.id: StoredItem(owner, item) for item in output if item.id is not None})
         self._num_chars += num_chars
         while len(self._responses) > MAX_RESPONSES or (self._num_chars > MAX_CHARS and len(self._responses) > 1):
             self.delete(next(iter(self._responses)))
 
     def delete(self, response_id: str) -> None:
-        self._num_chars -= self._responses.pop(response_id).num_chars
+        found = self._responses.pop(response_id)
+        self._num_chars -= found.num_chars
+        for item_id in (*found.inputs, *(item["id"] for item in found.response["output"])):
+            del self._items[item_id]

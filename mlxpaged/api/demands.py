@@ -1,0 +1,63 @@
+"""What a request demands of its answer that only a grammar can promise: calls where `tool_choice` wants them, arguments
+that fit the schemas of strict tools, structured output; all of it behind the thinking, which is free."""
+
+from __future__ import annotations
+
+import json
+
+from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.openai.schema import ChatRequest
+from mlxpaged.api.openai.tools import Tool
+from mlxpaged.api.tool_calls import AROUND_ARGUMENTS
+from mlxpaged.engine import AnswerForm, CallForm, Constraint, Thinking
+from mlxpaged.models import Tags, ToolFormat
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""What a tool without parameters takes, as OpenAI defines it."""
+
+
+def answer_form(body: ChatRequest, tags: Tags, thinking: Thinking) -> AnswerForm | None:
+    """None where any text will do. Raises ApiError for what cannot be promised.
+
+    Every call that is demanded fits its tool's schema. Of those that the model may make or not, the calls of strict
+    tools do; others have any JSON object.
+    """
+    demands_call = body.chosen_tool not in (None, "auto", "none")
+    strict = any(tool.function.strict for tool in body.tools or ()) and bool(body.offered_tools)
+    text = body.constraint()
+    if not (demands_call or strict or text):
+        return None
+    calls: tuple[CallForm, ...] = ()
+    param = "tool_choice" if demands_call or text is None else text.param
+    if body.offered_tools and tags.tools is not None:
+        if tags.tools.name not in AROUND_ARGUMENTS:
+            known = " and ".join(AROUND_ARGUMENTS)
+            message = f"calls in this model's format, {tags.tools.name}, cannot be enforced; those in {known} can"
+            raise bad_parameter("tools" if strict and not demands_call else param, message)
+        calls = tuple(
+            call_form(tags.tools, tool, f"tools.{i}", enforced=demands_call or bool(tool.function.strict))
+            for i, tool in enumerate(body.tools or ())
+            if tool.function.name in body.allowed_names
+            if body.chosen_tool in (None, "auto", "required", tool.function.name)
+        )
+    return AnswerForm(
+        thinking=thinking,
+        think_start=tags.think_start,
+        think_end=tags.think_end,
+        text=None if demands_call else text or "free",
+        call_start=tags.tools.start if tags.tools is not None else "",
+        calls=calls,
+        one_call=body.names_tool or body.parallel_tool_calls is False,
+        param=param,
+    )
+
+
+def call_form(form: ToolFormat, tool: Tool, param: str, enforced: bool) -> CallForm:
+    before, after = AROUND_ARGUMENTS[form.name]
+    schema = NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters
+    given = schema.get("type", "object")
+    if enforced and given != "object":
+        raise bad_parameter(param, f"arguments are an object; the type of the parameters is {given!r}")
+    schema = {**schema, "type": "object"} if enforced else {"type": "object"}
+    arguments = Constraint("json_schema", json.dumps(schema), param)
+    return CallForm(before.format(tool.function.name), arguments, after + form.end)

@@ -1,0 +1,58 @@
+"""The form of a whole answer as one grammar, so that the bytes say where thinking, text and calls end, however a model
+cuts them into tokens. In llguidance's Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+from mlxpaged.engine.constraint import AnswerForm
+
+Pieces = Callable[[str], Sequence[str | int]]
+"""Cuts a text into its special tokens, as ids, and the texts between them."""
+
+
+def lark(form: AnswerForm, pieces: Pieces) -> str:
+    """Its grammar, in which `@part_i` stands for that of `form.parts[i]`."""
+
+    def written(text: str) -> str:
+        return " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in pieces(text))
+
+    def until(name: str, tag: str, *absent: str) -> list[str]:
+        """The rule `name`: any text up to and including the tag. A regular expression cannot hold a special token."""
+        first, *_ = pieces(tag)
+        if isinstance(first, int):
+            return [f"{name}: {name.upper()} {written(tag)}", f"{name.upper()}: {text_without(tag, *absent)}"]
+        rest = written(tag[len(first) :])
+        upto = f"/(?s:.*){in_regex(first)}/" + "".join(f" & {text_without(text)}" for text in absent)
+        return [f"{name}: {name}_head {rest}", f"{name}_head[lazy]: {name.upper()}", f"{name.upper()}: {upto}"]
+
+    thought = {"never": "", "may": f"({written(form.think_start)} thought)? ", "open": "thought "}[form.thinking]
+    rules = [f"start: {thought}answer"]
+    if form.thinking != "never":
+        rules += until("thought", form.think_end)
+    if form.calls:
+        more = "" if form.one_call else f' ("\\n"? {written(form.call_start)} call)*'
+        rules += [f"calls: call{more}", "call: " + " | ".join(f"call_{i}" for i in range(len(form.calls)))]
+        for i, call in enumerate(form.calls):
+            rules.append(f"call_{i}: {written(call.before)} @part_{i} {written(call.after)}")
+    if form.text == "free":
+        absent = [tag for tag in [form.think_start] if tag]
+        rules += ["answer: TEXT | upto_call calls", f"TEXT: {text_without(form.call_start, *absent)}"]
+        rules += until("upto_call", form.call_start, *absent)
+    else:
+        space = '("\\n" "\\n"?)? ' if form.spaced else ""
+        text = f"@part_{len(form.calls)}" if form.text is not None else ""
+        called = f"{written(form.call_start)} calls" if form.calls else ""
+        rules.append(f"answer: {space}({' | '.join(filter(None, [text, called]))})")
+    return "\n".join(rules) + "\n"
+
+
+def text_without(*texts: str) -> str:
+    """A terminal: any text that has none of these in it."""
+    return "/(?s:.*)/" + "".join(f" & ~/(?s:.*){in_regex(text)}(?s:.*)/" for text in texts)
+
+
+def in_regex(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")

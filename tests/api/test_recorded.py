@@ -1,0 +1,199 @@
+"""What real clients send, as recorded in tests/api/recorded/, is accepted and answered in the format that they read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import anthropic.types
+import httpx
+import openai.types.chat
+import openai.types.responses
+import pytest
+
+from tests.api.helpers import DEADLINE, events, raw
+from tests.scripted import scripted_server
+from tests.support import RunningServer
+
+RECORDED = Path(__file__).parent / "recorded"
+
+NOT_SERVED_YET: dict[str, list[str]] = {}
+"""Records that are refused for now, by what is missing. Whoever serves one takes it off: its test fails until then."""
+
+THOUGHT = "I think about it."
+
+
+def records() -> list[Any]:
+    missing = {name: reason for reason, names in NOT_SERVED_YET.items() for name in names}
+    found = []
+    for path in sorted(RECORDED.glob("*.json")):
+        for record in json.loads(path.read_text())["requests"]:
+            name = f"{path.stem}: {record['name']}"
+            reason = missing.pop(name, None)
+            marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+            found.append(pytest.param(record, id=name, marks=marks))
+    assert not missing, f"no such records: {list(missing)}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def says() -> dict[str, str]:
+    """The script: whatever is asked, the next answer is what stands under ""."""
+    return {"": ""}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, says: dict[str, str]) -> Iterator[RunningServer]:
+    options = {"context_length": 65536, "kv_cache_bytes": 32_000_000}
+    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", says, **options) as server:
+        yield server
+
+
+@pytest.mark.parametrize("record", records())
+def test_a_recorded_request_is_answered(server: RunningServer, says: dict[str, str], record: dict[str, Any]) -> None:
+    body = record.get("body", {})
+    said = says[""] = answer_of(record["answer"], body)
+    with raw(server) as client:
+        response = client.request(
+            record["method"], record["path"], headers=record["headers"], json=body or None, timeout=DEADLINE
+        )
+    if isinstance(record["answer"], int):  # a probe, which nobody reads the answer of
+        assert response.status_code == record["answer"]
+        return
+    assert response.status_code == 200, response.text
+    path = record["path"].partition("?")[0]
+    if record["answer"] in ("models", "count"):
+        answer = response.json()
+        assert answer["data"][0]["id"] == "scripted" if path == "/v1/models" else answer["input_tokens"] > 0
+        return
+    read = {"/v1/chat/completions": chat, "/v1/completions": completion, "/v1/messages": message}.get(path, responses)
+    text, calls = read(response, bool(body.get("stream")), body)
+    if record["answer"] == "call":
+        tool = called_tool(body)
+        assert calls == [(tool["name"], instance(parameters(tool)))]
+    elif record["answer"] == "json":
+        assert json.loads(text) == json.loads(said)
+    else:
+        assert (text, calls) == ("It is done."[: body.get("max_tokens")], [])  # a token is a letter
+
+
+# What the model is made to say
+
+
+def answer_of(kind: str | int, body: dict[str, Any]) -> str:
+    if kind == "json":
+        return json.dumps(instance(schema_of(body)))
+    thinks = body.get("thinking") or body.get("reasoning") or body.get("reasoning_effort")
+    thought = f"<think>\n{THOUGHT}\n</think>\n" if thinks else ""
+    if kind != "call":
+        return f"{thought}It is done."
+    tool = called_tool(body)
+    call = {"name": tool["name"], "arguments": instance(parameters(tool))}
+    return f"{thought}<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def called_tool(body: dict[str, Any]) -> dict[str, Any]:
+    """The first of the request."""
+    tool: dict[str, Any] = body["tools"][0]
+    return tool.get("function", tool)
+
+
+def parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = tool.get("parameters") or tool["input_schema"]
+    return schema
+
+
+def schema_of(body: dict[str, Any]) -> dict[str, Any]:
+    """That of the answer, wherever the API has it."""
+    chat = body.get("response_format", {})
+    format = (
+        chat.get("json_schema")
+        or body.get("text", {}).get("format")
+        or body.get("output_config", {}).get("format")
+        or {"schema": {"type": "object"}}
+    )
+    schema: dict[str, Any] = format["schema"]
+    return schema
+
+
+def instance(schema: dict[str, Any]) -> dict[str, Any]:
+    """The least that fits the schema of an object."""
+    values = {"string": "Rome", "integer": 21, "number": 21, "boolean": True}
+    return {name: values[schema["properties"][name]["type"]] for name in schema.get("required", ())}
+
+
+# What came back: (text, [(name of a called tool, its arguments)])
+
+Answer = tuple[str, list[tuple[str, Any]]]
+
+
+def chat(response: httpx.Response, stream: bool, body: dict[str, Any]) -> Answer:
+    if not stream:
+        answer = openai.types.chat.ChatCompletion.model_validate(response.json()).choices[0].message
+        return answer.content or "", [named(call.function) for call in answer.tool_calls or ()]
+    *parts, done = events(response.iter_lines())
+    assert done == "[DONE]"
+    chunks = [openai.types.chat.ChatCompletionChunk.model_validate(data) for data in parts]
+    usage = chunks[-1].usage is not None
+    assert usage == bool((body.get("stream_options") or {}).get("include_usage"))
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    functions = [call.function for delta in deltas for call in delta.tool_calls or () if call.function is not None]
+    names = [function.name for function in functions if function.name]
+    arguments = "".join(function.arguments or "" for function in functions)
+    return "".join(delta.content or "" for delta in deltas), [(name, json.loads(arguments)) for name in names]
+
+
+def completion(response: httpx.Response, stream: bool, body: dict[str, Any]) -> Answer:
+    return openai.types.Completion.model_validate(response.json()).choices[0].text, []
+
+
+def message(response: httpx.Response, stream: bool, body: dict[str, Any]) -> Answer:
+    if not stream:
+        blocks = anthropic.types.Message.model_validate(response.json()).content
+    else:
+        blocks = []
+        for event in checked(response, anthropic.types.RawMessageStreamEvent):
+            if event.type == "content_block_start":
+                blocks.append(event.content_block)
+                written = ""
+            elif event.type == "content_block_delta":
+                kind = event.delta.type.removesuffix("_delta")
+                if kind == "input_json":
+                    written += event.delta.partial_json
+                    blocks[-1].input = json.loads(written) if written.endswith("}") else {}
+                else:
+                    setattr(blocks[-1], kind, getattr(blocks[-1], kind) + getattr(event.delta, kind))
+        assert event.type == "message_stop"
+    thinking = [block.thinking for block in blocks if block.type == "thinking"]
+    if "thinking" in body:
+        assert thinking == ([""] if body["thinking"].get("display") == "omitted" else [THOUGHT])
+    text = "".join(block.text for block in blocks if block.type == "text")
+    return text.strip(), [(block.name, block.input) for block in blocks if block.type == "tool_use"]
+
+
+def responses(response: httpx.Response, stream: bool, body: dict[str, Any]) -> Answer:
+    if stream:
+        *_, last = checked(response, openai.types.responses.ResponseStreamEvent)
+        assert last.type == "response.completed"
+        answer = last.response
+    else:
+        answer = openai.types.responses.Response.model_validate(response.json())
+    calls = [named(item) for item in answer.output if item.type == "function_call"]
+    return answer.output_text.strip(), calls
+
+
+def named(call: Any) -> tuple[str, Any]:
+    return call.name, json.loads(call.arguments)
+
+
+def checked(response: httpx.Response, union: Any) -> Iterator[Any]:
+    """The events, each of which must fit the official client's description of its type."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    models = {get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(get_args(union)[0])}
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            data = json.loads(line.removeprefix("data: "))
+            if data["type"] != "ping":  # the official client does not describe it
+                yield models[data["type"]].model_validate(data)

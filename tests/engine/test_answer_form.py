@@ -1,0 +1,162 @@
+"""Whole answers held to a form: thinking under a budget, then text or calls, whatever becomes of the steps."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpaged.engine import (
+    AnswerForm,
+    CallForm,
+    Constraint,
+    EngineConfig,
+    EngineCore,
+    GrammarError,
+    Request,
+    SamplingParams,
+)
+from mlxpaged.engine.answer_grammar import lark
+from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.step import StepUnderWay
+from mlxpaged.models import ServedModel, load_model
+from mlxpaged.models.layers import bytes_per_token
+from tests.scripted import make_scripted_model
+from tests.support import poison_new_blocks
+
+OBJECT = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = Constraint("json_schema", json.dumps(OBJECT), "tools.0")
+CALLS = (CallForm("\nf ", SCHEMA, "\n</tool_call>"), CallForm("\ng ", SCHEMA, "\n</tool_call>"))
+THINK, TOOL = ("<think>", "</think>"), "<tool_call>"
+WORDS = Constraint("regex", "([a-z]{3} ){1,9}", "guided_regex")
+
+CALL = r'<tool_call>\n[fg] \{\s*"a"\s*:\s*(1|22)\s*\}\n</tool_call>'
+FORMS: dict[str, tuple[AnswerForm, str]] = {
+    "text behind open thoughts": (AnswerForm("open", *THINK, WORDS), r"(?s).*</think>([a-z]{3} ){1,9}"),
+    "calls": (AnswerForm("may", *THINK, None, TOOL, CALLS), rf"(?s)(<think>.*</think>)?\n?\n?{CALL}(\n?{CALL})*"),
+    "one call": (AnswerForm("never", *THINK, None, TOOL, CALLS, one_call=True), CALL),
+    "calls or text": (
+        AnswerForm("open", *THINK, WORDS, TOOL, CALLS),
+        rf"(?s).*</think>({CALL}.*|([a-z]{{3}} ){{1,9}})",
+    ),
+    "text and calls": (AnswerForm("may", *THINK, "free", TOOL, CALLS), rf"(?s)[^<]*(<(?!tool_call>)[^<]*)*({CALL}.*)?"),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return load_model(str(make_scripted_model(tmp_path_factory.mktemp("model"), "json_tools")))
+
+
+def make_core(served: ServedModel, blocks: int = 100, **options: Any) -> EngineCore:
+    cache = blocks * 32 * bytes_per_token(served.layers)
+    core = EngineCore(EngineConfig(kv_cache_bytes=cache, **options), served)
+    poison_new_blocks(core)
+    return core
+
+
+def add_mix(core: EngineCore) -> None:
+    """Two of every form, the second one a fork of the first, and as many free ones."""
+    for i, (name, (form, _)) in enumerate(FORMS.items()):
+        for copy in range(2):
+            params: dict[str, Any] = {"seed": 10 * i + copy, "max_tokens": 90, "logit_bias": {256: 3.0, 264: 3.0}}
+            if i % 2:
+                params |= {"frequency_penalty": 0.2, "min_tokens": 20}
+            held = {"thinking_budget": 6 + i, "begins_thinking": form.thinking == "open", "think_tags": True}
+            prompt = [5, 6, 7] * 12 + [i + 10]
+            fork = f"held {name} 0" if copy else None
+            for kind, more in (("held", held | {"constraint": form, "tool_tags": True}), ("free", {})):
+                request_id = f"{kind} {name} {copy}"
+                fork_of = fork if kind == "held" else None
+                core.add(
+                    Request(request_id, prompt, SamplingParams(**params, **more), time.monotonic(), fork_of=fork_of)
+                )
+
+
+def finish(core: EngineCore) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    reasons = {}
+    while core.has_work():
+        for output in core.step():
+            assert output.error is None, output.error
+            texts[output.request_id] = texts.get(output.request_id, "") + output.text
+            reasons[output.request_id] = output.finish_reason
+    assert core.scheduler.pool.usage().used == 0
+    for name, (_, pattern) in FORMS.items():
+        for copy in range(2):
+            request_id = f"held {name} {copy}"
+            if reasons[request_id] is not None and reasons[request_id].value == "stop":
+                assert re.fullmatch(pattern, texts[request_id]), f"{name}: {texts[request_id]!r}"
+    return texts
+
+
+@pytest.fixture(scope="module")
+def expected(served: ServedModel) -> dict[str, str]:
+    core = make_core(served)
+    add_mix(core)
+    texts = finish(core)
+    assert sum("<tool_call>" in text for text in texts.values()) >= 4
+    return texts
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize(("blocks", "swap"), [(100, 0), (9, 0), (9, 12)], ids=["roomy", "recomputed", "swapped"])
+def test_answers_do_not_depend_on_overlap_preemption_forks_or_failures(
+    served: ServedModel,
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    overlaps: bool,
+    blocks: int,
+    swap: int,
+) -> None:
+    monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
+    rng, read = random.Random(1), StepUnderWay.read
+
+    def sometimes_failing(step: StepUnderWay) -> Any:
+        if len(step.batch.rows) > 1 and rng.random() < 0.1:
+            raise RuntimeError("injected")
+        return read(step)
+
+    monkeypatch.setattr(StepUnderWay, "read", sometimes_failing)
+    space = swap * 32 * bytes_per_token(served.layers)
+    core = make_core(served, blocks, swap_space_bytes=space, max_num_batched_tokens=64)
+    add_mix(core)
+    assert finish(core) == expected
+    assert (core.stats().scheduler.preemptions_total > 0) or blocks == 100
+
+
+def test_the_part_that_cannot_be_enforced_is_named(served: ServedModel) -> None:
+    grammars = Grammars(served.tokenizer, served.vocab_size)
+    wrong = CallForm("", Constraint("json_schema", '{"not": {}}', "tools.1"), "")
+    for form, param in (
+        (AnswerForm("may", *THINK, WORDS, TOOL, (CALLS[0], wrong), param="mine"), "tools.1"),
+        (
+            AnswerForm("may", *THINK, Constraint("regex", "[a", "guided_regex"), TOOL, CALLS, param="mine"),
+            "guided_regex",
+        ),
+    ):
+        with pytest.raises(GrammarError) as caught:
+            grammars.compile(form)
+        assert caught.value.param == param
+
+
+def test_a_tag_in_several_tokens_is_text(tmp_path: Path, served: ServedModel) -> None:
+    """As many as the vocabulary has: special tokens stand by themselves, what is between them is text."""
+
+    def pieces(text: str) -> list[str | int]:
+        return [{"<|a|>": 1, "<|b|>": 2}.get(piece, piece) for piece in re.split(r"(<\|[ab]\|>)", text) if piece]
+
+    form = AnswerForm("may", "<|a|>think<|b|>", "[/think/]", WORDS)
+    assert lark(form, pieces).splitlines() == [
+        'start: (<[1]> "think" <[2]> thought)? answer',
+        "thought: thought_head ",
+        "thought_head[lazy]: THOUGHT",
+        r"THOUGHT: /(?s:.*)\[\/think\/\]/",
+        "answer: (@part_0)",
+    ]
