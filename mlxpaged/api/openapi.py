@@ -21,6 +21,7 @@ from mlxpaged import __version__
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
+from mlxpaged.api.openai.embeddings import EmbeddingsRequest, EmbeddingsResponse
 from mlxpaged.api.openai.responses.schema import ItemList, ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.openai.terms import TIMELINE_HEADER
@@ -90,7 +91,9 @@ def generates(summary: str, body: type[BaseModel]) -> Operation:
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): generates("Answer a conversation", ChatRequest),
     ("POST", "/v1/completions"): generates("Continue one or more prompts", CompletionRequest),
-    ("POST", "/v1/embeddings"): Operation("Refused with a 400: no model here makes embeddings"),
+    ("POST", "/v1/embeddings"): Operation(
+        "The embeddings of texts or tokens", EmbeddingsRequest, answer=EmbeddingsResponse
+    ),
     ("POST", "/v1/responses"): generates("Answer, and remember the conversation", ResponseRequest),
     ("GET", "/v1/responses/{response_id}"): Operation("A stored response"),
     ("DELETE", "/v1/responses/{response_id}"): Operation("Forget a response"),

@@ -95,6 +95,21 @@ def add_parser(commands: Any) -> None:
     )
     flags.value("--served-model-name", str, None, "name of the model in the API (default: MODEL as given)")
     flags.value(
+        "--embedding-model",
+        str,
+        None,
+        "model directory or hub repository for /v1/embeddings (default: MODEL, where it states that it makes them)",
+        metavar="MODEL",
+    )
+    flags.value("--served-embedding-model-name", str, None, "its name in the API (default: as given)")
+    flags.value(
+        "--embedding-max-model-len",
+        positive_int,
+        DEFAULTS.embedding_max_model_len,
+        "tokens of the longest input for embeddings, for which memory is kept (default "
+        f"{DEFAULTS.embedding_max_model_len})",
+    )
+    flags.value(
         "--tool-parser",
         one_of(*tool_parsers()),
         None,
@@ -193,11 +208,16 @@ def add_parser(commands: Any) -> None:
 def engine_config(args: argparse.Namespace) -> EngineConfig | None:
     """None for a server without a model. Raises ValueError where flags contradict each other."""
     if args.model == NO_MODEL:
+        if args.embedding_model is not None:
+            raise ValueError("--embedding-model is loaded beside a MODEL, not without one")
         return None
     return EngineConfig(
         model=args.model,
         served_model_name=args.served_model_name,
         tool_parser=args.tool_parser,
+        embedding_model=args.embedding_model,
+        served_embedding_model_name=args.served_embedding_model_name,
+        embedding_max_model_len=args.embedding_max_model_len,
         kv_cache_bytes=args.kv_cache_memory,
         swap_space_bytes=args.swap_space,
         swap_dir=args.swap_dir,
