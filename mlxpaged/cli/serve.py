@@ -210,6 +210,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig | None:
     if args.model == NO_MODEL:
         if args.embedding_model is not None:
             raise ValueError("--embedding-model is loaded beside a MODEL, not without one")
+        if args.swap_space:
+            raise ValueError("--swap-space is for the requests of a MODEL, and there is none")
         return None
     return EngineConfig(
         model=args.model,

@@ -81,8 +81,8 @@ class EngineBusyError(Exception):
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What was loaded. kv_cache_bytes: size of all KV pools. embedding_model: what makes embeddings, None with the
-    reason where nothing does."""
+    """What was loaded. kv_cache_bytes: size of all KV pools. num_swap_slots: KV blocks that the swap space holds.
+    embedding_model: what makes embeddings, None with the reason where nothing does."""
 
     model: str
     tokenizer: Tokenizer
@@ -92,6 +92,7 @@ class EngineInfo:
     weight_bytes: int
     kv_cache_bytes: int
     num_blocks: int
+    num_swap_slots: int
     block_size: int
     backend: str
     created: int
@@ -389,6 +390,7 @@ class AsyncEngine:
             weight_bytes=served.weight_bytes,
             kv_cache_bytes=core.kv_cache_bytes,
             num_blocks=core.scheduler.pool.num_blocks,
+            num_swap_slots=core.scheduler.config.num_swap_slots,
             block_size=core.scheduler.pool.block_size,
             backend=core.runner.backend,
             created=int(time.time()),

@@ -181,10 +181,11 @@ def test_the_embedding_models_name_can_be_a_variable_too(
         (["--served-embedding-model-name", "b"], "is the name of an embedding_model (--embedding-model)"),
         (["--embedding-model", "demo"], "two models cannot both be named 'demo'"),
         (["none", "--embedding-model", "a"], "--embedding-model is loaded beside a MODEL"),
+        (["none", "--swap-space", "1GB"], "--swap-space is for the requests of a MODEL, and there is none"),
         (["--embedding-max-model-len", "0"], "--embedding-max-model-len"),
     ],
 )
-def test_flags_of_an_embedding_model_that_contradict_others_are_refused(
+def test_flags_that_contradict_others_are_refused(
     started: dict[str, Any], capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as end:
