@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from mlxpaged import __version__
+from mlxpaged.api.access.guards import OPEN_PATH
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
@@ -132,11 +133,20 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 }
 
 
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Of a server with --api-keys: one of them is enough."""
+
+RETRY_AFTER = {"Retry-After": {"description": "Seconds", "schema": {"type": "string"}}}
+
+
 async def openapi(request: Request) -> Response:
-    return JSONResponse(document(request.app.routes))
+    return JSONResponse(document(request.app.routes, request.app.state.server.keys is not None))
 
 
-def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+def document(routes: Iterable[BaseRoute], needs_key: bool) -> dict[str, Any]:
     """OpenAPI 3.1. Raises KeyError for a route that OPERATIONS does not describe."""
     models = {model for operation in OPERATIONS.values() for model in operation.models}
     ordered = sorted(models, key=lambda model: model.__name__)
@@ -150,7 +160,8 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "mlxpaged", "version": __version__},
         "paths": paths,
-        "components": {"schemas": schemas["$defs"]},
+        "components": {"schemas": schemas["$defs"], "securitySchemes": SECURITY_SCHEMES},
+        "security": [*([] if needs_key else [{}]), *({name: []} for name in SECURITY_SCHEMES)],
     }
 
 
@@ -165,12 +176,17 @@ def served(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
 def described(method: str, path: str, schemas: dict[str, Any]) -> dict[str, Any]:
     operation = OPERATIONS[method, path]
     content = {media: content_of(media, operation.answer) for media in operation.media}
-    responses = {
+    responses: dict[str, Any] = {
         "200": {"description": "OK", "content": content},
+        **{str(status.value): answer_of(status.phrase, operation.error) for status in errors(method, path, operation)},
         "503": answer_of(HTTPStatus.SERVICE_UNAVAILABLE.phrase, operation.unavailable or operation.error),
         "default": answer_of("An error", operation.error),
     }
+    if "429" in responses:
+        responses["429"]["headers"] = RETRY_AFTER
     description: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    if path == OPEN_PATH:
+        description["security"] = []
     parameters = [
         *(parameter(name, "path", {"type": "string"}, required=True) for name in re.findall(r"{(\w+)}", path)),
         *query_parameters(operation, schemas),
@@ -182,6 +198,18 @@ def described(method: str, path: str, schemas: dict[str, Any]) -> dict[str, Any]
         content = {operation.body_media: {"schema": ref(operation.body)}}
         description["requestBody"] = {"required": True, "content": content}
     return description
+
+
+def errors(method: str, path: str, operation: Operation) -> list[HTTPStatus]:
+    """Those that a client has to expect, beside what its input or the engine is to blame for."""
+    found = [HTTPStatus.FORBIDDEN]
+    if path != OPEN_PATH:
+        found.append(HTTPStatus.UNAUTHORIZED)
+    if operation.body is not None:
+        found += [HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE]
+    if method == "POST":
+        found.append(HTTPStatus.TOO_MANY_REQUESTS)
+    return sorted(found)
 
 
 def query_parameters(operation: Operation, schemas: dict[str, Any]) -> list[dict[str, Any]]:
