@@ -347,6 +347,22 @@ def test_a_stopping_server_ends_its_requests_with_an_error(model_path: Path) -> 
         assert "shutting down" in pending.result().json()["error"]["message"]
 
 
+def test_a_draining_server_completes_them_and_takes_no_more(model_path: Path) -> None:
+    with running_server(config(model_path)) as server:
+        undo = hold(server)
+        pending = Background.post(server, PATH, {"model": "vectors", "input": [[7] * 500] * 8})
+        wait_until(lambda: waiting(server) > 0)
+        assert server.engine._loop is not None
+        drained = asyncio.run_coroutine_threadsafe(server.engine.drain(DEADLINE), server.engine._loop)
+        wait_until(lambda: server.engine.state is EngineState.DRAINING)
+        with raw(server) as client:
+            refused = client.post(PATH, json={"model": "vectors", "input": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert pending.result().status_code == 200
+        assert drained.result(DEADLINE)
+        undo()
+
+
 def test_a_second_model_that_makes_none_is_reported_at_the_start() -> None:
     with running_server(EngineConfig(embedding_model=str(DEMO_PATH)), wait_loaded=False) as server:
         wait_until(lambda: server.engine.state is EngineState.DEAD)

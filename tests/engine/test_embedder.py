@@ -17,7 +17,7 @@ from mlxpaged.models import load_embedding_model
 from mlxpaged.models.embedding import Pooling
 from mlxpaged.scheduler import FinishReason
 from tests.api.helpers import random_tokens
-from tests.support import make_embedding_model
+from tests.support import make_embedding_model, make_tiny_model, write_modules
 
 LENGTHS = [1, 2, 3, 300, 17, 1, 90, 31, 32, 33, 200, 511, 64, 5]
 
@@ -75,6 +75,17 @@ def test_embeddings_are_those_of_mlx_lms_model_for_inputs_of_any_length_together
     assert together.vectors.dtype == np.float32
     np.testing.assert_allclose(together.vectors, expected, atol=2e-6)
     np.testing.assert_allclose(np.concatenate([one.vectors for one in single]), expected, atol=2e-6)
+
+
+def test_a_sliding_window_reaches_as_far_in_chunks_as_in_the_whole(tmp_path: Path) -> None:
+    window = {"sliding_window": 48, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
+    path = make_tiny_model(tmp_path / "m", "gemma3_text", num_hidden_layers=4, **window)
+    write_modules(path, "mean", ("Transformer", "Pooling"))
+    inputs = [random_tokens(length, length) for length in (500, 129, 100, 3)]
+    (output,) = run(make_embedder(path, max_step_tokens=128), [EmbeddingRequest("r", inputs, 64)])
+    model, _ = load_plain_model(path)
+    expected = [np.array(model.model(mx.array([tokens]))[0]).mean(axis=0) for tokens in inputs]
+    np.testing.assert_allclose(output.vectors, np.stack(expected), rtol=2e-4, atol=2e-4)
 
 
 def test_without_normalize_vectors_have_the_length_that_they_have(tmp_path: Path) -> None:
