@@ -66,8 +66,9 @@ class JsonObject(BaseModel):
 @dataclass(frozen=True)
 class Operation:
     """body, answer: models of the request's body and of a 200's. media: what a 200 can be. query: parameters of the
-    URL, as the fields of a model. headers: of the request, beside its id. unavailable: the answer of a 503 that is not
-    an error as everywhere else. error: what errors look like."""
+    URL, as the fields of a model. headers: of the request, beside its id. has_name: whether it can be cancelled by its
+    id, which then has to be of the right form. error: what errors look like. unavailable: the answer of a 503 that is
+    none of these."""
 
     summary: str
     body: type[BaseModel] | None = None
@@ -76,6 +77,7 @@ class Operation:
     media: tuple[str, ...] = (JSON,)
     query: type[BaseModel] | None = None
     headers: tuple[str, ...] = ()
+    has_name: bool = False
     error: type[BaseModel] = ErrorResponse
     unavailable: type[BaseModel] | None = None
 
@@ -86,14 +88,14 @@ class Operation:
 
 
 def generates(summary: str, body: type[BaseModel]) -> Operation:
-    return Operation(summary, body, media=(JSON, EVENTS), headers=(TIMELINE_HEADER,))
+    return Operation(summary, body, media=(JSON, EVENTS), headers=(TIMELINE_HEADER,), has_name=True)
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): generates("Answer a conversation", ChatRequest),
     ("POST", "/v1/completions"): generates("Continue one or more prompts", CompletionRequest),
     ("POST", "/v1/embeddings"): Operation(
-        "The embeddings of texts or tokens", EmbeddingsRequest, answer=EmbeddingsResponse
+        "The embeddings of texts or tokens", EmbeddingsRequest, answer=EmbeddingsResponse, has_name=True
     ),
     ("POST", "/v1/responses"): generates("Answer, and remember the conversation", ResponseRequest),
     ("GET", "/v1/responses/{response_id}"): Operation("A stored response"),
@@ -103,6 +105,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Answer a conversation, as Anthropic's API does",
         MessagesRequest,
         media=(JSON, EVENTS),
+        has_name=True,
         error=AnthropicErrorResponse,
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
@@ -139,6 +142,8 @@ SECURITY_SCHEMES = {
 }
 """Of a server with --api-keys: one of them is enough."""
 
+NAME = {"type": "string", "pattern": VALID.pattern.replace(r"\Z", "$")}
+ANY_NAME = {"type": "string", "description": "Comes back, or a new one where it is not of the form of an id"}
 RETRY_AFTER = {"Retry-After": {"description": "Seconds", "schema": {"type": "string"}}}
 
 
@@ -190,7 +195,7 @@ def described(method: str, path: str, schemas: dict[str, Any]) -> dict[str, Any]
     parameters = [
         *(parameter(name, "path", {"type": "string"}, required=True) for name in re.findall(r"{(\w+)}", path)),
         *query_parameters(operation, schemas),
-        parameter(HEADER, "header", {"type": "string", "pattern": VALID.pattern.replace(r"\Z", "$")}),
+        parameter(HEADER, "header", NAME if operation.has_name else ANY_NAME),
         *(parameter(name, "header", {"type": "string", "enum": ["0", "1"]}) for name in operation.headers),
     ]
     description["parameters"] = parameters
