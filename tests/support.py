@@ -65,6 +65,48 @@ def make_tiny_model(directory: Path, model_type: str, seed: int = 0, **overrides
     return directory
 
 
+def make_embedding_model(
+    directory: Path,
+    pooling: str = "lasttoken",
+    modules: tuple[str, ...] = ("Transformer", "Pooling", "Normalize"),
+    seed: int = 7,
+    **overrides: Any,
+) -> Path:
+    """A tiny Qwen3 as Qwen3-Embedding is published: a bare decoder without a head, sentence-transformers' files, and a
+    tokenizer that ends every text with its end token. `directory`-whole has the same weights for mlx-lm itself."""
+    overrides = {"tie_word_embeddings": True} | overrides
+    whole = make_tiny_model(directory.with_name(f"{directory.name}-whole"), "qwen3", seed, **overrides)
+    shutil.copytree(whole, directory)
+    weights: dict[str, mx.array] = mx.load(str(whole / "model.safetensors"))  # type: ignore[assignment]
+    bare = {name.removeprefix("model."): array for name, array in weights.items()}
+    mx.save_safetensors(str(directory / "model.safetensors"), bare)
+    end = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": end["id"], "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {end["id"]: end},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_modules(directory, pooling, modules)
+    return directory
+
+
+def write_modules(directory: Path, pooling: str, modules: tuple[str, ...]) -> None:
+    """The files in which sentence-transformers keeps how states become an embedding."""
+    listed = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(modules)
+    ]
+    (directory / "modules.json").write_text(json.dumps(listed))
+    (directory / "1_Pooling").mkdir()
+    modes = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
+    name = {"mean": "mean_tokens", "weightedmean": "weightedmean_tokens"}.get(pooling, pooling)
+    config = {"word_embedding_dimension": SMALL["hidden_size"], **modes, f"pooling_mode_{name}": True}
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(config | {"include_prompt": True}))
+
+
 @dataclass
 class RunningServer:
     """A server in a thread of this process, so that tests can look inside."""

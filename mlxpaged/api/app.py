@@ -20,7 +20,7 @@ from mlxpaged.api.anthropic import messages
 from mlxpaged.api.batches import BatchLane, Store
 from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.api.errors import HANDLED, handle_api_error, handle_http_exception, handle_unexpected_error
+from mlxpaged.api.errors import HANDLED, UnexpectedErrors, handle_api_error, handle_http_exception
 from mlxpaged.api.openai import chat, completions, embeddings, models
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.store import ResponseStore
@@ -106,7 +106,6 @@ def create_app(
         middleware=middleware(server),
         exception_handlers={
             HTTPException: handle_http_exception,
-            Exception: handle_unexpected_error,
             **dict.fromkeys(HANDLED, handle_api_error),
         },
         lifespan=lifespan,
@@ -131,6 +130,7 @@ def middleware(server: Server) -> list[Middleware]:
         Middleware(RequestIds),
         Middleware(Origins, hosts=http.allowed_hosts, origins=http.cors_origins),
         *([cors] if http.cors_origins else []),
+        Middleware(UnexpectedErrors),
         Middleware(RequestLimit, most=http.max_connections),
         Middleware(KeyCheck, keys=server.keys),
     ]

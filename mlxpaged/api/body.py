@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from typing import TypeVar
 
@@ -15,6 +16,11 @@ from mlxpaged.api.server import server_of
 MAX_DISCARDED_BYTES = 512 * 1024 * 1024
 """Of a body that is too large, so much is read and thrown away: a client that is still sending when the connection
 closes sees a broken pipe instead of the answer."""
+
+BODY_SECONDS = 30.0
+"""For a body to arrive, and a second more for each MIN_BYTES_PER_SECOND that did: no connection is held for ever by a
+client that sends a byte now and then."""
+MIN_BYTES_PER_SECOND = 64 * 1024
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -40,14 +46,24 @@ def read_query(request: Request, model: type[Model]) -> Model:
 
 
 async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    """A body of at most `limit` bytes, as it comes. Raises ApiError 413 for a longer one."""
+    """A body of at most `limit` bytes, as it comes. Raises ApiError 413 for a longer one, and 408 for one that comes
+    too slowly."""
     expects_continue = request.headers.get("expect", "").lower() == "100-continue"
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit and expects_continue:
         raise too_large(limit)  # the client waits to hear whether it should send the body at all
     received = 0
+    started = time.monotonic()
+    stream = request.stream()
     try:
-        async for piece in request.stream():
+        while True:
+            allowed = BODY_SECONDS + received / MIN_BYTES_PER_SECOND
+            try:
+                piece = await asyncio.wait_for(anext(stream), started + allowed - time.monotonic())
+            except StopAsyncIteration:
+                break
+            except asyncio.TimeoutError:
+                raise too_slow(received, allowed) from None
             received += len(piece)
             if received <= limit:
                 yield piece
@@ -59,6 +75,11 @@ async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
         raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before the end of its request") from None
     if received > limit:
         raise too_large(limit)
+
+
+def too_slow(received: int, seconds: float) -> ApiError:
+    message = f"{received} bytes of the request body came in {seconds:.0f} s, and not its end"
+    return ApiError(408, message, "timeout_error", "body", "body_timeout", headers={"Connection": "close"})
 
 
 def too_large(limit: int) -> ApiError:

@@ -10,11 +10,12 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpaged.api.access.key_file import redacted
 from mlxpaged.api.anthropic.errors import PREFIX as ANTHROPIC
 from mlxpaged.api.anthropic.errors import error_body
-from mlxpaged.api.request_id import HEADER, id_headers
+from mlxpaged.api.request_id import HEADER
 from mlxpaged.engine import (
     DeadlineExceededError,
     DuplicateRequestError,
@@ -146,11 +147,27 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
     return answer_to(request, from_engine(error))
 
 
-async def handle_unexpected_error(request: Request, error: Exception) -> Response:
-    """Runs outside of all middleware, that for the header included."""
-    response = answer_to(request, from_engine(error))
-    response.headers.update(id_headers(request.url.path, request.state.request_id))
-    return response
+class UnexpectedErrors:
+    """Middleware that answers what nobody foresaw. Starlette's own place for that is outside of all middleware, where
+    the headers are missing without which a page cannot read the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise  # nothing can be said any more: the connection is closed
+            await render(from_engine(error), scope["path"], scope["state"]["request_id"])(scope, receive, send)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:

@@ -39,7 +39,12 @@ class EngineCollector(Collector):
         swap.add_metric(["used"], scheduler.swap.used)
         swap.add_metric(["free"], scheduler.swap.free)
         yield swap
+        inputs = stats.embeddings.waiting
+        yield GaugeMetricFamily("mlxpaged_embedding_inputs_waiting", "Inputs whose embeddings are not done", inputs)
         for name, text, value in (
+            ("embedding_requests", "Requests whose embeddings were made", stats.embeddings.requests_total),
+            ("embedding_tokens", "Tokens of inputs that were embedded", stats.embeddings.tokens_total),
+            ("embedding_steps", "Forward passes for embeddings", stats.embeddings.steps_total),
             ("prefix_hit_tokens", "Prompt tokens taken from the prefix cache", scheduler.prefix_hit_tokens_total),
             ("prompt_tokens", "Prompt tokens of admitted requests", scheduler.prompt_tokens_total),
             ("generated_tokens", "Tokens generated", stats.generated_tokens_total),

@@ -18,9 +18,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from mlxpaged import __version__
+from mlxpaged.api.access.guards import OPEN_PATH
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
+from mlxpaged.api.openai.embeddings import EmbeddingsRequest, EmbeddingsResponse
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.openai.terms import TIMELINE_HEADER
@@ -64,8 +66,9 @@ class JsonObject(BaseModel):
 @dataclass(frozen=True)
 class Operation:
     """body, answer: models of the request's body and of a 200's. media: what a 200 can be. query: parameters of the
-    URL, as the fields of a model. headers: of the request, beside its id. unavailable: the answer of a 503 that is not
-    an error as everywhere else. error: what errors look like."""
+    URL, as the fields of a model. headers: of the request, beside its id. has_name: whether it can be cancelled by its
+    id, which then has to be of the right form. error: what errors look like. unavailable: the answer of a 503 that is
+    none of these."""
 
     summary: str
     body: type[BaseModel] | None = None
@@ -74,6 +77,7 @@ class Operation:
     media: tuple[str, ...] = (JSON,)
     query: type[BaseModel] | None = None
     headers: tuple[str, ...] = ()
+    has_name: bool = False
     error: type[BaseModel] = ErrorResponse
     unavailable: type[BaseModel] | None = None
 
@@ -84,13 +88,15 @@ class Operation:
 
 
 def generates(summary: str, body: type[BaseModel]) -> Operation:
-    return Operation(summary, body, media=(JSON, EVENTS), headers=(TIMELINE_HEADER,))
+    return Operation(summary, body, media=(JSON, EVENTS), headers=(TIMELINE_HEADER,), has_name=True)
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): generates("Answer a conversation", ChatRequest),
     ("POST", "/v1/completions"): generates("Continue one or more prompts", CompletionRequest),
-    ("POST", "/v1/embeddings"): Operation("Refused with a 400: no model here makes embeddings"),
+    ("POST", "/v1/embeddings"): Operation(
+        "The embeddings of texts or tokens", EmbeddingsRequest, answer=EmbeddingsResponse, has_name=True
+    ),
     ("POST", "/v1/responses"): generates("Answer, and remember the conversation", ResponseRequest),
     ("POST", "/v1/responses/input_tokens"): Operation("The number of tokens of a conversation", InputTokensRequest),
     ("GET", "/v1/responses/{response_id}"): Operation("A stored response"),
@@ -101,6 +107,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Answer a conversation, as Anthropic's API does",
         MessagesRequest,
         media=(JSON, EVENTS),
+        has_name=True,
         error=AnthropicErrorResponse,
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
@@ -131,11 +138,22 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 }
 
 
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Of a server with --api-keys: one of them is enough."""
+
+NAME = {"type": "string", "pattern": VALID.pattern.replace(r"\Z", "$")}
+ANY_NAME = {"type": "string", "description": "Comes back, or a new one where it is not of the form of an id"}
+RETRY_AFTER = {"Retry-After": {"description": "Seconds", "schema": {"type": "string"}}}
+
+
 async def openapi(request: Request) -> Response:
-    return JSONResponse(document(request.app.routes))
+    return JSONResponse(document(request.app.routes, request.app.state.server.keys is not None))
 
 
-def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+def document(routes: Iterable[BaseRoute], needs_key: bool) -> dict[str, Any]:
     """OpenAPI 3.1. Raises KeyError for a route that OPERATIONS does not describe."""
     models = {model for operation in OPERATIONS.values() for model in operation.models}
     ordered = sorted(models, key=lambda model: model.__name__)
@@ -149,7 +167,8 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "mlxpaged", "version": __version__},
         "paths": paths,
-        "components": {"schemas": schemas["$defs"]},
+        "components": {"schemas": schemas["$defs"], "securitySchemes": SECURITY_SCHEMES},
+        "security": [*([] if needs_key else [{}]), *({name: []} for name in SECURITY_SCHEMES)],
     }
 
 
@@ -164,16 +183,21 @@ def served(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
 def described(method: str, path: str, schemas: dict[str, Any]) -> dict[str, Any]:
     operation = OPERATIONS[method, path]
     content = {media: content_of(media, operation.answer) for media in operation.media}
-    responses = {
+    responses: dict[str, Any] = {
         "200": {"description": "OK", "content": content},
+        **{str(status.value): answer_of(status.phrase, operation.error) for status in errors(method, path, operation)},
         "503": answer_of(HTTPStatus.SERVICE_UNAVAILABLE.phrase, operation.unavailable or operation.error),
         "default": answer_of("An error", operation.error),
     }
+    if "429" in responses:
+        responses["429"]["headers"] = RETRY_AFTER
     description: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    if path == OPEN_PATH:
+        description["security"] = []
     parameters = [
         *(parameter(name, "path", {"type": "string"}, required=True) for name in re.findall(r"{(\w+)}", path)),
         *query_parameters(operation, schemas),
-        parameter(HEADER, "header", {"type": "string", "pattern": VALID.pattern.replace(r"\Z", "$")}),
+        parameter(HEADER, "header", NAME if operation.has_name else ANY_NAME),
         *(parameter(name, "header", {"type": "string", "enum": ["0", "1"]}) for name in operation.headers),
     ]
     description["parameters"] = parameters
@@ -181,6 +205,18 @@ def described(method: str, path: str, schemas: dict[str, Any]) -> dict[str, Any]
         content = {operation.body_media: {"schema": ref(operation.body)}}
         description["requestBody"] = {"required": True, "content": content}
     return description
+
+
+def errors(method: str, path: str, operation: Operation) -> list[HTTPStatus]:
+    """Those that a client has to expect, beside what its input or the engine is to blame for."""
+    found = [HTTPStatus.FORBIDDEN]
+    if path != OPEN_PATH:
+        found.append(HTTPStatus.UNAUTHORIZED)
+    if operation.body is not None:
+        found += [HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE]
+    if method == "POST":
+        found.append(HTTPStatus.TOO_MANY_REQUESTS)
+    return sorted(found)
 
 
 def query_parameters(operation: Operation, schemas: dict[str, Any]) -> list[dict[str, Any]]:

@@ -69,12 +69,15 @@ class Server:
             )
 
     def ready(self, model: str | None) -> tuple[AsyncEngine, EngineInfo]:
-        """The engine that serves `model` (any, where None). Raises ApiError or EngineUnavailableError."""
+        """The engine that generates text with `model` (any, where None). Raises ApiError or EngineUnavailableError."""
         if self.engine is None:
             raise ApiError(503, "this server was started without a model", "server_error", code="no_model")
         info = self.engine.require_ready()
         if model is not None and model != info.model:
-            raise model_not_found(model, [info.model])
+            if info.second_model is not None and model == info.second_model.name:
+                message = f"{model!r} makes embeddings; {info.model!r} generates text"
+                raise bad_parameter("model", message, code="generation_not_supported")
+            raise model_not_found(model, self.model_names)
         return self.engine, info
 
     async def tokenize(self, function: Callable[[], Result]) -> Result:
@@ -115,7 +118,8 @@ class Server:
     def model_names(self) -> list[str]:
         if self.engine is None or self.engine.info is None or self.engine.state is EngineState.DEAD:
             return []
-        return [self.engine.info.model]
+        info = self.engine.info
+        return [info.model, *([info.second_model.name] if info.second_model else [])]
 
     async def close(self) -> None:
         self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)

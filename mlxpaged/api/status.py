@@ -35,13 +35,17 @@ async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
     """Empty where there is no such engine (yet, or any more)."""
     if engine.info is None or engine.state is EngineState.DEAD:
         return {}
-    found = await engine.status()
+    found, model = await engine.status(), engine.info.embedding_model
     return {
         "steps": found.steps_total,
         "running": {"total": found.scheduler.running, "sequences": describe(found.running)},
         "waiting": {"total": found.scheduler.waiting, "sequences": describe(found.waiting)},
         "blocks": blocks(found.scheduler),
         "swap": swap(found.scheduler),
+        "embeddings": {
+            "model": None if model is None else model.name,
+            "inputs_waiting": 0 if engine.stats is None else engine.stats.embeddings.waiting,
+        },
     }
 
 

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from mlxpaged import __version__, blas
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.http_protocol import HttpProtocol
-from mlxpaged.engine import AsyncEngine, EngineInfo, EngineUnavailableError
+from mlxpaged.engine import AsyncEngine, EngineConfig, EngineInfo, EngineUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -108,18 +108,26 @@ class HttpServer(uvicorn.Server):
                 self.should_exit = True
             return
         if engine.info is not None and not self.should_exit:
-            print(banner(engine.info, engine.config.max_num_seqs, self.url, self._needs_key), flush=True)
+            print(banner(engine.info, engine.config, self.url, self._needs_key), flush=True)
 
 
-def banner(info: EngineInfo, max_num_seqs: int, url: str, needs_key: bool) -> str:
+def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) -> str:
     body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
     weights, pool = megabytes(info.weight_bytes), megabytes(info.kv_cache_bytes)
+    extra = ""
+    if info.num_swap_slots:
+        place, tokens = config.swap_dir or "memory", info.num_swap_slots * info.block_size
+        size = megabytes(info.num_swap_slots * info.kv_cache_bytes // info.num_blocks)
+        extra += f"  swap      {size} in {place}: {info.num_swap_slots} blocks, {tokens} tokens\n"
+    if info.embedding_model is not None:
+        model = info.embedding_model
+        extra += f"  embedding {model.name}: {model.dimensions} dimensions, inputs up to {model.max_tokens} tokens\n"
     return f"""
 mlxpaged {__version__}
   model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.context_length}
   KV cache  {pool}: {info.num_blocks} blocks of {info.block_size} tokens, {info.backend} attention
-  batch     up to {max_num_seqs} sequences
+{extra}  batch     up to {config.max_num_seqs} sequences
   address   {url}
 
 Try it:

@@ -98,6 +98,21 @@ def add_parser(commands: Any) -> None:
     )
     flags.value("--served-model-name", str, None, "name of the model in the API (default: MODEL as given)")
     flags.value(
+        "--embedding-model",
+        str,
+        None,
+        "model directory or hub repository for /v1/embeddings (default: MODEL, where it states that it makes them)",
+        metavar="MODEL",
+    )
+    flags.value("--served-embedding-model-name", str, None, "its name in the API (default: as given)")
+    flags.value(
+        "--embedding-max-model-len",
+        positive_int,
+        DEFAULTS.embedding_max_model_len,
+        "tokens of the longest input for embeddings, for which memory is kept (default "
+        f"{DEFAULTS.embedding_max_model_len})",
+    )
+    flags.value(
         "--tool-parser",
         one_of(*tool_parsers()),
         None,
@@ -227,13 +242,20 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def server_config(args: argparse.Namespace) -> EngineConfig | None:
-    """The same for all flags; None for a server without a model."""
+    """The same for all flags; None for a server without a model. Raises ValueError too."""
     if args.model == NO_MODEL:
+        if args.embedding_model is not None:
+            raise ValueError("--embedding-model is loaded beside a MODEL, not without one")
+        if args.swap_space:
+            raise ValueError("--swap-space is for the requests of a MODEL, and there is none")
         return None
     return dataclasses.replace(
         engine_config(args),
         served_model_name=args.served_model_name,
         tool_parser=args.tool_parser,
+        embedding_model=args.embedding_model,
+        served_embedding_model_name=args.served_embedding_model_name,
+        embedding_max_model_len=args.embedding_max_model_len,
         max_queue=args.max_queue,
         default_priority=Priority[args.default_priority.upper()],
         request_timeout=args.request_timeout or None,

@@ -17,6 +17,7 @@ from mlxpaged.engine.async_engine import (
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import AnswerForm, CallForm, Constraint, ConstraintKind, Thinking
 from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.embedder import EmbeddingRequest
 from mlxpaged.engine.grammar import GrammarError, Grammars
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -32,6 +33,7 @@ __all__ = [
     "ConstraintKind",
     "DeadlineExceededError",
     "DuplicateRequestError",
+    "EmbeddingRequest",
     "EndedRequest",
     "EngineBusyError",
     "EngineConfig",

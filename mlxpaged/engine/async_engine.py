@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 from mlxpaged.cache import BlockUsage, blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
-from mlxpaged.engine.engine_thread import Abort, Callbacks, Cancel, EngineThread, Query, Stop, Submit
+from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
+from mlxpaged.engine.engine_thread import Abort, Callbacks, Cancel, Embed, EngineThread, Query, Stop, Submit
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.status import EngineStatus
-from mlxpaged.models import Tokenizer
+from mlxpaged.models import EmbeddingModel, Tokenizer
 from mlxpaged.scheduler import FinishReason, PromptTooLongError
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class EngineBusyError(Exception):
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What was loaded. kv_cache_bytes: size of all KV pools."""
+    """What was loaded. kv_cache_bytes: size of all KV pools. num_swap_slots: KV blocks that the swap space holds.
+    embedding_model: what makes embeddings, None with the reason where nothing does."""
 
     model: str
     tokenizer: Tokenizer
@@ -90,10 +92,18 @@ class EngineInfo:
     weight_bytes: int
     kv_cache_bytes: int
     num_blocks: int
+    num_swap_slots: int
     block_size: int
     backend: str
     created: int
     grammars: Grammars
+    embedding_model: EmbeddingModel | None
+    no_embeddings_because: str
+
+    @property
+    def second_model(self) -> EmbeddingModel | None:
+        """What makes embeddings, where it is not the model that generates."""
+        return None if self.embedding_model is None or self.embedding_model.name == self.model else self.embedding_model
 
     @property
     def max_tokens_in_pool(self) -> int:
@@ -131,16 +141,20 @@ class RequestStream:
             output = await self._outputs.get()
             if output.finish_reason is not None:
                 self._finished = True
-            if output.finish_reason is FinishReason.TIMEOUT:
-                raise DeadlineExceededError(output.error)
-            if output.finish_reason is FinishReason.CANCELLED:
-                raise RequestCancelledError(output.error)
-            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                error = output.error or "the client left"
-                if self._state() in (EngineState.DRAINING, EngineState.DEAD):
-                    raise EngineUnavailableError(self._state(), error)
-                raise RequestFailedError(error)
+            raise_unless_complete(output.finish_reason, output.error, self._state())
             yield output
+
+
+def raise_unless_complete(reason: FinishReason | None, error: str | None, state: EngineState) -> None:
+    """The exception for a request that ended without its answer."""
+    if reason is FinishReason.TIMEOUT:
+        raise DeadlineExceededError(error)
+    if reason is FinishReason.CANCELLED:
+        raise RequestCancelledError(error)
+    if reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if state in (EngineState.DRAINING, EngineState.DEAD):
+            raise EngineUnavailableError(state, error or "the client left")
+        raise RequestFailedError(error or "the client left")
 
 
 class AsyncEngine:
@@ -165,6 +179,7 @@ class AsyncEngine:
         self._on_output = on_output
         self._streams: dict[str, RequestStream] = {}
         self._replies: set[asyncio.Future[Any]] = set()
+        self._embedding = 0  # requests that wait for embeddings
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled = asyncio.Event()  # loaded, or failed to
         self._idle = asyncio.Event()
@@ -187,7 +202,7 @@ class AsyncEngine:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._streams)
+        return len(self._streams) + self._embedding
 
     def require_ready(self) -> EngineInfo:
         """Raises EngineUnavailableError while no request can be taken."""
@@ -267,6 +282,34 @@ class AsyncEngine:
         self._idle.clear()
         self._thread.send(Submit(tuple(stream.request for stream in streams)))
         return streams
+
+    async def embed(self, request: EmbeddingRequest, timeout: float | None) -> Vectors:
+        """The vectors of its inputs, [inputs, dimensions]. Cancelling the task that waits for them ends the request.
+        timeout: seconds.
+
+        Raises EngineUnavailableError, DeadlineExceededError, RequestCancelledError or RequestFailedError.
+        """
+        self.require_ready()
+        waiter = asyncio.wrap_future(request.reply)
+        self._replies.add(waiter)
+        self._embedding += 1
+        self._idle.clear()
+        self._thread.send(Embed(request))
+        try:
+            output = await asyncio.wait_for(waiter, timeout)
+        except asyncio.TimeoutError:
+            raise DeadlineExceededError(f"timeout of {timeout:g} s passed: the embeddings were not complete") from None
+        finally:
+            self._replies.discard(waiter)
+            self._embedding -= 1
+            self._note_idle()
+        raise_unless_complete(output.finish_reason, output.error, self.state)
+        assert output.vectors is not None
+        return output.vectors
+
+    def _note_idle(self) -> None:
+        if not self.num_unfinished:
+            self._idle.set()
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
@@ -353,10 +396,13 @@ class AsyncEngine:
             weight_bytes=served.weight_bytes,
             kv_cache_bytes=core.kv_cache_bytes,
             num_blocks=core.scheduler.pool.num_blocks,
+            num_swap_slots=core.scheduler.config.num_swap_slots,
             block_size=core.scheduler.pool.block_size,
             backend=core.runner.backend,
             created=int(time.time()),
             grammars=core.grammars,
+            embedding_model=None if core.embedder is None else core.embedder.model,
+            no_embeddings_because=core.no_embedder_because,
         )
         self._hand_over(self._become_ready, info, core.stats())
 
@@ -385,8 +431,7 @@ class AsyncEngine:
             if self._on_output is not None:
                 self._on_output(stream.request, output)
             stream.put(output)
-        if not self._streams:
-            self._idle.set()
+        self._note_idle()
 
     def _become_dead(self, reason: str | None) -> None:
         self.state = EngineState.DEAD

@@ -21,6 +21,8 @@ class EngineConfig:
     "contiguous"; retune: measure again. default_priority, request_timeout, ttft_timeout (seconds) and timelines: for
     requests that do not say. max_step_ms: what prompts may make of a step; 0 for no limit, None for SchedulerConfig's
     own. tool_parser: of mlx-lm's, in place of the one that the chat template calls for.
+    embedding_model: a second model, as `model`; embedding_max_model_len: tokens of the longest input for embeddings, as
+    far as their model's context goes, because room for its keys and values is kept.
 
     Raises ValueError where a value is out of range.
     """
@@ -46,6 +48,9 @@ class EngineConfig:
     prefill_mode: str = "mixed"
     decode_preference: float = 0.5
     max_step_ms: float | None = None
+    embedding_model: str | None = None
+    served_embedding_model_name: str | None = None
+    embedding_max_model_len: int = 8192
 
     def __post_init__(self) -> None:
         resolve_backend(self.attention_backend)
@@ -55,6 +60,7 @@ class EngineConfig:
         self.scheduler_config(num_blocks=1)  # refuses what the scheduler would
         if self.tool_parser not in (None, *tool_parsers()):
             raise ValueError(f"tool_parser must be one of {', '.join(tool_parsers())}, got {self.tool_parser!r}")
+        self._check_embedding_model()
         if self.max_queue < 0:
             raise ValueError(f"max_queue must not be negative, got {self.max_queue}")
         for name in ("request_timeout", "ttft_timeout"):
@@ -67,6 +73,15 @@ class EngineConfig:
             raise ValueError(f"swap_space_bytes must not be negative, got {self.swap_space_bytes}")
         if self.swap_dir is not None and not self.swap_space_bytes:
             raise ValueError("swap_dir is the place of a swap space: it needs swap_space_bytes (--swap-space) too")
+
+    def _check_embedding_model(self) -> None:
+        if self.embedding_max_model_len < 1:
+            raise ValueError(f"embedding_max_model_len must be positive, got {self.embedding_max_model_len}")
+        if self.embedding_model is None and self.served_embedding_model_name is not None:
+            raise ValueError("served_embedding_model_name is the name of an embedding_model (--embedding-model)")
+        name = self.served_embedding_model_name or self.embedding_model
+        if name == (self.served_model_name or self.model):
+            raise ValueError(f"two models cannot both be named {name!r} (--served-embedding-model-name)")
 
     def _check_tuning(self) -> None:
         try:

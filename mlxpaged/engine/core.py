@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.deadlines import Deadlines
+from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbedderStats
 from mlxpaged.engine.grammar import Grammars, Mask
 from mlxpaged.engine.memory import kv_blocks, swap_slots
 from mlxpaged.engine.model_runner import ModelRunner
@@ -49,20 +50,32 @@ class EngineStats:
     model_calls_total: int = 0
     attention_calls_total: int = 0
     generated_tokens_total: int = 0
+    embeddings: EmbedderStats = NO_EMBEDDINGS
 
 
 class EngineCore:
     """Everything that runs on the engine thread. One call of `step` is one forward pass of the model.
 
-    clock: seconds; that of the arrival times of requests."""
+    clock: seconds; that of the arrival times of requests. embedder: None where no model makes embeddings; it has steps
+    of its own."""
 
-    def __init__(self, config: EngineConfig, served: ServedModel, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        served: ServedModel,
+        clock: Callable[[], float] = time.monotonic,
+        embedder: Embedder | None = None,
+        no_embedder_because: str = "",
+    ) -> None:
         per_block = bytes_per_token(served.layers) * config.block_size
         useful = config.max_num_seqs * blocks_for(served.context_length, config.block_size)
-        num_blocks = kv_blocks(per_block, config.kv_cache_bytes, useful)
+        reserved = 0 if embedder is None else embedder.model.kv_bytes
+        num_blocks = kv_blocks(per_block, config.kv_cache_bytes, useful, reserved)
         kv_type = ",".join(sorted({str(spec.dtype) for spec in served.layers}))
         self.served = served
         self.clock = clock
+        self.embedder = embedder
+        self.no_embedder_because = no_embedder_because
         self.kv_cache_bytes = num_blocks * per_block
         slots = swap_slots(per_block, config.swap_space_bytes) if config.swap_space_bytes else 0
         seed = f"{served.name}|{kv_type}".encode()
@@ -124,12 +137,15 @@ class EngineCore:
         return [self._end(sequence_id, FinishReason.ABORT if error is None else FinishReason.ERROR, error)]
 
     def abort_all(self, error: str) -> list[RequestOutput]:
+        if self.embedder is not None:
+            self.embedder.abort_all(error)
         return [output for request_id in list(self._sequence_of) for output in self.abort(request_id, error)]
 
-    def cancel(self, request_ids: Iterable[str]) -> tuple[list[EndedRequest], list[RequestOutput]]:
+    def cancel(self, request_ids: ListOf[str]) -> tuple[list[EndedRequest], list[RequestOutput]]:
         """End requests on somebody's word. What was ended, and the last output of each; ids that are unknown, because
         they have just finished, are passed over."""
-        ended, outputs = [], []
+        ended = [] if self.embedder is None else self.embedder.cancel(request_ids)
+        outputs = []
         for request_id in request_ids:
             sequence_id = self._sequence_of.get(request_id)
             if sequence_id is not None:
@@ -329,7 +345,12 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            self.scheduler.stats(), self._steps, self.runner.model_calls, self.runner.attention_calls, self._generated
+            self.scheduler.stats(),
+            self._steps,
+            self.runner.model_calls,
+            self.runner.attention_calls,
+            self._generated,
+            NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
         )
 
     def _run(self, rows: ListOf[ScheduledSequence], failures: list[RequestOutput]) -> dict[int, SampledToken]:

@@ -14,10 +14,18 @@ from typing import Any
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.embedder import Embedder, EmbeddingRequest
 from mlxpaged.engine.memory import wire_device_memory
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.swap_space import SwapSpaceError
-from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, load_model
+from mlxpaged.models import (
+    ModelNotFoundError,
+    ServedModel,
+    UnsupportedModelError,
+    load_embedding_model,
+    load_model,
+    own_embedding_model,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +35,13 @@ class Submit:
     """Requests that arrive together, so that the same step finds them all."""
 
     requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class Embed:
+    """Inputs for the embedder, which there has to be. The request's reply is the answer."""
+
+    request: EmbeddingRequest
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Stop:
     """End the thread; what still runs is ended with an error."""
 
 
-Command = Submit | Abort | Cancel | Query | Stop
+Command = Submit | Embed | Abort | Cancel | Query | Stop
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,7 @@ class EngineThread:
         try:
             wire_device_memory()
             served = load_model(self._config.model, self._config.served_model_name, self._config.tool_parser)
-            core = EngineCore(self._config, served, self._clock)
+            core = EngineCore(self._config, served, self._clock, *make_embedder(self._config, served))
             with contextlib.closing(core):
                 self._callbacks.on_ready(core)
                 self._serve(core)
@@ -114,7 +129,7 @@ class EngineThread:
     def _serve(self, core: EngineCore) -> None:
         while True:
             outputs: list[RequestOutput] = []
-            while not core.has_work() or not self._commands.empty():
+            while not (core.has_work() or embeds(core)) or not self._commands.empty():
                 command = self._commands.get()
                 if isinstance(command, Stop):
                     self._deliver(core, outputs + core.abort_all("the server was shut down"))
@@ -128,8 +143,11 @@ class EngineThread:
                 self._deliver(core, outputs)
             if core.has_work():
                 self._deliver(core, core.logged_step())
+            if core.embedder is not None and embeds(core):
+                core.embedder.step(alone=not core.has_work())
+                self._deliver(core, [])
 
-    def _handle(self, core: EngineCore, command: Submit | Abort | Cancel | Query) -> list[RequestOutput]:
+    def _handle(self, core: EngineCore, command: Submit | Embed | Abort | Cancel | Query) -> list[RequestOutput]:
         match command:
             case Submit(requests):
                 refusals = []
@@ -139,6 +157,10 @@ class EngineThread:
                     except ValueError as error:  # refused where it came in, as a rule; no reason for others to end
                         refusals.append(core.refusal(request, str(error)))
                 return refusals
+            case Embed(request):
+                assert core.embedder is not None
+                core.embedder.add(request)
+                return []
             case Abort(request_id, error):
                 if request_id is None:
                     return core.abort_all(error or "the client left")
@@ -158,3 +180,32 @@ class EngineThread:
 
     def _deliver(self, core: EngineCore, outputs: list[RequestOutput]) -> None:
         self._callbacks.on_step(outputs, core.stats())
+
+
+def embeds(core: EngineCore) -> bool:
+    return core.embedder is not None and core.embedder.has_work()
+
+
+def make_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder | None, str]:
+    """Of the second model, or of the first one, where its directory states that it makes embeddings too; else the
+    reason why not.
+
+    Raises ModelNotFoundError or UnsupportedModelError where the second one, which was asked for, cannot be had.
+    """
+    longest = config.embedding_max_model_len
+    if config.embedding_model is not None:
+        model = load_embedding_model(config.embedding_model, config.served_embedding_model_name, longest)
+    else:
+        try:
+            model = own_embedding_model(served, longest)
+        except UnsupportedModelError as error:
+            return None, str(error)
+    logger.info(
+        "%s makes embeddings of %d numbers, by %s pooling, of inputs to %d tokens; %.1f MB are kept for the longest",
+        model.name,
+        model.dimensions,
+        model.spec.pooling.value,
+        model.max_tokens,
+        model.kv_bytes / 1e6,
+    )
+    return Embedder(model, config.max_num_batched_tokens), ""

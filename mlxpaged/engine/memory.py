@@ -91,14 +91,15 @@ def machine_free_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def kv_blocks(bytes_per_block: int, wanted_bytes: int | None, most_useful_blocks: int) -> int:
+def kv_blocks(bytes_per_block: int, wanted_bytes: int | None, most_useful_blocks: int, reserved_bytes: int = 0) -> int:
     """Number of blocks of the pool.
 
     wanted_bytes: what the operator asked for, None to take what the device has left, less WORKING_MEMORY, but no more
-    than `most_useful_blocks`, which every running sequence at its longest would fill.
+    than `most_useful_blocks`, which every running sequence at its longest would fill. reserved_bytes: for others, who
+    take it later.
     Raises MemoryError where not even one block fits, or more is wanted than is free.
     """
-    left = free_device_memory()
+    left = max(0, free_device_memory() - reserved_bytes)
     if wanted_bytes is not None:
         if wanted_bytes > left:
             raise MemoryError(f"--kv-cache-memory is {wanted_bytes / 1e9:.1f} GB, and {left / 1e9:.1f} GB are free")

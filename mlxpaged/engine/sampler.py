@@ -207,23 +207,36 @@ def filtered(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     top-p keeps the smallest set of most likely tokens whose probability, after the other two, reaches top_p.
     """
     vocab_size = logits.shape[-1]
-    peak = logits.max(axis=-1, keepdims=True)
-    logits = mx.where(mx.exp(logits - peak) >= column([p.min_p for p in params]), logits, -mx.inf)
-    if all(p.top_k == 0 and p.top_p >= 1.0 for p in params):
-        return logits
-    # Where every row has a top-k, no token behind the largest of them matters, and only these are sorted.
-    width = max(p.top_k for p in params) if all(p.top_k for p in params) else vocab_size
-    order = most_likely(logits, width)
-    width = order.shape[-1]
-    ranked = mx.take_along_axis(logits, order, axis=-1)
-    keep = mx.arange(width) < column([min(p.top_k, width) or width for p in params])
-    probability = mx.softmax(mx.where(keep, ranked, -mx.inf), axis=-1)
-    before = mx.cumsum(probability, axis=-1) - probability
     nucleus = column([p.top_p for p in params])
+    peak = logits.max(axis=-1, keepdims=True)
+    weights = mx.exp(logits - peak)
+    keep = weights >= column([p.min_p for p in params])
+    if all(p.top_k == 0 and p.top_p >= 1.0 for p in params):
+        return mx.where(keep, logits, -mx.inf)
+    # Tokens of less than (1 - top_p) / V, all together, do not fill what top-p leaves out. As equal values they take a
+    # CPU less time to sort. Half of that, for the rounding of the sum; and only where no top-k counts them.
+    total = mx.where(keep, weights, 0).sum(axis=-1, keepdims=True)
+    left_out = column([max(0.0, 1 - p.top_p) / (2 * vocab_size) if p.top_k == 0 else 0.0 for p in params])
+    logits = mx.where(keep & (weights >= total * left_out), logits, -mx.inf)
+    # Where every row has a top-k, no token behind the largest of them matters, and only these are sorted.
+    width = min(max(p.top_k for p in params), vocab_size) if all(p.top_k for p in params) else vocab_size
+    ranked = mx.sort(mx.topk(logits, width, axis=-1) if width < vocab_size else logits, axis=-1)[:, ::-1]
+    keep = mx.arange(width) < column([min(p.top_k, width) or width for p in params])
+    weights = mx.where(keep, mx.exp(ranked - peak), 0)
+    total = mx.where(column([p.top_k for p in params]) > 0, weights.sum(axis=-1, keepdims=True), total)
+    before = (mx.cumsum(weights, axis=-1) - weights) / total
     keep = keep & ((before < nucleus) | (nucleus >= 1.0))
-    keep[:, 0] = True
-    ranked = mx.where(keep, ranked, -mx.inf)
-    return mx.put_along_axis(mx.full(logits.shape, -mx.inf), order, ranked, axis=-1)
+    return largest(logits, ranked, mx.maximum(keep.sum(axis=-1, keepdims=True), 1))
+
+
+def largest(logits: mx.array, ranked: mx.array, count: mx.array) -> mx.array:
+    """Set to -inf all but the `count[n, 1]` largest of each row, which `ranked` has in order; of equal ones the first
+    stay. Values were sorted, not indices, and their places are found by comparing: with 16 rows of 152,000 like a
+    model's and top-p alone, a draw took 280 ms of CPU time with indices, and 87 ms so."""
+    last = mx.take_along_axis(ranked, count - 1, axis=-1)
+    above, equal = logits > last, logits == last
+    room = count - above.sum(axis=-1, keepdims=True)
+    return mx.where(above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= room)), logits, -mx.inf)
 
 
 def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], size: int) -> mx.array:

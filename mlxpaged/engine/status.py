@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -67,7 +66,7 @@ def engine_status(
 
 def sequence_state(scheduler: Scheduler, request_id: str, sequence: Sequence, now: float) -> SequenceState:
     block_ids = sequence.block_table.block_ids if sequence.block_table is not None else []
-    ref_counts = Counter(map(scheduler.pool.ref_count, block_ids))
+    shared = scheduler.pool.shared(block_ids)
     return SequenceState(
         request_id=request_id,
         status=sequence.status,
@@ -79,7 +78,7 @@ def sequence_state(scheduler: Scheduler, request_id: str, sequence: Sequence, no
         output_tokens=sequence.num_output_tokens,
         computed_tokens=sequence.num_computed_tokens,
         blocks=len(block_ids),
-        shared_blocks=sum(count for ref_count, count in ref_counts.items() if ref_count > 1),
-        max_ref_count=max(ref_counts, default=0),
+        shared_blocks=len(shared),
+        max_ref_count=max(map(scheduler.pool.ref_count, shared), default=min(1, len(block_ids))),
         preemptions=sequence.num_preemptions,
     )

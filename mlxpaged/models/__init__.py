@@ -1,12 +1,22 @@
 """From a name to a model that can be served: weights, layers, output head, tokenizer, and the bundled demo model."""
 
+from mlxpaged.models.embedding import EmbeddingModel
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import LayerSpec
-from mlxpaged.models.loader import DEMO_MODEL, ServedModel, load_model, resolve_model, tool_parsers
+from mlxpaged.models.loader import (
+    DEMO_MODEL,
+    ServedModel,
+    load_embedding_model,
+    load_model,
+    own_embedding_model,
+    resolve_model,
+    tool_parsers,
+)
 from mlxpaged.models.tokenizer import Tags, Tokenizer, ToolFormat
 
 __all__ = [
     "DEMO_MODEL",
+    "EmbeddingModel",
     "LayerSpec",
     "ModelNotFoundError",
     "ServedModel",
@@ -14,7 +24,9 @@ __all__ = [
     "Tokenizer",
     "ToolFormat",
     "UnsupportedModelError",
+    "load_embedding_model",
     "load_model",
+    "own_embedding_model",
     "resolve_model",
     "tool_parsers",
 ]

@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_weights
 from mlx_lm.utils import load_tokenizer
 
+from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.layers import LayerSpec, layer_specs
@@ -40,9 +41,11 @@ DOWNLOADED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.t
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Everything the engine needs to know of a model. `rows` is None where its head cannot pick rows."""
+    """Everything the engine needs to know of a model. path: its directory. `rows` is None where its head cannot pick
+    rows."""
 
     name: str
+    path: Path
     model: Module
     tokenizer: Tokenizer
     layers: list[LayerSpec]
@@ -106,6 +109,7 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         ) from None
     return ServedModel(
         name=served_name or name,
+        path=path,
         model=model,
         tokenizer=Tokenizer(wrapped),
         layers=probed.layers,
@@ -114,6 +118,36 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         context_length=context_length(config),
         weight_bytes=weight_bytes(model),
     )
+
+
+def load_embedding_model(name: str, served_name: str | None, max_tokens: int) -> EmbeddingModel:
+    """A second model, for embeddings alone. max_tokens: of an input, as far as the model's context goes.
+
+    Runs on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    """
+    path = resolve_model(name)
+    try:
+        spec = embedding_spec(path)  # before gigabytes are loaded
+        try:
+            model, config = load_decoder(path)
+            tokenizer = Tokenizer(load_tokenizer(path, eos_token_ids=config.get("eos_token_id")))
+        except Exception as error:  # as in `load_model`
+            raise UnsupportedModelError(f"it cannot be loaded: {error}") from error
+        model.eval()
+        context, vocab_size = context_length(config), config.get("vocab_size")
+        if not isinstance(vocab_size, int):
+            raise UnsupportedModelError("its config.json states no vocab_size")
+        return embedding_model(served_name or name, model, tokenizer, spec, vocab_size, context, max_tokens)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} makes no embeddings here: {error}") from error
+
+
+def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
+    """The model that generates text as one that makes embeddings, where its directory states that it is both. Raises
+    UnsupportedModelError with the reason where not."""
+    spec = embedding_spec(served.path)
+    sizes = (served.vocab_size, served.context_length, max_tokens)
+    return embedding_model(served.name, served.model, served.tokenizer, spec, *sizes)
 
 
 def is_head(model: Module, layers: list[LayerSpec], rows: RowSelection) -> bool:

@@ -164,12 +164,15 @@ class Scheduler:
             self._add_decodes(plan)
             self._add_prompts(plan)
         else:
+            decodes_first = self._is_turn_of_decodes()
             first, second = self._add_decodes, self._add_prompts
-            if not self._is_turn_of_decodes():
+            if not decodes_first:
                 first, second = second, first
             first(plan)
             if not plan.rows:
                 second(plan)
+            elif decodes_first:
+                self._count_passes()
         self.blocks.relieve()
         return Batch(tuple(plan.rows), self.blocks.take_moves())
 
@@ -310,6 +313,12 @@ class Scheduler:
             return False
         self._decode_credit -= 1
         return True
+
+    def _count_passes(self) -> None:
+        """In a step that looks at no prompts, for those that found no room in the last one that did."""
+        if len(self._running) < self.config.max_num_seqs:
+            for sequence in self._waiting.first(LOOK_AHEAD):
+                sequence.num_passes += sequence.num_passes > 0
 
     def _add_decodes(self, plan: StepPlan) -> None:
         for sequence in list(filter(is_decoding, self._running)):

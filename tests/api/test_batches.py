@@ -14,10 +14,11 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Batch
 
-from mlxpaged.api import DataDirInUseError, create_app
+from mlxpaged.api import DataDirInUseError, HttpConfig, create_app
+from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.batches import Store
 from mlxpaged.engine import EngineConfig
-from tests.api.helpers import DEADLINE, Background, StepGate, answer_text, ask, post, raw, run_on
+from tests.api.helpers import DEADLINE, Background, StepGate, answer_text, ask, post, raw, run_on, write_keys
 from tests.support import RunningServer, running_server, wait_until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -369,6 +370,36 @@ def test_results_are_published_once_however_often_the_server_ends_in_between(tmp
         assert again.status == "completed"
         assert again.output_file_id == done.output_file_id
         assert lines_of(client, again.output_file_id) == output
+
+
+def test_what_is_left_of_a_batch_fails_where_its_key_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else asks for anything meanwhile that would have the file of keys read again."""
+    monkeypatch.setattr(key_ring, "CHECK_SECONDS", 0.0)
+    path = tmp_path / "keys.json"
+    keys = write_keys(path, anna={}, boss={"admin": True})
+    with running_server(CONFIG, http=HttpConfig(api_keys=path), data_dir=tmp_path / "data") as server:
+        with OpenAI(base_url=f"{server.url}/v1", api_key=keys["anna"], timeout=DEADLINE) as anna:
+            with StepGate(server) as gate:
+                batch = submit(anna, jsonl([run_on(f"{i}", 4) for i in range(10)]))
+                gate.wait_held()
+                content, _ = key_file.read(path)
+                key_file.write(path, content.model_copy(update={"keys": content.keys[1:]}))
+                gate.open()
+                wait_until(lambda: not server.app.state.store.batches[batch.id].unfinished, DEADLINE)
+            with pytest.raises(openai.AuthenticationError):
+                anna.batches.retrieve(batch.id)
+        with OpenAI(base_url=f"{server.url}/v1", api_key=keys["boss"], timeout=DEADLINE) as boss:
+            done = boss.batches.retrieve(batch.id)
+            good, bad = lines_of(boss, done.output_file_id), lines_of(boss, done.error_file_id)
+    assert done.status == "completed"
+    assert 1 <= len(good) <= 2  # those that were running
+    assert len(good) + len(bad) == 10
+    for line in bad.values():
+        assert line["response"] is None
+        assert line["error"]["code"] == "api_key_removed"
+        assert "the API key 'anna' was removed" in line["error"]["message"]
 
 
 def test_the_asynchronous_client_can_do_it_too(server: RunningServer) -> None:

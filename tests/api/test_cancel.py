@@ -333,7 +333,7 @@ def test_an_id_stays_taken_until_the_engine_has_let_go_of_it(server: RunningServ
     """Its client has left, and the step under way still works for it."""
     with StepGate(server) as gate, raw(server) as client:
         with client.stream("POST", COMPLETIONS, json=run_on("x", 50, stream=True), headers={"X-Request-Id": "gone"}):
-            wait_until(lambda: server.engine.num_unfinished == 1)
+            gate.wait_held()
         wait_until(lambda: not list(server.app.state.server.open_requests))
         assert client.post(COMPLETIONS, json=run_on("x", 1), headers={"X-Request-Id": "gone"}).status_code == 409
         gate.allow(1)

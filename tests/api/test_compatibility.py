@@ -11,14 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
-from openai.types import BatchCreateParams, FileCreateParams, completion_create_params
+from openai.types import BatchCreateParams, EmbeddingCreateParams, FileCreateParams, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
 from mlxpaged.api.openapi import OPERATIONS
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import ask, raw, run_on
-from tests.support import RunningServer, running_server
+from tests.support import RunningServer, make_embedding_model, running_server
 
 TABLE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 ROW = re.compile(r"\| `(?P<field>\w+)` \| `(?P<example>{.*?})` \| (?P<outcome>\w+) \| .*\|")
@@ -27,6 +27,7 @@ OUTCOMES = {"honoured": 200, "label": 200, "model": 400, "refused": 400}
 CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
 MESSAGES, COUNT = "POST /v1/messages", "POST /v1/messages/count_tokens"
 RESPONSES, INPUT_TOKENS = "POST /v1/responses", "POST /v1/responses/input_tokens"
+EMBEDDINGS = "POST /v1/embeddings"
 
 SMALLEST: dict[str, dict[str, Any]] = {
     CHAT: ask("x", max_tokens=2),
@@ -35,6 +36,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     INPUT_TOKENS: {"input": "x"},
     MESSAGES: ask("x", model="demo", max_tokens=2),
     COUNT: {"model": "demo", "messages": [{"role": "user", "content": "x"}]},
+    EMBEDDINGS: {"model": "vectors", "input": "x"},
     "POST /tokenize": {"prompt": "x"},
     "POST /detokenize": {"tokens": [20]},
     "POST /v1/files": {"purpose": "batch", "file": "{}"},
@@ -47,6 +49,7 @@ OFFICIAL: dict[str, set[str]] = {
     COMPLETIONS: set(completion_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"},
     RESPONSES: set(response_create_params.ResponseCreateParamsBase.__annotations__) | {"stream"},
     INPUT_TOKENS: set(input_token_count_params.InputTokenCountParams.__annotations__),
+    EMBEDDINGS: set(EmbeddingCreateParams.__annotations__),
     "POST /v1/files": set(FileCreateParams.__annotations__),
     "POST /v1/batches": set(BatchCreateParams.__annotations__),
 }
@@ -79,7 +82,9 @@ ROWS = rows()
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(EngineConfig(kv_cache_bytes=16_000_000), data_dir=tmp_path_factory.mktemp("data")) as server:
+    second = make_embedding_model(tmp_path_factory.mktemp("models") / "m")
+    config = EngineConfig(kv_cache_bytes=16_000_000, embedding_model=str(second), served_embedding_model_name="vectors")
+    with running_server(config, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 
 

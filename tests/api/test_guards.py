@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.api import HttpConfig
+from mlxpaged.api import HttpConfig, body
+from mlxpaged.api.server import Server
 from mlxpaged.cli import http_protocol
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import DEADLINE, StepGate, ask, bearer, raw, run_on, start, write_keys
@@ -180,6 +182,26 @@ def test_a_star_lets_every_page_in() -> None:
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, "*")
 
 
+@pytest.mark.parametrize("route", ["/v1/models", "/v1/messages/count_tokens"])
+def test_a_page_can_read_that_the_server_failed(
+    server: RunningServer, key: str, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("nobody foresaw this")
+
+    monkeypatch.setattr(Server, "ready", fail)
+    monkeypatch.setattr(Server, "model_names", property(fail))
+    with raw(server) as client:
+        headers = {"Origin": PAGE, "X-Request-Id": "mine"} | bearer(key)
+        sent = {"model": "demo", "messages": [{"role": "user", "content": "x"}]} if "messages" in route else None
+        response = client.request("POST" if sent else "GET", route, json=sent, headers=headers)
+    assert response.status_code == 500
+    assert response.headers["access-control-allow-origin"] == PAGE
+    assert response.headers["x-request-id"] == "mine"
+    assert response.json()["error"]["message"] == "internal server error"
+    assert (response.json().get("type") == "error") == ("messages" in route)  # Anthropic's format on its route
+
+
 # -- limits ----------------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +212,48 @@ def test_a_body_over_the_limit_that_was_set_is_refused_with_the_limit(server: Ru
         response = client.post(COMPLETIONS, content=b" " * 1001, headers=bearer(key))
         assert error_of(response) == (413, "body", "body_too_large")
         assert "1000 bytes" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("drip", [False, True], ids=["silent", "byte by byte"])
+def test_a_body_that_does_not_arrive_in_time_gets_a_408(
+    server: RunningServer, key: str, monkeypatch: pytest.MonkeyPatch, drip: bool
+) -> None:
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.3)
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nx-api-key: {key}\r\nContent-Length: 900\r\n\r\n"
+    started = time.monotonic()
+    with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
+        connection.sendall(head.encode() + b"{")
+        connection.settimeout(0.05 if drip else DEADLINE)
+        received = b""
+        while not received:
+            try:
+                received = connection.recv(65536)
+            except TimeoutError:
+                connection.sendall(b" ")
+        connection.settimeout(DEADLINE)
+        while piece := connection.recv(65536):  # the server closes it
+            received += piece
+    assert time.monotonic() - started >= 0.3
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"body_timeout"' in received
+
+
+def test_a_body_that_comes_fast_enough_may_take_longer(
+    server: RunningServer, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(body, "MIN_BYTES_PER_SECOND", 1000)
+    sent = json.dumps(run_on("x", 1)).encode().ljust(900)
+
+    def pieces() -> Iterator[bytes]:
+        for first in range(0, 900, 300):
+            time.sleep(0.15)
+            yield sent[first : first + 300]
+
+    with raw(server) as client:
+        response = client.post(COMPLETIONS, content=pieces(), headers=bearer(key))
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize(
@@ -257,8 +321,8 @@ def test_more_requests_than_the_limit_get_a_503_and_health_is_still_answered(ser
 def test_a_client_that_leaves_gives_its_place_back(server: RunningServer, key: str) -> None:
     with StepGate(server) as gate, raw(server) as client:
         for _ in range(5):
-            body: dict[str, Any] = run_on("x", 50, stream=True)
-            with client.stream("POST", COMPLETIONS, json=body, headers=bearer(key)) as response:
+            sent: dict[str, Any] = run_on("x", 50, stream=True)
+            with client.stream("POST", COMPLETIONS, json=sent, headers=bearer(key)) as response:
                 assert response.status_code == 200
             gate.allow(1)
             wait_until(lambda: not list(server.app.state.server.open_requests))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.routing import Route
 
+from mlxpaged.api import HttpConfig
 from mlxpaged.api.openai.schema import SamplingFields
 from mlxpaged.api.openapi import OPERATIONS, document
-from tests.api.helpers import raw
-from tests.support import RunningServer
+from tests.api.helpers import ask, bearer, raw, run_on, write_keys
+from tests.support import RunningServer, running_server
 
 
 @pytest.fixture
@@ -38,7 +40,51 @@ def test_every_route_of_the_app_is_listed_and_nothing_else(
 
 def test_a_route_that_is_not_described_is_an_error() -> None:
     with pytest.raises(KeyError, match="/new"):
-        document([Route("/new", lambda request: None, methods=["GET"])])
+        document([Route("/new", lambda request: None, methods=["GET"])], needs_key=False)
+
+
+def test_a_server_with_keys_says_so_and_that_one_is_not_needed_for_its_health(
+    described: dict[str, Any], tmp_path: Path
+) -> None:
+    either = [{"bearer": []}, {"apiKey": []}]
+    assert described["security"] == [{}, *either]
+    key = write_keys(tmp_path / "keys.json", anna={})["anna"]
+    http = HttpConfig(api_keys=tmp_path / "keys.json")
+    with running_server(None, http=http) as server, raw(server) as client:
+        found = client.get("/openapi.json", headers=bearer(key)).json()
+    assert found["security"] == either
+    assert set(found["components"]["securitySchemes"]) == {"bearer", "apiKey"}
+    assert {path for path, each in found["paths"].items() if each.get("get", {}).get("security") == []} == {"/health"}
+
+
+def test_ids_have_a_form_where_another_one_is_refused(demo_server: RunningServer, described: dict[str, Any]) -> None:
+    """Requests for text can be cancelled by theirs; others get one that is theirs to read."""
+    chat = ask("x", max_tokens=1)
+    bodies = {
+        ("post", "/v1/chat/completions"): chat,
+        ("post", "/v1/completions"): run_on("x", 1),
+        ("post", "/v1/responses"): {"input": "x"},
+        ("post", "/v1/messages"): chat,
+        ("post", "/tokenize"): {"prompt": "x"},
+        ("get", "/v1/models"): None,
+    }
+    with raw(demo_server) as client:
+        for (method, path), body in bodies.items():
+            listed = described["paths"][path][method]["parameters"]
+            schema = next(each["schema"] for each in listed if each["name"] == "X-Request-Id")
+            response = client.request(method, path, json=body, headers={"X-Request-Id": "a b"})
+            assert response.status_code == (400 if "pattern" in schema else 200)
+            assert response.headers["x-request-id"] != "a b"
+
+
+def test_the_errors_of_keys_and_limits_are_listed_where_they_can_come(described: dict[str, Any]) -> None:
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            listed = set(operation["responses"])
+            assert "403" in listed
+            assert ("401" in listed) == (path != "/health")
+            assert ({"400", "408", "413"} <= listed) == ("requestBody" in operation)
+            assert ("429" in listed) == (method == "post")
 
 
 def test_every_field_of_the_bodies_is_listed(described: dict[str, Any]) -> None:

@@ -55,7 +55,13 @@ def test_the_models_name_in_the_api_can_be_chosen() -> None:
 
 
 def test_embeddings_are_refused_by_name(demo_server: RunningServer) -> None:
-    with demo_server.client() as client, pytest.raises(openai.BadRequestError, match="no embeddings") as error:
+    with (
+        demo_server.client() as client,
+        pytest.raises(
+            openai.BadRequestError,
+            match=r"'demo' makes no embeddings, because its directory has no modules.json.*--embedding-model",
+        ) as error,
+    ):
         client.embeddings.create(model="demo", input="x")
     assert (error.value.param, error.value.code) == ("model", "embeddings_not_supported")
 

@@ -59,6 +59,7 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
         "waiting": {"total": 0, "sequences": []},
         "blocks": {"used": 0, "cached": usage.cached, "free": usage.free, "total": server.engine.info.num_blocks},
         "swap": {"used": 0, "total": 0},
+        "embeddings": {"model": None, "inputs_waiting": 0},
     }
 
 

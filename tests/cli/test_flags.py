@@ -20,6 +20,8 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     # flag, value, another value, attribute, what the value means, what the other one means
     ("--host", "127.0.0.2", "127.0.0.3", "host", "127.0.0.2", "127.0.0.3"),
     ("--served-model-name", "a", "b", "served_model_name", "a", "b"),
+    ("--embedding-model", "a/b", "c", "embedding_model", "a/b", "c"),
+    ("--embedding-max-model-len", "512", "7", "embedding_max_model_len", 512, 7),
     ("--kv-cache-memory", "256MB", "1.5GiB", "kv_cache_bytes", 256_000_000, 1_610_612_736),
     ("--swap-space", "4GB", "512MiB", "swap_space_bytes", 4_000_000_000, 536_870_912),
     ("--swap-space", "0", "1GB", "swap_space_bytes", 0, 1_000_000_000),
@@ -52,7 +54,15 @@ SWITCHES = [
     ("--retune", "retune", True),
 ]
 
-ALL_FLAGS = [setting[0] for setting in SETTINGS] + [switch for switch, _, _ in SWITCHES] + ["--port", "--swap-dir"]
+ALL_FLAGS = (
+    [setting[0] for setting in SETTINGS]
+    + [switch for switch, _, _ in SWITCHES]
+    + [
+        "--port",
+        "--swap-dir",
+        "--served-embedding-model-name",
+    ]
+)
 
 
 def variable(flag: str) -> str:
@@ -154,6 +164,36 @@ def test_the_port_and_the_model_can_be_variables_too(started: dict[str, Any], mo
     monkeypatch.setenv("MLXPAGED_MODEL", "none")
     assert main(["serve"]) == 0
     assert started["config"] is None
+
+
+def test_the_embedding_models_name_can_be_a_variable_too(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["serve", "--embedding-model", "a", "--served-embedding-model-name", "b"]) == 0
+    assert started["served_embedding_model_name"] == "b"
+    monkeypatch.setenv("MLXPAGED_SERVED_EMBEDDING_MODEL_NAME", "c")
+    assert main(["serve", "--embedding-model", "a"]) == 0
+    assert started["served_embedding_model_name"] == "c"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--served-embedding-model-name", "b"], "is the name of an embedding_model (--embedding-model)"),
+        (["--embedding-model", "demo"], "two models cannot both be named 'demo'"),
+        (["none", "--embedding-model", "a"], "--embedding-model is loaded beside a MODEL"),
+        (["none", "--swap-space", "1GB"], "--swap-space is for the requests of a MODEL, and there is none"),
+        (["--embedding-max-model-len", "0"], "--embedding-max-model-len"),
+    ],
+)
+def test_flags_that_contradict_others_are_refused(
+    started: dict[str, Any], capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *flags])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+    assert "config" not in started
 
 
 def test_the_swap_directory_can_be_a_variable_too(

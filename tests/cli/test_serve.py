@@ -19,7 +19,7 @@ import pytest
 from mlxpaged.cli import serve
 from mlxpaged.models.loader import DEMO_PATH
 from tests.cli.helpers import DEADLINE, Command, hub, mlxpaged, question, serving
-from tests.support import wait_until
+from tests.support import make_embedding_model, wait_until
 
 
 @contextlib.contextmanager
@@ -67,6 +67,19 @@ def test_the_banner_describes_the_server_and_its_curl_line_works(tmp_path: Path)
         body = {"prompt": ["a"] * 8, "max_tokens": 1}
         response = httpx.post(f"{command.url}/v1/completions", json=body, timeout=DEADLINE, trust_env=False)
         assert "exceed the 7 that this server takes" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_the_banner_tells_of_the_swap_space_and_of_the_embedding_model(tmp_path: Path, in_memory: bool) -> None:
+    second = make_embedding_model(tmp_path / "second")
+    flags = ["--swap-space", "20MB", "--embedding-model", str(second), "--served-embedding-model-name", "vectors"]
+    place = "memory" if in_memory else str(tmp_path)
+    with serving(tmp_path, *flags, *([] if in_memory else ["--swap-dir", place])) as command:
+        found = re.search(rf"swap +(\S+) MB in {place}: (\d+) blocks, (\d+) tokens\n", command.stdout)
+        assert found is not None, command.stdout
+        assert 19 < float(found[1]) <= 20
+        assert int(found[3]) == 32 * int(found[2]) > 0
+        assert "embedding vectors: 64 dimensions, inputs up to 512 tokens\n" in command.stdout
 
 
 def test_without_batching_one_request_runs_at_a_time_with_the_same_answers(tmp_path: Path) -> None:

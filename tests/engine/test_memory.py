@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, engine_thread, memory
+from mlxpaged.engine import EngineConfig, EngineCore, engine_thread, memory
+from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.memory import free_device_memory, kv_blocks, parse_size, swap_slots
-from mlxpaged.models import ModelNotFoundError
+from mlxpaged.models import ModelNotFoundError, load_embedding_model, load_model
+from tests.support import make_embedding_model
 
 
 @pytest.mark.parametrize(
@@ -89,6 +93,21 @@ def test_without_a_size_no_more_blocks_are_taken_than_could_be_filled() -> None:
 def test_without_memory_left_the_error_says_how_much_there_is() -> None:
     with pytest.raises(MemoryError, match=r"4\.2 MB are left for KV after the weights"):
         kv_blocks(5_000_000, None, most_useful_blocks=10)
+
+
+@pytest.mark.usefixtures("ten_megabytes_left")
+def test_what_is_reserved_for_embeddings_is_not_taken(tmp_path: Path) -> None:
+    """The weights of their model are loaded by then, so that the memory that is free is free of them."""
+    assert kv_blocks(1000, None, 10**9, reserved_bytes=4_000_000) == 2550
+    with pytest.raises(MemoryError, match=r"--kv-cache-memory is 0\.0 GB, and 0\.0 GB are free"):
+        kv_blocks(1000, 7_000_000, 10**9, reserved_bytes=4_000_000)
+    served = load_model("demo")
+    model = load_embedding_model(str(make_embedding_model(tmp_path / "m")), None, 8192)
+    cores = [EngineCore(EngineConfig(), served, embedder=embedder) for embedder in (None, Embedder(model, 256))]
+    assert model.kv_bytes == 512 * 512  # tokens, and bytes of each: 2 layers, keys and values, 2 heads of 16 float32
+    lost = int(model.kv_bytes * 0.5 * 0.85) / (cores[0].kv_cache_bytes / cores[0].scheduler.pool.num_blocks)
+    assert cores[0].scheduler.pool.num_blocks - cores[1].scheduler.pool.num_blocks == pytest.approx(lost, abs=1)
+    assert lost > 1
 
 
 def test_this_machine_has_memory_to_give() -> None:

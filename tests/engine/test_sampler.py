@@ -78,6 +78,27 @@ def test_top_k_top_p_and_min_p_keep_what_the_reference_keeps(seed: int, top_k: i
     assert kept_by_sampler(logits, params) == kept_by_reference(logits, top_k, top_p, min_p)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0.01, 0.5, 0.9, 0.999, 0.999999]),
+    st.sampled_from([0.0, 1e-4, 0.1]),
+    st.sampled_from([0, 50, 1500]),
+    st.sampled_from([0.01, 1.0, 3.0, 8.0]),
+)
+def test_of_a_large_vocabulary_top_p_keeps_the_fewest_tokens_that_fill_it(
+    seed: int, top_p: float, min_p: float, top_k: int, scale: float
+) -> None:
+    """Flat or steep: what is set aside before the others are sorted is never among them."""
+    logits = np.random.default_rng(seed).normal(scale=scale, size=2000).astype(np.float32).astype(np.float64)
+    kept = kept_by_sampler(logits, SamplingParams(top_p=top_p, min_p=min_p, top_k=top_k))
+    candidates = sorted(kept_by_reference(logits, top_k, 1.0, min_p), key=lambda token: -logits[token])
+    assert kept == set(candidates[: len(kept)])
+    share = softmax(logits[candidates])
+    assert share[: len(kept)].sum() >= top_p - 1e-5
+    assert share[: len(kept) - 1].sum() <= top_p + 1e-5
+
+
 @pytest.mark.parametrize(
     ("params", "kept"),
     [

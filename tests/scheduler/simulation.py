@@ -300,6 +300,7 @@ class Simulation:
             if seq.block_table is not None:
                 holders.update(seq.block_table.block_ids)
         assert all(pool.ref_count(block) == holders[block] for block in range(pool.num_blocks))
+        assert pool.shared(range(pool.num_blocks)) == {block for block, count in holders.items() if count > 1}
         for seq in self.scheduler.waiting:
             if seq.fork_of is None:
                 look, least = seq.last_look, self.scheduler.blocks.least_room_for(seq)

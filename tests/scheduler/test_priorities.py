@@ -287,6 +287,38 @@ def test_a_blocked_sequence_runs_on_pass_65_its_victim_is_queued_again_and_the_p
     assert simulation.scheduler.pool.usage().used == simulation.scheduler.stats().swap.used == 0
 
 
+@pytest.mark.parametrize("decode_preference", [0.01, 0.5, 0.9])
+def test_steps_that_only_decode_are_passes_too(decode_preference: float) -> None:
+    """Whatever their share, room is made as many steps after a waiting one found none."""
+    options = {"prefill_mode": "separate", "decode_preference": decode_preference}
+    scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=256, **options)
+    simulation = Simulation(scheduler)
+    simulation.add(sequence(1, 128, max_tokens=100))
+    simulation.step()
+    simulation.add(sequence(2, 200, max_tokens=2))
+    waiting = scheduler.get(2)
+    while waiting.num_passes == 0:
+        simulation.step()
+    for passes in range(2, MAX_PASSES + 1):
+        assert simulation.step().sequence_ids == [1]
+        assert waiting.num_passes == passes
+    simulation.step()
+    assert waiting.status is SequenceStatus.RUNNING
+    assert scheduler.stats().rescues_total == 1
+
+
+def test_a_step_that_only_decodes_is_no_pass_for_one_that_has_not_been_looked_at_or_wants_a_seat() -> None:
+    options = {"prefill_mode": "separate", "decode_preference": 0.9}
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=256, **options)
+    simulation = Simulation(scheduler)
+    simulation.add(sequence(1, 20, max_tokens=80))
+    simulation.step()
+    simulation.add(sequence(2, 20, max_tokens=2))
+    for _ in range(MAX_PASSES + 5):
+        assert simulation.step().sequence_ids == [1]
+    assert scheduler.get(2).num_passes == 0
+
+
 @pytest.mark.parametrize("prompt", [125, 126, 127, 128])
 def test_what_a_victim_would_have_needed_next_is_room_too(prompt: int) -> None:
     """The waiting one needs the whole pool; at one of these lengths the running one is about to take a block more."""

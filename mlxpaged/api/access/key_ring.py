@@ -67,6 +67,7 @@ class KeyRing:
 
     def named(self, name: str) -> Caller | None:
         """The owner of the key of that name, None where it was removed."""
+        self._follow_the_file()
         return next((caller for _, caller in self._keys if caller.name == name), None)
 
     def _allowance(self, entry: KeyEntry) -> Allowance:

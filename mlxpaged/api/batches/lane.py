@@ -201,6 +201,13 @@ class BatchLane:
         scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": [], "query_string": b""}
         keys = self._app.state.server.keys
         caller = keys.named(batch.owner) if keys is not None and batch.owner is not None else None
+        if keys is not None and batch.owner is not None and caller is None:
+            # Run all the same, it would be nobody's, under no limit. What ran before the key was removed stays.
+            self._in_flight -= sequences(body)
+            message = f"the API key {batch.owner!r} was removed before this request was run"
+            failure = LineFailure(code="api_key_removed", message=message)
+            self._append(batch, OutputLine(id=new_id("batch_req"), custom_id=place.custom_id, error=failure))
+            return
         request = Request(scope | {"app": self._app, "state": {"request_id": new_id("req"), "caller": caller}})
         _, respond = ENDPOINTS[batch.endpoint]
         try:

@@ -1,20 +1,197 @@
-"""POST /v1/embeddings: refused, with the reason.
-
-The engine gives out tokens, not hidden states, and those of a model that was trained to predict the next token are no
-measure of meaning whichever way they are pooled. Models that were trained for it (Qwen3-Embedding, for one, whose last
-token's state is the embedding) would need a way of their own through the engine.
-"""
+"""POST /v1/embeddings, by the model that was loaded for them, or by the one that generates where it states both."""
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import Response
+import asyncio
+import base64
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Any, Literal
 
-from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.server import server_of
+import numpy as np
+from pydantic import Field, field_validator
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from mlxpaged.api.access.caller import caller_of
+from mlxpaged.api.body import read_json
+from mlxpaged.api.errors import bad_parameter, model_not_found
+from mlxpaged.api.openai.body import Body
+from mlxpaged.api.openai.schema import PromptText, PromptTokens, Seconds, texts_or_tokens
+from mlxpaged.api.openai.terms import choose_id
+from mlxpaged.api.server import Server, server_of
+from mlxpaged.api.streaming import answer
+from mlxpaged.engine import EmbeddingRequest, EngineInfo, RequestCancelledError
+from mlxpaged.models import EmbeddingModel
+
+logger = logging.getLogger(__name__)
+
+MAX_INPUTS = 2048
+"""As OpenAI's service has it."""
+MAX_SLICE = 100_000
+"""Characters that the one thread for it tokenizes before it turns to others."""
+
+EmbeddingInput = (
+    PromptText
+    | PromptTokens
+    | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_INPUTS)]
+    | Annotated[list[PromptTokens], Field(min_length=1, max_length=MAX_INPUTS)]
+)
+"""What the API's description says of `input`."""
+
+
+class EmbeddingsRequest(Body):
+    model: str | None = None
+    input: list[str] | list[list[int]]  # as `_one_kind_of_input` leaves it
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    timeout: Seconds | None = None
+    user: str | None = None
+
+    @field_validator("input", mode="plain", json_schema_input_type=EmbeddingInput)
+    @classmethod
+    def _one_kind_of_input(cls, value: Any) -> list[str] | list[list[int]]:
+        return texts_or_tokens("input", value, MAX_INPUTS)
+
+
+class Embedding(Body):
+    """embedding: numbers, or the base64 of their little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(Body):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(Body):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
 
 
 async def create(request: Request) -> Response:
-    _, info = server_of(request).ready(None)
-    message = f"{info.model!r} is served to generate text; this server makes no embeddings"
+    body = await read_json(request, EmbeddingsRequest)
+    return await answer(request, respond(request, body))
+
+
+async def respond(request: Request, body: EmbeddingsRequest) -> Response:
+    server = server_of(request)
+    engine, info = server.ready(None)
+    model = embedding_model(server, info, body.model)
+    dimensions = check_dimensions(model, body.dimensions)
+    opened = server.open_requests.open(choose_id(request, "embd"), 1, caller_of(request))
+    try:
+        with engine.reserve(1) as arrival_time:
+            inputs = await tokens_of(server, model, body.input)
+            check_tokens(model, inputs)
+        if opened.cancelled:
+            raise RequestCancelledError("the request was cancelled")
+        num_tokens = sum(map(len, inputs))
+        opened.submitted = True
+        opened.count(num_tokens)
+        timeout = engine.config.request_timeout if body.timeout is None else body.timeout
+        vectors = await engine.embed(EmbeddingRequest(opened.request_id, inputs, dimensions), timeout)
+    finally:
+        server.open_requests.close(opened)
+    seconds = engine.clock() - arrival_time
+    logger.info("%s embeddings=%d prompt_tokens=%d seconds=%.3f", opened.request_id, len(inputs), num_tokens, seconds)
+    pieces = in_pieces(model.name, vectors, num_tokens, body.encoding_format == "base64")
+    return StreamingResponse(pieces, media_type="application/json")
+
+
+def embedding_model(server: Server, info: EngineInfo, name: str | None) -> EmbeddingModel:
+    """Raises ApiError where the model of that name makes no embeddings, with the reason."""
+    model = info.embedding_model
+    if model is not None and name in (None, model.name):
+        return model
+    if name not in (None, info.model):
+        raise model_not_found(name or "", server.model_names)
+    if model is not None:
+        message = f"{info.model!r} generates text; {model.name!r} makes embeddings"
+    else:
+        message = (
+            f"{info.model!r} makes no embeddings, because {info.no_embeddings_because}; `mlxpaged serve "
+            "--embedding-model` loads a model that does beside it"
+        )
     raise bad_parameter("model", message, code="embeddings_not_supported")
+
+
+def check_dimensions(model: EmbeddingModel, asked: int | None) -> int:
+    """Raises ApiError where the model was not trained for embeddings of that size."""
+    if asked is None or asked == model.dimensions:
+        return model.dimensions
+    if asked < model.dimensions and model.spec.can_be_cut_to(asked):
+        return asked
+    sizes = model.spec.matryoshka
+    if isinstance(sizes, bool):
+        known = f"at most {model.dimensions}" if sizes else f"{model.dimensions}: its config.json states no other"
+    else:
+        known = " or ".join(map(str, sorted({*sizes, model.dimensions})))
+    raise bad_parameter(
+        "dimensions", f"the embeddings of {model.name!r} can have {known}", code="unsupported_dimensions"
+    )
+
+
+async def tokens_of(server: Server, model: EmbeddingModel, inputs: list[str] | list[list[int]]) -> list[list[int]]:
+    """Raises ApiError for a text that is too long however it is tokenized."""
+    found: list[list[int]] = []
+    for part in slices(inputs):
+        for index, each in enumerate(part, len(found)):
+            if isinstance(each, str):
+                check_length(model, index, model.tokenizer.least_tokens(len(each)), "at least ")
+        found += await server.tokenize(lambda part=part: [encode(model, each) for each in part])  # type: ignore[misc]
+    return found
+
+
+def slices(inputs: Sequence[str | list[int]]) -> Iterator[Sequence[str | list[int]]]:
+    """A few inputs at a time, one where it is long."""
+    start = size = 0
+    for index, each in enumerate(inputs):
+        if index > start and size + len(each) > MAX_SLICE:
+            yield inputs[start:index]
+            start, size = index, 0
+        size += len(each)
+    yield inputs[start:]
+
+
+def encode(model: EmbeddingModel, given: str | list[int]) -> list[int]:
+    return given if isinstance(given, list) else model.tokenizer.encode(model.spec.prompt + given)
+
+
+def check_tokens(model: EmbeddingModel, inputs: Sequence[Sequence[int]]) -> None:
+    """Raises ApiError for an input that the model cannot read."""
+    for index, tokens in enumerate(inputs):
+        check_length(model, index, len(tokens))
+        if not tokens:
+            raise bad_parameter("input", f"number {index} has no tokens")
+        if max(tokens) >= model.vocab_size:
+            message = f"token id {max(tokens)} is not in the vocabulary of {model.vocab_size} tokens"
+            raise bad_parameter("input", message)
+
+
+def check_length(model: EmbeddingModel, index: int, num_tokens: int, about: str = "") -> None:
+    if num_tokens > model.max_tokens:
+        limit = f"{model.name!r} takes {model.max_tokens} (--embedding-max-model-len, as far as its context goes)"
+        message = f"number {index} has {about}{num_tokens} tokens; {limit}"
+        raise bad_parameter("input", message, code="context_length_exceeded")
+
+
+async def in_pieces(model: str, vectors: np.ndarray[Any, Any], num_tokens: int, as_base64: bool) -> AsyncIterator[str]:
+    """The answer, one embedding at a time: all at once they would hold the streams of others up for seconds."""
+    yield '{"object":"list","data":['
+    for index, vector in enumerate(vectors):
+        values = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
+        yield ("," if index else "") + dumps({"object": "embedding", "index": index, "embedding": values})
+        await asyncio.sleep(0)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    yield f'],"model":{dumps(model)},"usage":{dumps(usage)}}}'
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

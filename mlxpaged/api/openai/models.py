@@ -25,16 +25,24 @@ async def get_model(request: Request) -> Response:
 
 def describe(server: Server, name: str) -> dict[str, Any]:
     """context_length: the model's own limit. max_model_len: that of a prompt and its answer here, where the KV pool may
-    be the smaller one."""
+    be the smaller one, or of an input for embeddings."""
     assert server.engine is not None
     assert server.engine.info is not None
     info = server.engine.info
+    embedding = info.embedding_model if info.embedding_model is not None and info.embedding_model.name == name else None
+    generates = name == info.model
+    capabilities = {
+        "chat": generates and info.tokenizer.has_chat_template,
+        "completions": generates,
+        "embeddings": embedding is not None,
+    }
     return {
         "id": name,
         "object": "model",
         "created": info.created,
         "owned_by": "mlxpaged",
-        "context_length": info.context_length,
-        "max_model_len": info.max_model_len,
-        "capabilities": {"chat": info.tokenizer.has_chat_template, "completions": True, "embeddings": False},
+        "context_length": info.context_length if generates or embedding is None else embedding.context_length,
+        "max_model_len": info.max_model_len if generates or embedding is None else embedding.max_tokens,
+        "capabilities": capabilities,
+        **({} if embedding is None else {"embedding_dimensions": embedding.dimensions}),
     }

@@ -246,6 +246,28 @@ def check_token_list(field: str, ids: list[Any]) -> None:
             raise bad_parameter(field, f"must be a list of token ids, got {str(token_id)[:40]!r}")
 
 
+def texts_or_tokens(field: str, value: Any, most: int) -> list[str] | list[list[int]]:
+    """A string, token ids, or a list of either, as a list. Raises ApiError for anything else.
+
+    By hand: of a union of these four, pydantic collects the errors of every branch at every element, which takes
+    half a minute for a long list.
+    """
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise bad_parameter(field, "must be a string, a list of strings, token ids, or a list of lists of them")
+    if len(value) > most:
+        raise bad_parameter(field, f"has {len(value)} {field}s; the limit is {most}")
+    for i, each in enumerate(value):
+        if not isinstance(each, (str, list)) or type(each) is not type(value[0]):
+            raise bad_parameter(f"{field}.{i}", "must be of the same kind as the others, text or token ids")
+        if not each:
+            raise bad_parameter(f"{field}.{i}", "must not be empty")
+        if isinstance(each, list):
+            check_token_list(f"{field}.{i}", each)
+    return value
+
+
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions. Chat has none: an answer may fill the context."""
 
@@ -272,25 +294,7 @@ class CompletionRequest(SamplingFields):
     @field_validator("prompt", mode="plain", json_schema_input_type=PromptInput)
     @classmethod
     def _one_kind_of_prompt(cls, value: Any) -> list[str] | list[list[int]]:
-        """A string, token ids, or a list of either, as a list.
-
-        By hand: of a union of these four, pydantic collects the errors of every branch at every element, which takes
-        half a minute for a long list.
-        """
-        if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
-            value = [value]
-        if not isinstance(value, list) or not value:
-            raise bad_parameter("prompt", "must be a string, a list of strings, token ids, or a list of lists of them")
-        if len(value) > MAX_PROMPTS:
-            raise bad_parameter("prompt", f"has {len(value)} prompts; the limit is {MAX_PROMPTS}")
-        for i, prompt in enumerate(value):
-            if not isinstance(prompt, (str, list)) or type(prompt) is not type(value[0]):
-                raise bad_parameter(f"prompt.{i}", "must be of the same kind as the others, text or token ids")
-            if not prompt:
-                raise bad_parameter(f"prompt.{i}", "must not be empty")
-            if isinstance(prompt, list):
-                check_token_list(f"prompt.{i}", prompt)
-        return value
+        return texts_or_tokens("prompt", value, MAX_PROMPTS)
 
     @model_validator(mode="after")
     def _echo_has_no_logprobs(self) -> CompletionRequest:

@@ -1,0 +1,238 @@
+"""Embedding models: what a directory states about them, in sentence-transformers' files, and the decoder to run.
+
+mlx-lm has causal decoders only. Which of their states make an embedding is nothing that could be guessed: a model that
+was not trained for it, and one that states what is not computed here, is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.tokenizer import Tokenizer
+
+MODULES, POOLING, TRANSFORMER = "modules.json", "config.json", "sentence_bert_config.json"
+PROMPTS = "config_sentence_transformers.json"
+PROBE = [3, 1, 4, 1, 5, 9, 2]
+MIN_COSINE = 0.98
+"""Half types round differently in another chunk; a model that is run wrong is far from this."""
+
+
+class Pooling(Enum):
+    """How the states of an input's tokens become one vector. By sentence-transformers' names."""
+
+    LAST = "lasttoken"
+    MEAN = "mean"
+    WEIGHTED_MEAN = "weightedmean"
+
+    def weights(self, positions: mx.array, length: mx.array) -> mx.array:
+        """What the state at each position counts, of an input of so many tokens: 0 from there on. [...] float32"""
+        inside = (positions < length).astype(mx.float32)
+        if self is Pooling.LAST:
+            return (positions == length - 1).astype(mx.float32)
+        if self is Pooling.MEAN:
+            return inside / length
+        return inside * (positions + 1) / (length * (length + 1) / 2)
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """What a directory states. prompt: stands before every text. max_tokens: of an input, None for the whole context.
+    matryoshka: sizes that an embedding may be cut to, True for all, False for none."""
+
+    pooling: Pooling
+    normalize: bool
+    prompt: str
+    max_tokens: int | None
+    matryoshka: frozenset[int] | bool
+
+    def can_be_cut_to(self, dimensions: int) -> bool:
+        return self.matryoshka if isinstance(self.matryoshka, bool) else dimensions in self.matryoshka
+
+
+@dataclass(frozen=True)
+class EmbeddingModel:
+    """decode: tokens [B, T], and what `make_cache` makes or None, to states [B, T, dimensions]. context_length: what
+    the model was made for. max_tokens: of an input. kv_bytes: of the longest one."""
+
+    name: str
+    decode: Callable[[mx.array, list[Any] | None], mx.array]
+    make_cache: Callable[[], list[Any]]
+    tokenizer: Tokenizer
+    spec: EmbeddingSpec
+    dimensions: int
+    vocab_size: int
+    context_length: int
+    max_tokens: int
+    kv_bytes: int
+
+
+def embedding_spec(path: Path) -> EmbeddingSpec:
+    """Raises UnsupportedModelError where the directory does not state how its model makes embeddings, or states
+    something that is not done here."""
+    if not (path / MODULES).is_file():
+        raise UnsupportedModelError(
+            f"its directory has no {MODULES}, in which models that were trained for it state how their tokens' states "
+            "become an embedding"
+        )
+    modules = read(path / MODULES)
+    try:
+        stated = [(str(module["type"]).rpartition(".")[2], str(module.get("path", ""))) for module in modules]
+    except (TypeError, KeyError, AttributeError):
+        raise UnsupportedModelError(f"its {MODULES} is no list of modules") from None
+    kinds = [kind for kind, _ in stated]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise UnsupportedModelError(
+            f"its {MODULES} asks for {', '.join(kinds)}; only Transformer, Pooling and Normalize are known"
+        )
+    config = read_object(path / "config.json")
+    check_causal(config)
+    pooling = read_object(path / stated[1][1] / POOLING)
+    prompts = read_object(path / PROMPTS, missing_is_empty=True)
+    transformer = read_object(path / TRANSFORMER, missing_is_empty=True)
+    if transformer.get("do_lower_case"):
+        raise UnsupportedModelError(f"its {TRANSFORMER} asks for lower case")
+    name = prompts.get("default_prompt_name")
+    prompt = (prompts.get("prompts") or {}).get(name, "") if name is not None else ""
+    if prompt and pooling.get("include_prompt") is False:
+        raise UnsupportedModelError("its pooling leaves out the tokens of its prompt")
+    sizes = config.get("matryoshka_dimensions")
+    limit = transformer.get("max_seq_length")
+    return EmbeddingSpec(
+        pooling=stated_pooling(pooling),
+        normalize="Normalize" in kinds,
+        prompt=str(prompt),
+        max_tokens=limit if isinstance(limit, int) and limit > 0 else None,
+        matryoshka=frozenset(map(int, sizes)) if sizes else bool(config.get("is_matryoshka")),
+    )
+
+
+def stated_pooling(config: Mapping[str, Any]) -> Pooling:
+    """Of the two ways to state it: "pooling_mode": NAME, or "pooling_mode_NAME": true. Raises UnsupportedModelError."""
+    modes = config.get("pooling_mode")
+    if modes is None:
+        prefix = "pooling_mode_"
+        modes = [key.removeprefix(prefix).removesuffix("_tokens") for key, on in config.items() if on is True]
+    names = [modes] if isinstance(modes, str) else list(modes)
+    names = [name for name in names if name != "include_prompt"]
+    try:
+        (name,) = names
+        return Pooling(name)
+    except ValueError:
+        known = ", ".join(pooling.value for pooling in Pooling)
+        asked = " and ".join(map(str, names)) or "nothing"
+        raise UnsupportedModelError(
+            f"its pooling is {asked}; those that make sense for a causal decoder are {known}, one at a time"
+        ) from None
+
+
+def check_causal(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError where mlx-lm would run the weights as what they are not."""
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("its tokens attend to later ones, and mlx-lm's decoders are causal")
+    if "AutoModel" in (config.get("auto_map") or {}):
+        raise UnsupportedModelError("it comes with code of its own, which mlx-lm's decoders do not follow")
+
+
+def read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"its {path.name} in {path.parent.name}/ cannot be read: {error}") from error
+
+
+def read_object(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
+    if missing_is_empty and not path.exists():
+        return {}
+    found = read(path)
+    if not isinstance(found, dict):
+        raise UnsupportedModelError(f"its {path.name} in {path.parent.name}/ is no object")
+    return found
+
+
+def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:
+    """The model without an output head, where its architecture lets it go without. Raises whatever mlx-lm raises."""
+    known_classes = inspect.signature(load_model).parameters["get_model_classes"].default
+
+    def classes(config: dict[str, Any]) -> tuple[type[Module], type]:
+        model_class, args_class = known_classes(config)
+
+        class Decoder(model_class):  # type: ignore[misc, valid-type]
+            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                """Qwen3-Embedding and others were saved as bare decoders, without the name of the one inside."""
+                if hasattr(self, "model") and not any(name.startswith("model.") for name in weights):
+                    weights = {f"model.{name}": array for name, array in weights.items()}
+                if hasattr(super(), "sanitize"):
+                    weights = super().sanitize(weights)
+                return weights if hasattr(self, "lm_head") else without_head(weights)
+
+        return Decoder, args_class
+
+    model, config = load_model(path, model_config={"tie_word_embeddings": True}, get_model_classes=classes)
+    return model, config
+
+
+def without_head(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    return {name: array for name, array in weights.items() if not name.startswith("lm_head.")}
+
+
+def embedding_model(
+    name: str, model: Module, tokenizer: Tokenizer, spec: EmbeddingSpec, vocab_size: int, context: int, max_tokens: int
+) -> EmbeddingModel:
+    """`model` as what makes embeddings, after it was tried: whole inputs without a cache, and chunks with one, have to
+    come to the same states. context: the model's, in tokens. max_tokens: of an input, as far as that goes.
+
+    Raises UnsupportedModelError.
+    """
+    decoder = getattr(model, "model", None)
+    if decoder is None:
+        raise UnsupportedModelError("mlx-lm's model of this kind has no decoder inside whose states could be had")
+
+    def decode(tokens: mx.array, cache: list[Any] | None) -> mx.array:
+        states: mx.array = decoder(tokens, cache=cache)
+        return states
+
+    def make_cache() -> list[Any]:
+        return list(make_prompt_cache(model))
+
+    try:
+        cache, middle = make_cache(), len(PROBE) // 2
+        whole = decode(mx.array([PROBE]), None)
+        decode(mx.array([PROBE[:middle]]), cache)
+        rest = decode(mx.array([PROBE[middle:]]), cache)
+        ends = [states[0, -1].astype(mx.float32) for states in (whole, rest)]
+        cosine = float((ends[0] * ends[1]).sum() / (mx.linalg.norm(ends[0]) * mx.linalg.norm(ends[1])))
+    except Exception as error:  # whatever a decoder of another kind raises
+        raise UnsupportedModelError(f"its states cannot be had: {type(error).__name__}: {error}") from error
+    if not cosine >= MIN_COSINE:
+        raise UnsupportedModelError(f"chunks of an input come to other states (cosine similarity {cosine:.4f})")
+    most = min(max_tokens, context, spec.max_tokens or context)
+    return EmbeddingModel(
+        name=name,
+        decode=decode,
+        make_cache=make_cache,
+        tokenizer=tokenizer,
+        spec=spec,
+        dimensions=int(whole.shape[-1]),
+        vocab_size=vocab_size,
+        context_length=context,
+        max_tokens=most,
+        kv_bytes=most * sum(map(bytes_per_token, cache)),
+    )
+
+
+def bytes_per_token(cache: Any) -> int:
+    """Of one layer; 0 where it keeps no keys and values."""
+    arrays = (getattr(cache, "keys", None), getattr(cache, "values", None))
+    return sum(int(a.shape[1] * a.shape[3] * a.dtype.size) for a in arrays if isinstance(a, mx.array) and a.ndim == 4)

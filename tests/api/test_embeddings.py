@@ -1,0 +1,370 @@
+"""/v1/embeddings over real HTTP with the official client: what comes back, what is refused, who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import numpy as np
+import openai
+import pytest
+from mlx_lm.utils import load_model as load_plain_model
+from openai import AsyncOpenAI, OpenAI
+
+from mlxpaged.api import HttpConfig
+from mlxpaged.engine import EngineConfig, EngineState
+from mlxpaged.models.loader import DEMO_PATH
+from tests.api.helpers import (
+    DEADLINE,
+    Background,
+    ask,
+    bearer,
+    metrics,
+    random_tokens,
+    raw,
+    raw_post,
+    run_on,
+    tokens_of,
+    write_keys,
+)
+from tests.support import RunningServer, make_embedding_model, running_server, wait_until, write_modules
+
+TEXTS = ["blue river", "a passkey", "x", "blue river stone and much else besides"]
+PATH = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_embedding_model(tmp_path_factory.mktemp("models") / "m")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [16, 32]}))
+    return path
+
+
+def config(path: Path, **options: Any) -> EngineConfig:
+    pool = {"kv_cache_bytes": 16_000_000}
+    return EngineConfig(embedding_model=str(path), served_embedding_model_name="vectors", **(pool | options))
+
+
+@pytest.fixture(scope="module")
+def server(model_path: Path) -> Iterator[RunningServer]:
+    with running_server(config(model_path)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(server: RunningServer) -> Iterator[None]:
+    yield
+    server.wait_idle()
+    assert list(server.app.state.server.open_requests) == []
+    wait_until(lambda: waiting(server) == 0)  # a client's timeout can come before the step's end
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    with server.client(timeout=DEADLINE) as client:
+        yield client
+
+
+def reference(path: Path, inputs: list[list[int]], dimensions: int = 64) -> Any:
+    """Straight with mlx-lm, one by one: the last token's state, cut, of length 1."""
+    model, _ = load_plain_model(path.with_name(f"{path.name}-whole"))
+    states = [np.array(model.model(mx.array([tokens]))[0, -1])[:dimensions] for tokens in inputs]
+    return np.stack([state / np.linalg.norm(state) for state in states])
+
+
+def ended(server: RunningServer, text: str) -> list[int]:
+    """Its tokens, and the one that the embedding model's tokenizer adds."""
+    return [*tokens_of(server, text), 0]
+
+
+def close(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.array(found), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"])
+def test_texts_come_back_as_the_vectors_that_mlx_lm_computes(
+    client: OpenAI, server: RunningServer, model_path: Path, encoding: Any
+) -> None:
+    """The client asks for base64 itself where it is not told."""
+    answer = client.embeddings.create(model="vectors", input=TEXTS, encoding_format=encoding, user="u")
+    inputs = [ended(server, text) for text in TEXTS]
+    assert [each.index for each in answer.data] == [0, 1, 2, 3]
+    vectors: list[Any] = [each.embedding for each in answer.data]
+    if encoding == "base64":
+        vectors = [np.frombuffer(base64.b64decode(vector), "<f4") for vector in vectors]
+    close(vectors, reference(model_path, inputs))
+    assert (answer.model, answer.object, answer.data[0].object) == ("vectors", "list", "embedding")
+    num_tokens = sum(map(len, inputs))
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
+
+
+def test_a_text_and_tokens_in_all_their_shapes(client: OpenAI, model_path: Path, server: RunningServer) -> None:
+    one, many = random_tokens(20, 1), [random_tokens(length, length) for length in (1, 300, 40, 2)]
+    for given, inputs in (
+        (TEXTS[0], [ended(server, TEXTS[0])]),
+        (one, [one]),
+        ([one], [one]),
+        (many, many),
+    ):
+        answer = client.embeddings.create(model="vectors", input=given)
+        close([each.embedding for each in answer.data], reference(model_path, inputs))
+
+
+def test_asynchronous_clients_at_the_same_time_get_their_own(server: RunningServer, model_path: Path) -> None:
+    inputs = [[random_tokens(10 * i + j, 100 * i + j) for j in range(1, 4)] for i in range(12)]
+
+    async def together() -> list[Any]:
+        async with (
+            httpx.AsyncClient(timeout=DEADLINE, trust_env=False, verify=False) as http,
+            AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http) as client,
+        ):
+            answers = [client.embeddings.create(model="vectors", input=each) for each in inputs]
+            return await asyncio.gather(*answers)
+
+    for each, answer in zip(inputs, asyncio.run(together()), strict=True):
+        close([found.embedding for found in answer.data], reference(model_path, each))
+
+
+def test_dimensions_are_those_that_the_model_states(client: OpenAI, model_path: Path) -> None:
+    tokens = random_tokens(20, 1)
+    for size in (16, 32, 64):
+        answer = client.embeddings.create(model="vectors", input=tokens, dimensions=size)
+        close([answer.data[0].embedding], reference(model_path, [tokens], size))
+    for size in (17, 65):
+        with pytest.raises(openai.BadRequestError, match="can have 16 or 32 or 64") as error:
+            client.embeddings.create(model="vectors", input=tokens, dimensions=size)
+        assert (error.value.param, error.value.code) == ("dimensions", "unsupported_dimensions")
+
+
+def test_both_models_are_listed_with_what_they_can_do(client: OpenAI, server: RunningServer) -> None:
+    assert [model.id for model in client.models.list()] == ["demo", "vectors"]
+    with raw(server) as http:
+        found = {name: http.get(f"/v1/models/{name}").json() for name in ("demo", "vectors")}
+    assert found["demo"]["capabilities"] == {"chat": True, "completions": True, "embeddings": False}
+    assert found["vectors"]["capabilities"] == {"chat": False, "completions": False, "embeddings": True}
+    sizes = ("context_length", "max_model_len", "embedding_dimensions")
+    assert [found["vectors"][name] for name in sizes] == [512, 512, 64]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "too long": ({"input": [[5], [7] * 513]}, "input", "number 1 has 513 tokens; 'vectors' takes 512"),
+    "too long however tokenized": ({"input": "a" * 1_000_000}, "input", "number 0 has at least .* tokens"),
+    "unknown token": ({"input": [[5, 100_000]]}, "input", "token id 100000 is not in the vocabulary"),
+    "nothing": ({"input": []}, "input", "must be a string"),
+    "an empty text": ({"input": ["a", ""]}, "input.1", "must not be empty"),
+    "no tokens": ({"input": [[]]}, "input.0", "must not be empty"),
+    "of two kinds": ({"input": ["a", [5]]}, "input.1", "same kind"),
+    "too many": ({"input": ["a"] * 2049}, "input", "has 2049 inputs; the limit is 2048"),
+    "no input": ({}, "input", "required"),
+    "encoding": ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+    "dimensions": ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+    "unknown field": ({"input": "a", "truncate": True}, "truncate", "not supported"),
+    "other model": ({"input": "a", "model": "demo"}, "model", "'demo' generates text; 'vectors' makes embeddings"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_embedded_is_refused_by_name(server: RunningServer, case: str) -> None:
+    body, param, message = REFUSED[case]
+    with raw(server) as client:
+        response = client.post(PATH, json={"model": "vectors"} | body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert re.search(message, error["message"])
+
+
+def test_each_model_is_refused_where_the_other_one_is_meant(client: OpenAI, server: RunningServer) -> None:
+    with pytest.raises(openai.NotFoundError, match="'nobody' does not exist; this server has 'demo', 'vectors'"):
+        client.embeddings.create(model="nobody", input="x")
+    with pytest.raises(openai.BadRequestError, match="'vectors' makes embeddings; 'demo' generates text") as error:
+        client.completions.create(model="vectors", prompt="x")
+    assert (error.value.param, error.value.code) == ("model", "generation_not_supported")
+
+
+def test_a_model_that_states_its_pooling_serves_both(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(DEMO_PATH, tmp_path / "both"))
+    write_modules(path, "mean", ("Transformer", "Pooling"))
+    options: dict[str, Any] = {"kv_cache_bytes": 8_000_000, "served_model_name": "both"}
+    with running_server(EngineConfig(model=str(path), **options)) as server, server.client() as client:
+        assert [model.id for model in client.models.list()] == ["both"]
+        tokens = random_tokens(300, 1)
+        found = client.embeddings.create(model="both", input=tokens).data[0].embedding
+        plain, _ = load_plain_model(path)
+        close(found, np.array(plain.model(mx.array([tokens]))[0]).mean(axis=0))
+        chat: Any = client.chat.completions.create(**ask("What is 17 + 25?", model="both"))
+        assert chat.choices[0].message.content == "42"
+        with raw(server) as http:
+            assert http.get("/v1/models/both").json()["capabilities"]["embeddings"]
+
+
+def test_streams_go_on_beside_a_large_request_and_it_does_not_starve(server: RunningServer) -> None:
+    """Between two of its steps every stream draws a token; none of its steps is longer than it may be."""
+    steps: list[str] = []
+    embedder, runner = server.core.embedder, server.core.runner
+    decode, forward = embedder.model.decode, runner.forward
+
+    def watching_decode(tokens: mx.array, cache: Any) -> mx.array:
+        assert tokens.size <= 256 or not server.core.has_work()
+        steps.append("embed")
+        return decode(tokens, cache)
+
+    def watching_forward(*args: Any) -> Any:
+        steps.append("generate")
+        return forward(*args)
+
+    object.__setattr__(embedder.model, "decode", watching_decode)
+    runner.forward = watching_forward
+    try:
+        body = {"model": "vectors", "input": [random_tokens(400, i) for i in range(12)]}
+        stream = Background.post(server, "/v1/completions", run_on(random_tokens(5, 1), 100, stream=True))
+        wait_until(lambda: "generate" in steps)
+        large = Background.post(server, PATH, body)
+        assert stream.text
+        assert large.result().status_code == 200
+    finally:
+        object.__setattr__(embedder.model, "decode", decode)
+        runner.forward = forward
+    first = steps.index("embed")
+    last_generated = len(steps) - 1 - steps[::-1].index("generate")
+    beside = steps[first:last_generated]
+    assert beside.count("embed") >= 12
+    assert "embed,embed" not in ",".join(beside)
+
+
+def hold(server: RunningServer) -> Any:
+    """Make every embedding step take a while. Returns what undoes it."""
+    model = server.core.embedder.model
+    decode = model.decode
+
+    def slow(tokens: mx.array, cache: Any) -> mx.array:
+        time.sleep(0.05)
+        return decode(tokens, cache)
+
+    object.__setattr__(model, "decode", slow)
+    return lambda: object.__setattr__(model, "decode", decode)
+
+
+LARGE = {"model": "vectors", "input": [[7] * 500] * 200}
+
+
+def waiting(server: RunningServer) -> int:
+    assert server.engine.stats is not None
+    return server.engine.stats.embeddings.waiting
+
+
+def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
+    undo = hold(server)
+    try:
+        with raw_post(server, PATH, LARGE):
+            wait_until(lambda: 0 < waiting(server) < 200)
+        before = server.engine.stats
+        wait_until(lambda: waiting(server) == 0, 3)
+        assert before is not None
+        assert server.engine.stats.embeddings.requests_total == before.embeddings.requests_total
+    finally:
+        undo()
+
+
+def test_a_request_is_cancelled_by_its_id_and_by_its_timeout(server: RunningServer) -> None:
+    undo = hold(server)
+    try:
+        pending = Background.post(server, PATH, LARGE, X_Request_Id="mine")
+        wait_until(lambda: 0 < waiting(server) < 200)
+        with raw(server) as client:
+            status = client.get("/v1/status").json()["embeddings"]
+            assert status["model"] == "vectors"
+            assert 0 < status["inputs_waiting"] < 200
+            assert client.delete("/v1/requests/mine").json()["cancelled"]
+            assert pending.result().status_code == 499
+            assert pending.result().json()["error"]["code"] == "request_cancelled"
+            late = client.post(PATH, json=LARGE | {"timeout": 0.2})
+        assert (late.status_code, late.json()["error"]["code"]) == (408, "deadline_exceeded")
+        assert late.headers["x-should-retry"] == "false"
+    finally:
+        undo()
+
+
+def test_its_tokens_and_requests_are_counted(server: RunningServer) -> None:
+    names = ("requests", "tokens", "steps")
+    before = metrics(server)
+
+    def moved() -> list[float]:
+        now = metrics(server)
+        return [now[f"mlxpaged_embedding_{name}_total"] - before[f"mlxpaged_embedding_{name}_total"] for name in names]
+
+    with raw(server) as client:
+        response = client.post(PATH, json={"model": "vectors", "input": [[5] * 30, [6] * 300]})
+    assert response.headers["x-request-id"].startswith("embd-")
+    wait_until(lambda: moved()[0] == 1)  # the answer can be there before the numbers of its last step
+    assert moved() == [1, 330, 2]
+    assert metrics(server)["mlxpaged_embedding_inputs_waiting"] == 0
+
+
+def test_keys_and_their_limits_apply(tmp_path: Path, model_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.json", anna={"tokens_per_minute": 100})
+    http = HttpConfig(api_keys=tmp_path / "keys.json")
+    body = {"model": "vectors", "input": [[5] * 150]}
+    with running_server(config(model_path), http=http) as server, raw(server) as client:
+        assert client.post(PATH, json=body).status_code == 401
+        first = client.post(PATH, json=body, headers=bearer(keys["anna"]))
+        assert first.status_code == 200
+        second = client.post(PATH, json=body, headers=bearer(keys["anna"]))
+        assert (second.status_code, second.json()["error"]["type"]) == (429, "tokens")
+
+
+def test_a_full_server_refuses_more(model_path: Path) -> None:
+    with running_server(config(model_path, max_num_seqs=1, max_queue=0)) as server:
+        undo = hold(server)
+        try:
+            pending = Background.post(server, PATH, LARGE, X_Request_Id="first")
+            wait_until(lambda: waiting(server) > 0)
+            with raw(server) as client:
+                refused = client.post(PATH, json={"model": "vectors", "input": "x"})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+                client.delete("/v1/requests/first")
+            assert pending.result().status_code == 499
+        finally:
+            undo()
+
+
+def test_a_stopping_server_ends_its_requests_with_an_error(model_path: Path) -> None:
+    with running_server(config(model_path)) as server:
+        hold(server)
+        pending = Background.post(server, PATH, LARGE)
+        wait_until(lambda: waiting(server) > 0)
+        server.engine.end_all("the server is shutting down")
+        assert pending.result().status_code == 500
+        assert "shutting down" in pending.result().json()["error"]["message"]
+
+
+def test_a_draining_server_completes_them_and_takes_no_more(model_path: Path) -> None:
+    with running_server(config(model_path)) as server:
+        undo = hold(server)
+        pending = Background.post(server, PATH, {"model": "vectors", "input": [[7] * 500] * 8})
+        wait_until(lambda: waiting(server) > 0)
+        assert server.engine._loop is not None
+        drained = asyncio.run_coroutine_threadsafe(server.engine.drain(DEADLINE), server.engine._loop)
+        wait_until(lambda: server.engine.state is EngineState.DRAINING)
+        with raw(server) as client:
+            refused = client.post(PATH, json={"model": "vectors", "input": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert pending.result().status_code == 200
+        assert drained.result(DEADLINE)
+        undo()
+
+
+def test_a_second_model_that_makes_none_is_reported_at_the_start() -> None:
+    with running_server(EngineConfig(embedding_model=str(DEMO_PATH)), wait_loaded=False) as server:
+        wait_until(lambda: server.engine.state is EngineState.DEAD)
+        assert "makes no embeddings here: its directory has no modules.json" in (server.engine.reason or "")

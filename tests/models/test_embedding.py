@@ -1,0 +1,138 @@
+"""Which directories state that their models make embeddings, and in which words the others are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.models import UnsupportedModelError, load_embedding_model, load_model, own_embedding_model
+from mlxpaged.models.embedding import Pooling, embedding_spec, stated_pooling
+from tests.support import make_embedding_model, make_tiny_model, write_modules
+
+LONGEST = 8192
+
+
+def edit(path: Path, **fields: Any) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | fields))
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_pooling_is_what_the_directory_states(tmp_path: Path, pooling: Pooling, normalize: bool) -> None:
+    modules = ("Transformer", "Pooling", "Normalize")[: 3 if normalize else 2]
+    spec = embedding_spec(make_embedding_model(tmp_path / "m", pooling.value, modules))
+    assert (spec.pooling, spec.normalize) == (pooling, normalize)
+    assert (spec.prompt, spec.max_tokens, spec.matryoshka) == ("", None, False)
+
+
+def test_the_newer_way_to_state_the_pooling_is_known() -> None:
+    assert stated_pooling({"embedding_dimension": 64, "pooling_mode": "mean", "include_prompt": True}) is Pooling.MEAN
+    assert stated_pooling({"pooling_mode": ["lasttoken"]}) is Pooling.LAST
+
+
+def test_sizes_prompt_and_longest_input_are_what_the_directory_states(tmp_path: Path) -> None:
+    path = make_embedding_model(tmp_path / "m")
+    edit(path / "sentence_bert_config.json", max_seq_length=100)
+    edit(path / "config_sentence_transformers.json", prompts={"q": "find: "}, default_prompt_name="q")
+    edit(path / "config.json", matryoshka_dimensions=[16, 32])
+    model = load_embedding_model(str(path), None, LONGEST)
+    assert (model.max_tokens, model.spec.prompt) == (100, "find: ")
+    assert [size for size in range(1, 64) if model.spec.can_be_cut_to(size)] == [16, 32]
+    assert load_embedding_model(str(path), None, 60).max_tokens == 60
+
+
+def edited(name: str, **fields: Any) -> Callable[[Path], None]:
+    return lambda path: edit(path / name, **fields)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no modules": (lambda path: (path / "modules.json").unlink(), "has no modules.json"),
+    "broken": (lambda path: (path / "modules.json").write_text("{"), "modules.json in .*/ cannot be read"),
+    "an object": (lambda path: (path / "modules.json").write_text('{"a": 1}'), "modules.json is no list of modules"),
+    "no pooling": (lambda path: (path / "1_Pooling" / "config.json").unlink(), "config.json in 1_Pooling/ cannot be"),
+    "first token": (
+        edited("1_Pooling/config.json", pooling_mode_cls_token=True, pooling_mode_lasttoken=False),
+        "its pooling is cls_token; those that make sense for a causal decoder are lasttoken, mean, weightedmean",
+    ),
+    "two": (edited("1_Pooling/config.json", pooling_mode_mean_tokens=True), "is mean and lasttoken; .* one at a time"),
+    "none": (edited("1_Pooling/config.json", pooling_mode_lasttoken=False), "its pooling is nothing"),
+    "bidirectional": (edited("config.json", is_causal=False), "attend to later ones"),
+    "Gemma": (edited("config.json", use_bidirectional_attention=True), "attend to later ones"),
+    "own code": (edited("config.json", auto_map={"AutoModel": "m.M"}), "code of its own"),
+    "lower case": (edited("sentence_bert_config.json", do_lower_case=True), "asks for lower case"),
+    "unknown architecture": (edited("config.json", model_type="bert"), "cannot be loaded: .*bert not supported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_computed_here_is_refused_with_the_reason(tmp_path: Path, case: str) -> None:
+    change, message = REFUSED[case]
+    change(path := make_embedding_model(tmp_path / "m"))
+    with pytest.raises(UnsupportedModelError, match=f"^{path} makes no embeddings here: .*{message}"):
+        load_embedding_model(str(path), None, LONGEST)
+
+
+def test_a_dense_layer_behind_the_pooling_is_refused(tmp_path: Path) -> None:
+    path = make_embedding_model(tmp_path / "m", modules=("Transformer", "Pooling", "Dense", "Normalize"))
+    with pytest.raises(UnsupportedModelError, match="asks for Transformer, Pooling, Dense, Normalize"):
+        load_embedding_model(str(path), None, LONGEST)
+
+
+def test_a_prompt_that_the_pooling_leaves_out_is_refused(tmp_path: Path) -> None:
+    path = make_embedding_model(tmp_path / "m")
+    edit(path / "config_sentence_transformers.json", prompts={"q": "find: "}, default_prompt_name="q")
+    edit(path / "1_Pooling" / "config.json", include_prompt=False)
+    with pytest.raises(UnsupportedModelError, match="leaves out the tokens of its prompt"):
+        load_embedding_model(str(path), None, LONGEST)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_bare_decoder_and_a_whole_model_make_the_same_states(tmp_path: Path, tied: bool) -> None:
+    """Whole, it may come with an output head, which nobody needs."""
+    bare = make_embedding_model(tmp_path / "m")
+    config = json.loads((bare / "config.json").read_text())
+    weights = dict(mx.load(str(bare / "model.safetensors")))
+    whole = {f"model.{name}": array for name, array in weights.items()}
+    if not tied:
+        whole["lm_head.weight"] = mx.zeros(weights["embed_tokens.weight"].shape)
+    other = make_tiny_model(tmp_path / "other", "qwen3", tie_word_embeddings=tied)
+    mx.save_safetensors(str(other / "model.safetensors"), whole)
+    write_modules(other, "lasttoken", ("Transformer", "Pooling"))
+    assert config["tie_word_embeddings"]
+    tokens = mx.array([[5, 6, 7]])
+    states = [load_embedding_model(str(path), None, LONGEST).decode(tokens, None) for path in (bare, other)]
+    assert mx.array_equal(*states)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen2", "mamba"])
+def test_other_decoders_of_mlx_lm_make_embeddings_too_where_they_give_out_their_states(
+    tmp_path: Path, model_type: str
+) -> None:
+    extra: dict[str, dict[str, Any]] = {
+        "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+        "mamba": {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4},
+    }
+    path = make_tiny_model(tmp_path / "m", model_type, tie_word_embeddings=True, **extra.get(model_type, {}))
+    write_modules(path, "mean", ("Transformer", "Pooling"))
+    if model_type == "mamba":
+        with pytest.raises(UnsupportedModelError, match="no decoder inside"):
+            load_embedding_model(str(path), None, LONGEST)
+    else:
+        model = load_embedding_model(str(path), None, LONGEST)
+        assert (model.dimensions, model.max_tokens) == (64, 512)
+        assert model.kv_bytes == 512 * 2 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, heads, size, bytes
+
+
+def test_a_model_that_generates_makes_embeddings_only_where_it_states_it(tmp_path: Path) -> None:
+    served = load_model(str(path := make_tiny_model(tmp_path / "m", "llama")))
+    with pytest.raises(UnsupportedModelError, match=r"has no modules\.json"):
+        own_embedding_model(served, LONGEST)
+    write_modules(path, "mean", ("Transformer", "Pooling"))
+    model = own_embedding_model(served, LONGEST)
+    assert (model.name, model.vocab_size, model.spec.pooling) == (served.name, served.vocab_size, Pooling.MEAN)
