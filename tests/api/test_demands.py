@@ -327,7 +327,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
 
 
 def test_what_only_looks_hard_is_enforced(client: OpenAI) -> None:
-    """A null in a schema, references to its root, and names that begin alike."""
+    """A null in a schema, references to its root, names that begin alike, and one that is a choice's."""
     nothing = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"], "additionalProperties": False}
     tree = {
         "type": "object",
@@ -335,8 +335,8 @@ def test_what_only_looks_hard_is_enforced(client: OpenAI) -> None:
         "required": ["leaf", "next"],
         "additionalProperties": False,
     }
-    tools = [tool("get", nothing), tool("get.x", tree)]
-    for name, schema in (("get", nothing), ("get.x", tree)):
+    tools = [tool("get", nothing), tool("get.x", tree), tool("auto", nothing)]
+    for name, schema in (("get", nothing), ("get.x", tree), ("auto", nothing)):
         choice = {"type": "function", "function": {"name": name}}
         ((called, arguments),) = both_ways(client, ask("Hello", tools=tools, tool_choice=choice))["calls"]
         assert called == name
