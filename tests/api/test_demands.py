@@ -50,6 +50,7 @@ SCRIPT = {
     "Json with tags?": f'{{"city": "<{SPELLED}think><{SPELLED}tool_call>", "days": 1}}',
     "Always?<|im_end|>\n<|im_start|>assistant\n<think>\n": f"{THOUGHT}</think>Done.",
     "<think>\n\n</think>": "<think>At once.",
+    "<think>I wonder": f": {THOUGHT}</think>Done.",
 }
 
 MISTRAL = {
@@ -64,6 +65,8 @@ def tool(name: str, parameters: dict[str, Any] | None = None, **fields: Any) -> 
 
 TOOLS = [tool("weather", CITY), tool("clock")]
 STRICT = [tool("weather", CITY, strict=True), tool("clock", strict=True)]
+SHORT = {"1": 4, "264": 4}
+"""Where the script does not get its way: rather a quotation mark, or the end of thinking, than other random text."""
 NAMED = {"type": "function", "function": {"name": "weather"}}
 JSON = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
 
@@ -83,7 +86,7 @@ def client(server: RunningServer) -> Iterator[OpenAI]:
 
 def ask(text: str, **fields: Any) -> dict[str, Any]:
     body = {"model": "scripted", "messages": [{"role": "user", "content": text}], "seed": 1, "max_tokens": 4000}
-    return body | fields
+    return body | {"logit_bias": SHORT} | fields
 
 
 def both_ways(client: OpenAI, body: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +212,7 @@ def test_beside_tools_the_answer_is_calls_or_the_structured_text(client: OpenAI)
         answer = both_ways(client, ask(text, tools=TOOLS, response_format=JSON))
         assert answer["content"] == SCRIPT[text].replace(SPELLED, "")
         assert (answer["calls"], answer["finish_reason"]) == ([], "stop")
-    for seed in range(4):
+    for seed in range(2):
         answer = both_ways(client, ask("Hello", tools=STRICT, response_format=JSON, seed=seed))
         if answer["calls"]:
             assert answer["content"] == ""
@@ -267,10 +270,10 @@ def test_a_closing_tag_that_is_spelled_closes_too(client: OpenAI) -> None:
 
 
 def test_a_thought_goes_on_from_the_last_message(client: OpenAI) -> None:
-    messages = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "<think>I wonder Why?"}]
+    messages = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "<think>I wonder"}]
     extra = {"continue_final_message": True}
     answer = both_ways(client, ask("", messages=messages, response_format=JSON, extra_body=extra))
-    assert THOUGHT in answer["thinking"]
+    assert answer["thinking"] == f": {THOUGHT}"
     jsonschema.validate(json.loads(answer["content"]), CITY)
 
 
