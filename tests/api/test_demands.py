@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,10 +16,11 @@ import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
+from mlxpaged.engine import EngineConfig
 from tests.api.helpers import DEADLINE
 from tests.api.test_tools import streamed
-from tests.scripted import SPELLED, scripted_server
-from tests.support import RunningServer
+from tests.scripted import SPELLED, demo_with_tools, follow, scripted_server
+from tests.support import RunningServer, running_server
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -290,6 +292,28 @@ def test_calls_are_enforced_in_mistrals_format(tmp_path: Any) -> None:
         check_calls(both_ways(client, ask("Hello", tools=TOOLS, tool_choice="required"))["calls"], {"weather", "clock"})
         answer = both_ways(client, ask("Hello", tools=STRICT, response_format=JSON, seed=5))
         assert answer["calls"] or jsonschema.validate(json.loads(answer["content"]), CITY) is None
+
+
+def test_tags_that_are_no_tokens_are_enforced_letter_by_letter(tmp_path: Path) -> None:
+    model = demo_with_tools(tmp_path)
+    config = EngineConfig(model=str(model), served_model_name="scripted", kv_cache_bytes=16_000_000)
+    with running_server(config) as server, server.client(timeout=DEADLINE) as client:
+        follow(
+            server, {text: SCRIPT[text].replace(SPELLED, "") for text in ("Hello", "Both?", "Wrong?", "Tag?", "Json?")}
+        )
+        options: dict[str, Any] = {"max_tokens": 1500, "logit_bias": None}
+        for text in ("Hello", "Both?", "Wrong?", "Tag?"):
+            answer = both_ways(client, ask(text, tools=TOOLS, tool_choice="required", **options))
+            check_calls(answer["calls"], {"weather", "clock"})
+            assert answer["content"] == ""
+        answer = both_ways(client, ask("Wrong?", tools=STRICT, **options))
+        check_calls(answer["calls"], {"weather"})
+        assert answer["content"] == "Let me see:"
+        assert both_ways(client, ask("Hello", tools=STRICT, **options))["content"] == SCRIPT["Hello"]
+        assert len(both_ways(client, ask("Both?", tools=STRICT, **options))["calls"]) == 2
+        for text, content in (("Json?", SCRIPT["Json?"]), ("Both?", "")):
+            answer = both_ways(client, ask(text, tools=STRICT, response_format=JSON, **options))
+            assert (answer["content"], len(answer["calls"])) == (content, 0 if content else 2)
 
 
 @pytest.mark.parametrize(
