@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mlx_lm.utils import _get_classes
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlxpaged.engine import EngineConfig
+from mlxpaged.models.loader import DEMO_PATH
 from tests.support import SMALL, RunningServer, running_server
 
 END = "<|im_end|>"
@@ -66,6 +68,15 @@ def make_scripted_model(directory: Path, tool_format: str, context_length: int =
     model = model_class(args_class.from_dict(config))
     mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
     (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def demo_with_tools(directory: Path) -> Path:
+    """The demo model, as if somebody had taught it calls; it writes their tags in several tokens, letter by letter."""
+    shutil.copytree(DEMO_PATH, directory, dirs_exist_ok=True)
+    calls = "{%- for tool_call in messages[0].tool_calls or [] %}" + CALLS["json_tools"] + "{% endfor %}"
+    template = directory / "chat_template.jinja"
+    template.write_text("{%- if tools %}{% endif %}" + calls + template.read_text())
     return directory
 
 

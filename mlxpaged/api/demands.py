@@ -22,23 +22,23 @@ def answer_form(body: ChatRequest, tags: Tags, thinking: Thinking) -> AnswerForm
     Every call that is demanded fits its tool's schema. Of those that the model may make or not, the calls of strict
     tools do; others have any JSON object.
     """
-    demands_call = body.chosen_tool not in (None, "auto", "none")
+    demands_call = body.names_tool or body.tool_choice == "required"
     strict = any(tool.function.strict for tool in body.tools or ()) and bool(body.offered_tools)
     text = body.constraint()
     if not (demands_call or strict or text):
         return None
     calls: tuple[CallForm, ...] = ()
-    param = "tool_choice" if demands_call or text is None else text.param
+    param = "tool_choice" if demands_call else text.param if text and not strict else "tools"
     if body.offered_tools and tags.tools is not None:
         if tags.tools.name not in AROUND_ARGUMENTS:
             known = " and ".join(AROUND_ARGUMENTS)
             message = f"calls in this model's format, {tags.tools.name}, cannot be enforced; those in {known} can"
-            raise bad_parameter("tools" if strict and not demands_call else param, message)
+            raise bad_parameter(param, message)
         calls = tuple(
             call_form(tags.tools, tool, f"tools.{i}", enforced=demands_call or bool(tool.function.strict))
             for i, tool in enumerate(body.tools or ())
             if tool.function.name in body.allowed_names
-            if body.chosen_tool in (None, "auto", "required", tool.function.name)
+            if not body.names_tool or body.chosen_tool == tool.function.name
         )
     return AnswerForm(
         thinking=thinking,

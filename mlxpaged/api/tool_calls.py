@@ -63,16 +63,12 @@ class CallReader:
     def ahead(self, text: str) -> int:
         """Characters of `text`, which comes next, up to the end of the arguments: a tag among them is part of a
         string."""
+        if self._name is not None:
+            return 0 if self._object.complete else copy.copy(self._object).scan(text, 0)
         payload = self._payload + text
-        scanner, start = copy.copy(self._object), self._read
-        if self._name is None:
-            header = HEADERS[self._form.name].match(payload)
-            if header is None:
-                return len(text)
-            scanner, start = ObjectScanner(), header.end()
-        if scanner.complete:
-            return 0
-        return max(0, scanner.scan(payload, start) - len(self._payload))
+        header = HEADERS[self._form.name].match(payload)
+        end = len(payload) if header is None else ObjectScanner().scan(payload, header.end())
+        return max(0, end - len(self._payload))
 
     def _begin(self) -> list[Part]:
         header = HEADERS.get(self._form.name)

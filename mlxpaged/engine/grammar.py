@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
@@ -39,6 +40,9 @@ MAX_LEXER_STATES = 50_000
 
 KEPT = 64
 """Compiled constraints in memory. Clients repeat theirs: compiling again costs up to half a second."""
+
+BLAME_SECONDS = 2.0
+"""To find the part of a form that is to blame, by compiling each by itself. There may be a thousand."""
 
 WHITESPACE = r"( |\n[ \t]{0,64})?"
 """Between the tokens of JSON: what models write. Where any amount is allowed, some write it until max_tokens."""
@@ -103,18 +107,20 @@ class Grammars:
         ]
 
     def _compile(self, constraint: Constraint | AnswerForm) -> LLMatcher:
+        check_length(constraint)
         try:
             return self._new_matcher(constraint)
         except GrammarError:
+            until = time.monotonic() + BLAME_SECONDS
             for part in constraint.parts if isinstance(constraint, AnswerForm) else ():
                 try:
-                    self._new_matcher(part)
+                    if time.monotonic() < until:
+                        self._new_matcher(part)
                 except GrammarError as error:
                     raise GrammarError(str(error), part.param) from None
             raise
 
     def _new_matcher(self, constraint: Constraint | AnswerForm) -> LLMatcher:
-        check_length(constraint)
         limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
         try:
             matcher = LLMatcher(self.tokenizer(), self._text(constraint), log_level=0, limits=limits)

@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,10 +16,11 @@ import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
+from mlxpaged.engine import EngineConfig
 from tests.api.helpers import DEADLINE
 from tests.api.test_tools import streamed
-from tests.scripted import SPELLED, scripted_server
-from tests.support import RunningServer
+from tests.scripted import SPELLED, demo_with_tools, follow, scripted_server
+from tests.support import RunningServer, running_server
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -50,6 +52,7 @@ SCRIPT = {
     "Json with tags?": f'{{"city": "<{SPELLED}think><{SPELLED}tool_call>", "days": 1}}',
     "Always?<|im_end|>\n<|im_start|>assistant\n<think>\n": f"{THOUGHT}</think>Done.",
     "<think>\n\n</think>": "<think>At once.",
+    "<think>I wonder": f": {THOUGHT}</think>Done.",
 }
 
 MISTRAL = {
@@ -64,6 +67,8 @@ def tool(name: str, parameters: dict[str, Any] | None = None, **fields: Any) -> 
 
 TOOLS = [tool("weather", CITY), tool("clock")]
 STRICT = [tool("weather", CITY, strict=True), tool("clock", strict=True)]
+SHORT = {"1": 4, "264": 4}
+"""Where the script does not get its way: rather a quotation mark, or the end of thinking, than other random text."""
 NAMED = {"type": "function", "function": {"name": "weather"}}
 JSON = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
 
@@ -83,7 +88,7 @@ def client(server: RunningServer) -> Iterator[OpenAI]:
 
 def ask(text: str, **fields: Any) -> dict[str, Any]:
     body = {"model": "scripted", "messages": [{"role": "user", "content": text}], "seed": 1, "max_tokens": 4000}
-    return body | fields
+    return body | {"logit_bias": SHORT} | fields
 
 
 def both_ways(client: OpenAI, body: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +214,7 @@ def test_beside_tools_the_answer_is_calls_or_the_structured_text(client: OpenAI)
         answer = both_ways(client, ask(text, tools=TOOLS, response_format=JSON))
         assert answer["content"] == SCRIPT[text].replace(SPELLED, "")
         assert (answer["calls"], answer["finish_reason"]) == ([], "stop")
-    for seed in range(4):
+    for seed in range(2):
         answer = both_ways(client, ask("Hello", tools=STRICT, response_format=JSON, seed=seed))
         if answer["calls"]:
             assert answer["content"] == ""
@@ -267,10 +272,10 @@ def test_a_closing_tag_that_is_spelled_closes_too(client: OpenAI) -> None:
 
 
 def test_a_thought_goes_on_from_the_last_message(client: OpenAI) -> None:
-    messages = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "<think>I wonder Why?"}]
+    messages = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "<think>I wonder"}]
     extra = {"continue_final_message": True}
     answer = both_ways(client, ask("", messages=messages, response_format=JSON, extra_body=extra))
-    assert THOUGHT in answer["thinking"]
+    assert answer["thinking"] == f": {THOUGHT}"
     jsonschema.validate(json.loads(answer["content"]), CITY)
 
 
@@ -287,6 +292,28 @@ def test_calls_are_enforced_in_mistrals_format(tmp_path: Any) -> None:
         check_calls(both_ways(client, ask("Hello", tools=TOOLS, tool_choice="required"))["calls"], {"weather", "clock"})
         answer = both_ways(client, ask("Hello", tools=STRICT, response_format=JSON, seed=5))
         assert answer["calls"] or jsonschema.validate(json.loads(answer["content"]), CITY) is None
+
+
+def test_tags_that_are_no_tokens_are_enforced_letter_by_letter(tmp_path: Path) -> None:
+    model = demo_with_tools(tmp_path)
+    config = EngineConfig(model=str(model), served_model_name="scripted", kv_cache_bytes=16_000_000)
+    with running_server(config) as server, server.client(timeout=DEADLINE) as client:
+        follow(
+            server, {text: SCRIPT[text].replace(SPELLED, "") for text in ("Hello", "Both?", "Wrong?", "Tag?", "Json?")}
+        )
+        options: dict[str, Any] = {"max_tokens": 1500, "logit_bias": None}
+        for text in ("Hello", "Both?", "Wrong?", "Tag?"):
+            answer = both_ways(client, ask(text, tools=TOOLS, tool_choice="required", **options))
+            check_calls(answer["calls"], {"weather", "clock"})
+            assert answer["content"] == ""
+        answer = both_ways(client, ask("Wrong?", tools=STRICT, **options))
+        check_calls(answer["calls"], {"weather"})
+        assert answer["content"] == "Let me see:"
+        assert both_ways(client, ask("Hello", tools=STRICT, **options))["content"] == SCRIPT["Hello"]
+        assert len(both_ways(client, ask("Both?", tools=STRICT, **options))["calls"]) == 2
+        for text, content in (("Json?", SCRIPT["Json?"]), ("Both?", "")):
+            answer = both_ways(client, ask(text, tools=STRICT, response_format=JSON, **options))
+            assert (answer["content"], len(answer["calls"])) == (content, 0 if content else 2)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +354,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
 
 
 def test_what_only_looks_hard_is_enforced(client: OpenAI) -> None:
-    """A null in a schema, references to its root, and names that begin alike."""
+    """A null in a schema, references to its root, names that begin alike, and one that is a choice's."""
     nothing = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"], "additionalProperties": False}
     tree = {
         "type": "object",
@@ -335,8 +362,8 @@ def test_what_only_looks_hard_is_enforced(client: OpenAI) -> None:
         "required": ["leaf", "next"],
         "additionalProperties": False,
     }
-    tools = [tool("get", nothing), tool("get.x", tree)]
-    for name, schema in (("get", nothing), ("get.x", tree)):
+    tools = [tool("get", nothing), tool("get.x", tree), tool("auto", nothing)]
+    for name, schema in (("get", nothing), ("get.x", tree), ("auto", nothing)):
         choice = {"type": "function", "function": {"name": name}}
         ((called, arguments),) = both_ways(client, ask("Hello", tools=tools, tool_choice=choice))["calls"]
         assert called == name

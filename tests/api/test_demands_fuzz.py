@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,22 +15,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from mlxpaged.engine import EngineConfig
-from mlxpaged.models.loader import DEMO_PATH
 from tests.api.helpers import DEADLINE, block_bytes
 from tests.api.schemas import random_object, random_schema
-from tests.scripted import CALLS, make_scripted_model
+from tests.scripted import demo_with_tools, make_scripted_model
 from tests.support import RunningServer, running_server
 
 NAMES = ("get", "get_more", "f-1", "a.b", "Z" * 40)
-
-
-def demo_with_tools(directory: Path) -> Path:
-    """The demo model, as if somebody had taught it calls; it writes their tags in several tokens, letter by letter."""
-    shutil.copytree(DEMO_PATH, directory, dirs_exist_ok=True)
-    calls = "{%- for tool_call in messages[0].tool_calls or [] %}" + CALLS["json_tools"] + "{% endfor %}"
-    template = directory / "chat_template.jinja"
-    template.write_text("{%- if tools %}{% endif %}" + calls + template.read_text())
-    return directory
 
 
 def thinking_model(directory: Path) -> Path:

@@ -37,6 +37,15 @@ def test_no_block_is_longer_than_the_limit(drawn: list[int], limit: int, inside:
         assert run <= limit + len(END)
 
 
+def test_a_token_that_comes_between_postpones_the_tag() -> None:
+    """A grammar may want a character completed first."""
+    budget = ThinkingBudget(1, START, END, inside=True)
+    for token, forced in ((2, 9), (3, 9), (9, 8), (3, 9), (9, 8), (8, None)):
+        budget.add(token)
+        assert budget.forced() == forced
+        assert budget.may_force_after_next() == (forced is not None)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     served = load_model(str(make_tiny_model(tmp_path_factory.mktemp("llama"), "llama")))
