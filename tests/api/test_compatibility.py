@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import BatchCreateParams, FileCreateParams, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
@@ -45,6 +46,8 @@ OFFICIAL: dict[str, set[str]] = {
     CHAT: set(chat_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"},
     COMPLETIONS: set(completion_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"},
     RESPONSES: set(response_create_params.ResponseCreateParamsBase.__annotations__) | {"stream"},
+    MESSAGES: set(message_create_params.MessageCreateParamsBase.__annotations__) | {"stream"},
+    COUNT: set(message_count_tokens_params.MessageCountTokensParams.__annotations__),
     "POST /v1/files": set(FileCreateParams.__annotations__),
     "POST /v1/batches": set(BatchCreateParams.__annotations__),
 }
