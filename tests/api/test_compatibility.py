@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import BatchCreateParams, EmbeddingCreateParams, FileCreateParams, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
@@ -50,6 +51,8 @@ OFFICIAL: dict[str, set[str]] = {
     RESPONSES: set(response_create_params.ResponseCreateParamsBase.__annotations__) | {"stream"},
     INPUT_TOKENS: set(input_token_count_params.InputTokenCountParams.__annotations__),
     EMBEDDINGS: set(EmbeddingCreateParams.__annotations__),
+    MESSAGES: set(message_create_params.MessageCreateParamsBase.__annotations__) | {"stream"},
+    COUNT: set(message_count_tokens_params.MessageCountTokensParams.__annotations__),
     "POST /v1/files": set(FileCreateParams.__annotations__),
     "POST /v1/batches": set(BatchCreateParams.__annotations__),
 }

@@ -6,10 +6,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.clients.conftest import SCRIPT
+from tests.scripted import scripted_server
 from tests.support import RunningServer
 
 pytestmark = pytest.mark.clients
@@ -52,7 +55,16 @@ def run(home: Path, program: str, *arguments: str, **env: str) -> str:
     return done.stdout
 
 
-def test_claude_code(server: RunningServer, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with scripted_server(tmp_path_factory.mktemp("small"), "json_tools", SCRIPT, context_length=16384) as server:
+        yield server
+
+
+@pytest.mark.parametrize("context", ["server", "small_server"])
+def test_claude_code(request: pytest.FixtureRequest, tmp_path: Path, context: str) -> None:
+    """It asks for 32,000 tokens, and in a small context for fewer once it was told."""
+    server: RunningServer = request.getfixturevalue(context)
     env = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": "unused", "ANTHROPIC_MODEL": "scripted"}
     options = ("--tools", "Bash", "--allowedTools", "Bash", "--system-prompt", "Be brief.")
     assert "Done, as you said." in run(tmp_path, "claude", "-p", "Say that it is done", *options, **env)

@@ -14,10 +14,10 @@ from mlxpaged.api.answer_parser import AnswerParser
 from mlxpaged.api.anthropic.errors import error_body
 from mlxpaged.api.anthropic.events import BlockEvents, named_event, seal, signature
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
-from mlxpaged.api.anthropic.translation import chat_request, restated
+from mlxpaged.api.anthropic.translation import chat_request, own_words
 from mlxpaged.api.body import read_json
 from mlxpaged.api.conversation import Conversation, render, start
-from mlxpaged.api.errors import ApiError, from_engine
+from mlxpaged.api.errors import from_engine
 from mlxpaged.api.openai.generation import timeline_field
 from mlxpaged.api.parts import CallArguments, CallBroken, CallStart, Part, Text, Thinking
 from mlxpaged.api.server import server_of
@@ -31,10 +31,8 @@ async def create(request: Request) -> Response:
 
 async def respond(request: Request, body: MessagesRequest) -> Response:
     _, info = server_of(request).ready(body.model)
-    try:
+    with own_words():
         conversation = await start(request, chat_request(body, info.tokenizer), "msg")
-    except ApiError as error:
-        raise restated(error) from None
     reply = MessageReply(conversation, body.omits_thinking)
     if body.stream:
         return EventStream(reply.events(), conversation.generation.close)
@@ -49,7 +47,8 @@ async def count_tokens(request: Request) -> Response:
 async def count(request: Request, body: CountTokensRequest) -> Response:
     server = server_of(request)
     _, info = server.ready(body.model)
-    prompt = await render(server, info, chat_request(body, info.tokenizer))
+    with own_words():
+        prompt = await render(server, info, chat_request(body, info.tokenizer))
     return JSONResponse({"input_tokens": len(prompt)})
 
 

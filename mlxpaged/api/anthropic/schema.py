@@ -106,7 +106,7 @@ class Tool(Block):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    eager_input_streaming: Literal[True] | None = None  # as it always is
+    eager_input_streaming: bool | None = None  # either way, arguments are streamed as soon as they can be
     defer_loading: bool | None = None
 
 

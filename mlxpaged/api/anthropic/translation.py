@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -38,8 +39,8 @@ ERROR = "Error: "
 EFFORT_TOKENS = {"low": 1024, "medium": 4096}
 """The most that a model thinks, by output_config.effort; more effort is any number, as without the field."""
 BILLING = "x-anthropic-billing-header:"
-"""Claude Code's first system text is a header for Anthropic, another one in each session: it is not for the model, and
-would keep sessions from sharing the rest of the prompt."""
+"""How Claude Code's first system text begins. It is a header for Anthropic that depends on the first question: not for
+the model, and in the prompt it would keep conversations from sharing what follows."""
 
 
 def chat_request(body: CountTokensRequest, tokenizer: Tokenizer) -> ChatRequest:
@@ -98,9 +99,17 @@ def chat_request(body: CountTokensRequest, tokenizer: Tokenizer) -> ChatRequest:
         raise from_validation(error) from None
 
 
-def restated(error: ApiError) -> ApiError:
-    """An error of the chat request in this API's names, and, of a prompt that is too long, in Anthropic's very words:
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """Errors of the chat request in this API's names, and, of a prompt that is too long, in Anthropic's very words:
     clients read the numbers there, and come back with a smaller `max_tokens` or a shorter conversation."""
+    try:
+        yield
+    except ApiError as error:
+        raise restated(error) from None
+
+
+def restated(error: ApiError) -> ApiError:
     cause = error.__cause__
     if isinstance(cause, PromptTooLongError):
         prompt, most = cause.num_prompt_tokens, cause.limit
