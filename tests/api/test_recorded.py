@@ -19,23 +19,15 @@ from tests.support import RunningServer
 
 RECORDED = Path(__file__).parent / "recorded"
 
-NOT_SERVED_YET: dict[str, list[str]] = {}
-"""Records that are refused for now, by what is missing. Whoever serves one takes it off: its test fails until then."""
-
 THOUGHT = "I think about it."
 
 
 def records() -> list[Any]:
-    missing = {name: reason for reason, names in NOT_SERVED_YET.items() for name in names}
-    found = []
-    for path in sorted(RECORDED.glob("*.json")):
-        for record in json.loads(path.read_text())["requests"]:
-            name = f"{path.stem}: {record['name']}"
-            reason = missing.pop(name, None)
-            marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-            found.append(pytest.param(record, id=name, marks=marks))
-    assert not missing, f"no such records: {list(missing)}"
-    return found
+    return [
+        pytest.param(record, id=f"{path.stem}: {record['name']}")
+        for path in sorted(RECORDED.glob("*.json"))
+        for record in json.loads(path.read_text())["requests"]
+    ]
 
 
 @pytest.fixture(scope="module")

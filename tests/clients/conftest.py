@@ -6,7 +6,6 @@ They are not installed for the other tests, so nothing here is even imported the
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,23 +32,6 @@ SCRIPT = {
     "\nit is done": "Done, as you said.",
 }
 """What the model answers, by the last of these texts in the prompt."""
-
-
-NOT_SERVED_YET = {
-    "strict tools are refused": r"_its_result_answered\[(openai|anthropic|chat)-True-",
-    "a tool cannot be demanded": r"test_a_tool_can_be_demanded|asked_for\[.*-function_calling",
-    "structured output is refused beside tools": r"asked_for_beside_tools",
-    "/v1/responses has no tools": r"_its_result_answered\[responses-|test_codex",
-    "/v1/responses has no structured output": r"asked_for\[responses",
-}
-"""Tests that fail for now, by what is missing: a part of their names. Whoever serves it takes it off."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for reason, names in NOT_SERVED_YET.items():
-            if "tests/clients/" in item.nodeid and re.search(names, item.nodeid):
-                item.add_marker(pytest.mark.xfail(strict=True, reason=reason))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
