@@ -14,6 +14,8 @@ from comparison.options import parse
 
 
 def main() -> None:
+    if sys.version_info < (3, 10):  # noqa: UP036 - `make bench` takes whatever python3 there is
+        sys.exit("compare.py: Python 3.10 or newer is needed")
     options = parse(sys.argv[1:])
     try:
         python = make_environment("driver", DRIVER_PACKAGES, options.cache)

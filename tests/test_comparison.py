@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from benchmarks.comparison.metrics import Figures, measure, percentile
 from benchmarks.comparison.model import WORDS, Texts, make_model, make_tokenizer
 from benchmarks.comparison.options import Options, parse
 from benchmarks.comparison.report import markdown
-from benchmarks.comparison.servers import Server, ServerError
+from benchmarks.comparison.servers import MemoryWatch, Server, ServerError, running
 from mlxpaged.engine import EngineConfig
 from tests.support import RunningServer, running_server
 
@@ -140,6 +141,27 @@ def test_prefixes_are_found_again_where_a_load_means_it_and_nowhere_else(
             assert one["cached_tokens"] >= 2 * 96
         else:
             assert one["recomputed_beyond_new"] <= 32, "an answer that is sent back has the tokens it was made of"
+
+
+def test_a_server_is_a_process_of_its_own_that_is_watched_and_stopped(model: Path, tmp_path: Path) -> None:
+    with running("mlxpaged", Path(sys.executable), model, tmp_path / "server.log") as server:
+        client = Client(server.port, server.model, time.perf_counter() + 60, 60)
+        assert client.ask([{"role": "user", "content": "x"}], 4).output_tokens == 4
+        with MemoryWatch(server) as memory:
+            pass
+        assert memory.peak > 10e6
+        assert server.uses_openblas() in ((True, False) if sys.platform == "linux" else (None,))
+        assert server.died() is None
+    assert server.process.poll() is not None
+    assert server.died() is not None
+
+
+def test_a_server_that_ends_at_its_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServerError, match=r"^ended with \d+: .*nowhere"),
+        running("mlxpaged", Path(sys.executable), tmp_path / "nowhere", tmp_path / "server.log"),
+    ):
+        pass
 
 
 def test_what_comes_after_the_budget_is_left_out(server: RunningServer, model: Path, tmp_path: Path) -> None:

@@ -79,12 +79,13 @@ def make_environment(name: str, packages: tuple[str, ...], cache: Path) -> Path:
     if stamp.exists():
         return python
     print(f"{name}: installing {' '.join(packages)} ...", flush=True)
+    shutil.rmtree(directory, ignore_errors=True)  # of an installation that failed
     uv = shutil.which("uv")
     if uv:
-        create = [uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(directory)]
+        create = [uv, "venv", "--quiet", "--python", sys.executable, str(directory)]
         install = [uv, "pip", "install", "--quiet", "--python", str(python)]
     else:
-        create = [sys.executable, "-m", "venv", "--clear", str(directory)]
+        create = [sys.executable, "-m", "venv", str(directory)]
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for command in (create, [*install, *packages]):
         try:
@@ -92,7 +93,7 @@ def make_environment(name: str, packages: tuple[str, ...], cache: Path) -> Path:
         except subprocess.TimeoutExpired:
             raise SetupError(f"not installed within {INSTALL_SECONDS} s") from None
         if done.returncode:
-            raise SetupError(f"not installed: {last_line(done.stderr or done.stdout)}")
+            raise SetupError(f"not installed: {telling_line(done.stderr or done.stdout)}")
     stamp.touch()
     return python
 
@@ -129,11 +130,13 @@ def probe(python: Path) -> Probe:
     except subprocess.TimeoutExpired:
         raise SetupError(f"a product of matrices did not end within {PROBE_SECONDS} s") from None
     if done.returncode:
-        raise SetupError(f"mlx does not work: {last_line(done.stderr)}")
+        raise SetupError(f"mlx does not work: {telling_line(done.stderr)}")
     found = json.loads(done.stdout.splitlines()[-1])
     return Probe(found["versions"], found["gflops"])
 
 
-def last_line(text: str) -> str:
-    lines = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else "no output"
+def telling_line(text: str) -> str:
+    """Of a program's output: the last line with an error in it, else the last line."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
+    errors = [line for line in lines if re.search("error|critical", line, re.IGNORECASE)]
+    return [*lines, *errors][-1][:300] if lines else "no output"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .environments import LINUX, OPENBLAS, last_line, server_variables
+from .environments import LINUX, OPENBLAS, server_variables, telling_line
 
 READY_SECONDS = 300
 STOP_SECONDS = 20
@@ -50,7 +50,7 @@ class Server:
         code = self.process.poll()
         if code is None:
             return None
-        return f"ended with {code}: {last_line(self.log.read_text(errors='replace'))}"
+        return f"ended with {code}: {telling_line(self.log.read_text(errors='replace'))}"
 
     def memory_bytes(self) -> int:
         """Resident memory of the process group. Not what Metal wires for it on a Mac."""
@@ -101,13 +101,13 @@ def wait_ready(server: Server, seconds: float) -> None:
     while time.monotonic() < deadline:
         if reason := server.died():
             raise ServerError(reason)
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
                 return
         time.sleep(0.2)
-    raise ServerError(f"not ready within {seconds:.0f} s: {last_line(server.log.read_text(errors='replace'))}")
+    raise ServerError(f"not ready within {seconds:.0f} s: {telling_line(server.log.read_text(errors='replace'))}")
 
 
 def stop(server: Server) -> None:
