@@ -6,6 +6,7 @@ Starts from a bare Python: makes an environment for itself, runs in it again, an
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def main() -> None:
         python = make_environment("driver", DRIVER_PACKAGES, options.cache)
         if Path(sys.prefix).resolve() != python.parent.parent.resolve():
             os.execv(python, [str(python), *sys.argv])
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # its end is the end of the servers that it started
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         from comparison.run import compare, print_saved
 
         if options.markdown is not None:
@@ -29,6 +32,8 @@ def main() -> None:
             compare(options)
     except SetupError as error:
         sys.exit(f"compare.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("compare.py: interrupted")
 
 
 if __name__ == "__main__":

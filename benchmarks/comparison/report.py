@@ -64,7 +64,9 @@ def loads_of(results: dict[str, Any]) -> list[str]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    lines = [*header(results), "", *ratios(results)]
+    lines = header(results)
+    if found := ratios(results):
+        lines += ["", *found]
     for load in loads_of(results):
         lines += [
             "",

@@ -42,7 +42,7 @@ class Budget:
         return self.seconds - (time.perf_counter() - self.start)
 
 
-def compare(options: Options) -> Results:
+def compare(options: Options) -> None:
     """Raises SetupError where there is nothing to compare with; a server that fails is a row that says so."""
     check_openblas()
     model = find_model(options)
@@ -64,9 +64,10 @@ def compare(options: Options) -> Results:
     def start(name: str, log: Path) -> Any:
         return servers.running(name, pythons[name], model, log)
 
-    measure_all(options, sizes, Texts(model), list(pythons), start, results)
-    save(results, options.out)
-    return results
+    try:
+        measure_all(options, sizes, Texts(model), list(pythons), start, results)
+    finally:  # what an interrupt leaves is kept
+        save(results, options.out)
 
 
 def find_model(options: Options) -> Path:
@@ -113,7 +114,6 @@ def measure_all(
             for name in names:
                 loads = make_loads(letters, capacity, sizes, texts, repetition)
                 one_server(options, name, loads, texts, start, repetition, budget, results)
-    results["minutes"] = (time.perf_counter() - budget.start) / 60
 
 
 def one_server(
@@ -132,6 +132,7 @@ def one_server(
     def record(load: Load, figures: Figures | None, problem: str | None) -> None:
         run = {"server": name, "load": load.name, "repetition": repetition, "problem": problem}
         results["runs"].append(run | {"figures": asdict(figures) if figures else None})
+        results["minutes"] = (time.perf_counter() - budget.start) / 60
         print(f"{name}, {load.name}: {describe(figures, problem)}", flush=True)
 
     pending = list(loads)
