@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -162,6 +163,12 @@ def test_a_server_that_ends_at_its_start_says_why(tmp_path: Path) -> None:
         running("mlxpaged", Path(sys.executable), tmp_path / "nowhere", tmp_path / "server.log"),
     ):
         pass
+
+
+def test_it_starts_on_a_python_without_any_package() -> None:
+    command = [sys.executable, "-S", str(Path(__file__).parent.parent / "benchmarks" / "compare.py"), "--help"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "--loads" in output
 
 
 def test_what_comes_after_the_budget_is_left_out(server: RunningServer, model: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 if value is None:
                     axes.text(place, 0.02, "x", ha="center", transform=axes.get_xaxis_transform())
         axes.set_xticks(range(len(loads)), loads)
+        axes.set_xlim(-0.5, len(loads) - 0.5)
         axes.set_ylabel(label)
         axes.grid(axis="y", alpha=0.3)
     figure.axes[0].legend(ncols=len(servers), loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -149,7 +149,7 @@ def cells(row: Row) -> list[str]:
         f"{row.value('peak_memory_mb'):.0f} MB",
         f"{row.value('input_tokens'):.0f}: " + ("not told" if cached is None else f"{cached:.0f}"),
         outcome(row),
-        f"{max(row.values('load_average')):.1f}, {100 * max(row.values('client_cpu_share')):.0f} %",
+        f"{max(row.values('load_average')):.1f}, {100 * max(row.values('client_cpu_share')):.1f} %",
     ]
 
 
