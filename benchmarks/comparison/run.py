@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from .report import describe, markdown
 from .servers import MemoryWatch, Server, ServerError
 
 WARM_UP_SECONDS = 300
+
+Start = Callable[[str, Path], AbstractContextManager[Server]]
+"""(a server's name, a file for its log) -> the server, running. Raises ServerError."""
 
 Results = dict[str, Any]
 """What comparison.json has: JSON's own types only."""
@@ -61,7 +65,7 @@ def compare(options: Options) -> None:
         results["servers"][name] |= {"versions": found.versions, "gflops": found.gflops}
         print(f"{name}: {found.versions.get(name)}, mlx {found.versions.get('mlx')}, {found.gflops:.0f} GFLOP/s")
 
-    def start(name: str, log: Path) -> Any:
+    def start(name: str, log: Path) -> AbstractContextManager[Server]:
         return servers.running(name, pythons[name], model, log)
 
     try:
@@ -83,37 +87,31 @@ def find_model(options: Options) -> Path:
         raise SetupError(f"--model {options.model}: {error}") from None
 
 
-def measure_all(
-    options: Options,
-    sizes: Sizes,
-    texts: Texts,
-    names: list[str],
-    start: Callable[[str, Path], Any],
-    results: Results,
-) -> None:
-    """Every load on every server, `repeat` times; E last, since its rates depend on what was measured.
-
-    start: (a server's name, a file for its log) -> a context with the running Server."""
+def measure_all(options: Options, sizes: Sizes, texts: Texts, names: list[str], start: Start, results: Results) -> None:
+    """Every load on every server, `repeat` times; E last, since its rates depend on what was measured."""
     budget = Budget(options.budget_seconds, time.perf_counter())
-    passes = [(options.loads, options.capacity)]
-    if "E" in options.loads and options.capacity is None:
-        passes.append((("E",), 0.0))
-    count = len(names) * options.repeat * sum(len(make_loads(*one, sizes, texts, 0)) for one in passes)
-    worst = min(budget.seconds, count * options.load_seconds)
-    print(f"{count} loads, each at most {options.load_seconds:.0f} s; at most {worst / 60:.0f} minutes in all\n")
-    for letters, capacity in passes:
-        if capacity == 0.0:
-            capacity = best_capacity(results)
-            if capacity is None:
-                print("E is left out: no server answered all requests when its capacity was measured")
-                return
-        if "E" in letters and capacity is not None:
-            results["capacity"] = capacity
-            print(f"E: rates are shares of {capacity:.2f} requests per second")
+    measured_capacity = "E" in options.loads and options.capacity is None
+
+    def run_all(letters: tuple[str, ...], capacity: float | None) -> None:
         for repetition in range(options.repeat):
             for name in names:
                 loads = make_loads(letters, capacity, sizes, texts, repetition)
                 one_server(options, name, loads, texts, start, repetition, budget, results)
+
+    count = len(make_loads(options.loads, options.capacity, sizes, texts, 0))
+    count += len(sizes.e_shares) if measured_capacity else 0
+    count *= len(names) * options.repeat
+    worst = min(budget.seconds, count * options.load_seconds)
+    print(f"{count} loads, each at most {options.load_seconds:.0f} s; at most {worst / 60:.0f} minutes in all\n")
+    run_all(options.loads, options.capacity)
+    if not measured_capacity:
+        return
+    results["capacity"] = best_capacity(results)
+    if results["capacity"] is None:
+        print("E is left out: no server answered all requests when its capacity was measured")
+        return
+    print(f"E: rates are shares of {results['capacity']:.2f} requests per second")
+    run_all(("E",), results["capacity"])
 
 
 def one_server(
@@ -121,7 +119,7 @@ def one_server(
     name: str,
     loads: list[Load],
     texts: Texts,
-    start: Callable[[str, Path], Any],
+    start: Start,
     repetition: int,
     budget: Budget,
     results: Results,
