@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,6 +199,29 @@ def test_a_refusal_and_a_dead_server_are_errors(server: RunningServer, model: Pa
     gone = replace(client, port=1).ask([{"role": "user", "content": "x"}], 4)
     assert gone.error is not None
     assert gone.error.startswith("ConnectionRefusedError")
+
+
+def test_a_reset_connection_is_tried_again_and_counted() -> None:
+    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+    text = json.dumps({"choices": [{"delta": {"content": "word"}}]})
+    stream = f"HTTP/1.0 200 OK\r\n\r\ndata: {text}\n\ndata: {usage}\n\ndata: [DONE]\n\n"
+
+    def serve() -> None:
+        first, _ = listener.accept()
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+        first.close()
+        second, _ = listener.accept()
+        with second:
+            second.recv(1 << 16)
+            second.sendall(stream.encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        client = Client(listener.getsockname()[1], "model", time.perf_counter() + 60, 60)
+        answer = client.ask([{"role": "user", "content": "x"}], 1)
+        served.result(10)
+    assert (answer.error, answer.text, answer.output_tokens, answer.retries) == (None, "word", 1, 1)
+    assert figures_of("A at 1", [answer], 1.0).retries == 1
 
 
 def test_a_word_is_one_token_wherever_it_stands() -> None:

@@ -16,6 +16,9 @@ from typing import Any
 
 Message = dict[str, str]
 
+RETRIES, RETRY_SECONDS = 2, 0.5
+"""As OpenAI's client has them: a connection that is reset before any answer is tried again."""
+
 
 @dataclass
 class Answer:
@@ -34,6 +37,7 @@ class Answer:
     """As the server's usage has it; of an answer without usage, the number of its chunks."""
     cached_tokens: int | None = None
     """None where the server does not tell."""
+    retries: int = 0
     error: str | None = None
 
     @property
@@ -73,7 +77,9 @@ class Client:
         }
         give_up = min(self.deadline, answer.sent + self.request_seconds)
         try:
-            self._stream(body, answer, give_up)
+            while not self._stream_or_reset(body, answer, give_up):
+                answer.retries += 1
+                time.sleep(RETRY_SECONDS)
         except TimeoutError:
             answer.error = "the load's time was up" if give_up == self.deadline else "timed out"
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -84,10 +90,21 @@ class Client:
             answer.error = "an empty answer"
         return answer
 
+    def _stream_or_reset(self, body: dict[str, Any], answer: Answer, give_up: float) -> bool:
+        """False where the connection was reset and may be tried again."""
+        try:
+            self._stream(body, answer, give_up)
+        except ConnectionResetError:
+            if answer.chunk_times or answer.retries == RETRIES:
+                raise
+            return False
+        return True
+
     def _stream(self, body: dict[str, Any], answer: Answer, give_up: float) -> None:
-        if answer.sent >= give_up:
+        remaining = give_up - time.perf_counter()
+        if remaining <= 0:
             raise TimeoutError
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=give_up - answer.sent)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=remaining)
         try:
             connection.connect()
             stream: socket.socket = connection.sock  # the connection forgets it where the response ends with it

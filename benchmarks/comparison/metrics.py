@@ -43,6 +43,8 @@ class Figures:
     requests: int
     answered: int
     errors: dict[str, int]
+    retries: int
+    """Of requests whose connection the server reset; their times count from the first try."""
     short: int
     """Answers with fewer tokens than were asked for."""
     output_tokens: float
@@ -104,6 +106,7 @@ def measure(run: Run, peak_memory_bytes: int, load_average: float, client_cpu_se
         requests=len(answers),
         answered=len(good),
         errors=count_by(answer.error for answer in answers if answer.error),
+        retries=sum(answer.retries for answer in answers),
         short=sum(answer.output_tokens < answer.asked_tokens for answer in good),
         output_tokens=output,
         input_tokens=read,

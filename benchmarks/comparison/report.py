@@ -167,6 +167,8 @@ def outcome(row: Row) -> str:
     errors = count_by(error for run in row.runs for error, count in run["errors"].items() for _ in range(count))
     short = sum(run["short"] for run in row.runs)
     notes = [f"{count} x {error[:100]}" for error, count in errors.items()]
+    retries = sum(run["retries"] for run in row.runs)
+    notes += [f"{retries} tried again after a reset"] if retries else []
     notes += [f"{short} ended early"] if short else []
     notes += [f"the server {row.problem}"] if row.problem else []
     return f"{answered} of {requests}" + (f": {'; '.join(notes)}" if notes else "")
