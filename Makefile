@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-scheduler test-contract test-clients test-fuzz lint types bench bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-scheduler test-contract test-clients test-fuzz lint types bench bench-engine bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -38,7 +38,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-bench: $(STAMP)
+bench:
+	$(PYTHON) benchmarks/compare.py $(ARGS)
+
+bench-engine: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
 
 bench-scheduler: $(STAMP)

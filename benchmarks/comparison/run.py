@@ -1,0 +1,251 @@
+"""The order of a comparison: prepare, then server by server, load by load; at the end the results as files."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import servers
+from .chart import draw
+from .client import Client
+from .environments import LINUX, ROOT, SERVER_PACKAGES, SetupError, check_openblas, make_environment, probe
+from .loads import CAPACITY, QUICK, Load, Sizes, capped, make_loads, warm_up
+from .metrics import Figures, measure
+from .model import VERSION, Texts, make_model
+from .options import Options
+from .report import describe, markdown
+from .servers import MemoryWatch, Server, ServerError
+
+WARM_UP_SECONDS = 300
+
+Start = Callable[[str, Path], AbstractContextManager[Server]]
+"""(a server's name, a file for its log) -> the server, running. Raises ServerError."""
+
+Results = dict[str, Any]
+"""What comparison.json has: JSON's own types only."""
+
+
+@dataclass
+class Budget:
+    """The time that all loads together may take."""
+
+    seconds: float
+    start: float
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (time.perf_counter() - self.start)
+
+
+def compare(options: Options) -> None:
+    """Raises SetupError where there is nothing to compare with; a server that fails is a row that says so."""
+    check_openblas()
+    model = find_model(options)
+    sizes = QUICK if options.quick else Sizes()
+    pythons: dict[str, Path] = {}
+    results = new_results(options, model, sizes)
+    for name in options.servers:
+        try:
+            python = make_environment(name, SERVER_PACKAGES[name], options.cache)
+            found = probe(python)
+        except SetupError as error:
+            print(f"{name}: {error}", flush=True)
+            results["servers"][name]["problem"] = str(error)
+            continue
+        pythons[name] = python
+        results["servers"][name] |= {"versions": found.versions, "gflops": found.gflops}
+        print(f"{name}: {found.versions.get(name)}, mlx {found.versions.get('mlx')}, {found.gflops:.0f} GFLOP/s")
+
+    def start(name: str, log: Path) -> AbstractContextManager[Server]:
+        return servers.running(name, pythons[name], model, log)
+
+    try:
+        measure_all(options, sizes, Texts(model), list(pythons), start, results)
+    finally:  # what an interrupt leaves is kept
+        save(results, options.out)
+
+
+def find_model(options: Options) -> Path:
+    if options.model is None:
+        return make_model(options.cache / "models" / f"llama-80m-{VERSION}")
+    if Path(options.model).is_dir():
+        return Path(options.model).resolve()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(options.model))
+    except Exception as error:  # it has many kinds, and all mean that there is no model
+        raise SetupError(f"--model {options.model}: {error}") from None
+
+
+def measure_all(options: Options, sizes: Sizes, texts: Texts, names: list[str], start: Start, results: Results) -> None:
+    """Every load on every server, `repeat` times; E last, since its rates depend on what was measured."""
+    budget = Budget(options.budget_seconds, time.perf_counter())
+    measured_capacity = "E" in options.loads and options.capacity is None
+
+    def run_all(letters: tuple[str, ...], capacity: float | None) -> None:
+        for repetition in range(options.repeat):
+            for name in names:
+                loads = make_loads(letters, capacity, sizes, texts, repetition)
+                one_server(options, name, loads, texts, start, repetition, budget, results)
+
+    count = len(make_loads(options.loads, options.capacity, sizes, texts, 0))
+    count += len(sizes.e_shares) if measured_capacity else 0
+    count *= len(names) * options.repeat
+    worst = min(budget.seconds, count * options.load_seconds)
+    print(f"{count} loads, each at most {options.load_seconds:.0f} s; at most {worst / 60:.0f} minutes in all\n")
+    run_all(options.loads, options.capacity)
+    if not measured_capacity:
+        return
+    results["capacity"] = best_capacity(results)
+    if results["capacity"] is None:
+        print("E is left out: no server answered all requests when its capacity was measured")
+        return
+    print(f"E: rates are shares of {results['capacity']:.2f} requests per second")
+    run_all(("E",), results["capacity"])
+
+
+def one_server(
+    options: Options,
+    name: str,
+    loads: list[Load],
+    texts: Texts,
+    start: Start,
+    repetition: int,
+    budget: Budget,
+    results: Results,
+) -> None:
+    """Its loads, one after the other. A server that a load left busy or dead is started again for the next."""
+    entry = results["servers"][name]
+
+    def record(load: Load, figures: Figures | None, problem: str | None) -> None:
+        run = {"server": name, "load": load.name, "repetition": repetition, "problem": problem}
+        results["runs"].append(run | {"figures": asdict(figures) if figures else None})
+        results["minutes"] = (time.perf_counter() - budget.start) / 60
+        print(f"{name}, {load.name}: {describe(figures, problem)}", flush=True)
+
+    pending = list(loads)
+    starts = 0
+    while pending:
+        starts += 1
+        try:
+            if budget.left <= 0:
+                raise ServerError(f"not run: {options.budget_seconds / 60:.0f} minutes were over")
+            log = options.out / "logs" / f"{name}-{repetition}-{loads[0].name}-{starts}.log".replace(" ", "-")
+            with start(name, log) as server:
+                entry["openblas"] = server.uses_openblas()
+                client = Client(server.port, server.model, 0.0, options.request_seconds)
+                for answer in warm_up(capped(client, WARM_UP_SECONDS), texts):
+                    if answer.error:
+                        raise ServerError(server.died() or f"the warm-up failed: {answer.error}")
+                clean = True
+                while pending and clean and budget.left > 0:
+                    load = pending.pop(0)
+                    limit = min(options.load_seconds, budget.left)
+                    figures = one_load(load, server, capped(client, limit))
+                    died = server.died()
+                    record(load, figures, died)
+                    clean = died is None and figures.answered == figures.requests
+        except ServerError as error:
+            for load in pending:
+                record(load, None, str(error))
+            return
+
+
+def one_load(load: Load, server: Server, client: Client) -> Figures:
+    load_average, cpu = os.getloadavg()[0], time.process_time()
+    with MemoryWatch(server) as memory:
+        run = load.run(client)
+    return measure(run, memory.peak, load_average, time.process_time() - cpu)
+
+
+def best_capacity(results: Results) -> float | None:
+    """Requests per second of the fastest server with CAPACITY; None where none answered everything."""
+    figures = [run["figures"] for run in results["runs"] if run["load"] == CAPACITY and run["figures"]]
+    return max(
+        (one["answered"] / one["seconds"] for one in figures if one["answered"] == one["requests"]), default=None
+    )
+
+
+def new_results(options: Options, model: Path, sizes: Sizes) -> Results:
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "quick": options.quick,
+        "repeat": options.repeat,
+        "model": options.model or "made from a seed: Llama, float32, 12 layers of 768, 81 million parameters",
+        "machine": machine(),
+        "commit": commit(),
+        "sizes": asdict(sizes),
+        "request_seconds": options.request_seconds,
+        "load_seconds": options.load_seconds,
+        "capacity": options.capacity,
+        "minutes": 0.0,
+        "servers": {
+            name: {
+                "command": shlex.join(part.format(model="MODEL", port="PORT") for part in servers.COMMANDS[name]),
+                "versions": {},
+                "gflops": None,
+                "openblas": None,
+                "problem": None,
+            }
+            for name in options.servers
+        },
+        "runs": [],
+    }
+
+
+def machine() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    if LINUX:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    elif platform.system() == "Darwin":
+        cpu = output_of("sysctl", "-n", "machdep.cpu.brand_string") or cpu
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def commit() -> str:
+    """Of this checkout, with a + where files differ from it."""
+    name = output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    changed = output_of("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return name + ("+" if changed else "")
+
+
+def output_of(*command: str) -> str:
+    """Empty where the command fails or is not there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def save(results: Results, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "comparison.json").write_text(json.dumps(results, indent=1) + "\n")
+    text = markdown(results)
+    (out / "comparison.md").write_text(text)
+    draw(results, out / "comparison.png")
+    print(f"\n{text}\n{out}/comparison.json, .md, .png; the servers' logs in {out}/logs")
+
+
+def print_saved(path: Path) -> None:
+    try:
+        print(markdown(json.loads(path.read_text())))
+    except (OSError, ValueError) as error:
+        raise SetupError(f"--markdown {path}: {error}") from None

@@ -1,0 +1,145 @@
+"""The servers' command lines, and one server running: started, ready, watched, stopped with all its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .environments import LINUX, OPENBLAS, server_variables, telling_line
+
+READY_SECONDS = 300
+STOP_SECONDS = 20
+MEMORY_INTERVAL = 0.5
+
+# Everything that is not named here is the server's default.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "mlxpaged": ("mlxpaged", "serve", "{model}", "--port", "{port}"),
+    "mlx-lm": ("mlx_lm.server", "--model", "{model}", "--port", "{port}"),
+    "vllm-mlx": ("vllm-mlx", "serve", "{model}", "--port", "{port}", "--continuous-batching"),
+    # Its snapshot of the prefix cache would let one run know the prompts of the one before.
+    "rapid-mlx": ("rapid-mlx", "serve", "{model}", "--port", "{port}", "--disable-disk-caches"),
+}
+
+
+class ServerError(Exception):
+    """A server does not start; the message says why."""
+
+
+@dataclass
+class Server:
+    """A running server; all its processes are in one process group."""
+
+    name: str
+    model: str
+    """The model's name in requests."""
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def died(self) -> str | None:
+        """How it ended, None while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        return f"ended with {code}: {telling_line(self.log.read_text(errors='replace'))}"
+
+    def memory_bytes(self) -> int:
+        """Resident memory of the process group. Not what Metal wires for it on a Mac."""
+        listing = subprocess.run(["ps", "-A", "-o", "pgid=,rss="], capture_output=True, text=True, check=True).stdout
+        rows = (line.split() for line in listing.splitlines())
+        return sum(1024 * int(rss) for group, rss in rows if int(group) == self.process.pid)
+
+    def uses_openblas(self) -> bool | None:
+        """Whether OpenBLAS is mapped into the server's process; None where there is none to look for."""
+        if not LINUX:
+            return None
+        maps = Path(f"/proc/{self.process.pid}/maps")
+        return OPENBLAS.split(".")[0] in maps.read_text() if maps.exists() else None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(name: str, python: Path, model: Path, log: Path, ready_seconds: float = READY_SECONDS) -> Iterator[Server]:
+    """Raises ServerError where it ends or is not ready in time."""
+    port = free_port()
+    program, *arguments = (part.format(model=model, port=port) for part in COMMANDS[name])
+    command = [str(python.parent / program), *arguments]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=server_variables(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = Server(name, str(model), port, process, log)
+    try:
+        wait_ready(server, ready_seconds)
+        yield server
+    finally:
+        stop(server)
+
+
+def wait_ready(server: Server, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if reason := server.died():
+            raise ServerError(reason)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(0.2)
+    raise ServerError(f"not ready within {seconds:.0f} s: {telling_line(server.log.read_text(errors='replace'))}")
+
+
+def stop(server: Server) -> None:
+    """Returns when the server's process has ended; what it leaves in its process group is killed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.process.wait(STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+
+
+class MemoryWatch:
+    """The highest `memory_bytes` of a server while a load runs, looked at twice a second."""
+
+    def __init__(self, server: Server) -> None:
+        self.peak = 0
+        self._server = server
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while True:
+            self.peak = max(self.peak, self._server.memory_bytes())
+            if self._done.wait(MEMORY_INTERVAL):
+                return
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()

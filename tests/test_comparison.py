@@ -1,0 +1,316 @@
+"""The comparison's arithmetic, its client, and all of its loads on a real server; no figure is asserted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.comparison import run as comparison
+from benchmarks.comparison.client import Answer, Client
+from benchmarks.comparison.loads import CAPACITY, Run, Sizes
+from benchmarks.comparison.metrics import Figures, measure, percentile
+from benchmarks.comparison.model import WORDS, Texts, make_model, make_tokenizer
+from benchmarks.comparison.options import Options, parse
+from benchmarks.comparison.report import markdown
+from benchmarks.comparison.servers import MemoryWatch, Server, ServerError, running
+from mlxpaged.engine import EngineConfig
+from tests.support import RunningServer, running_server
+
+TINY = Sizes(
+    a_requests=4,
+    a_prompt=20,
+    a_output=4,
+    a_concurrent=(1, 2),
+    b_requests=3,
+    b_prefix=100,
+    b_own=5,
+    b_output=2,
+    b_concurrent=2,
+    c_streams=2,
+    c_stream_prompt=5,
+    c_stream_output=8,
+    c_long=2,
+    c_long_prompt=100,
+    c_long_output=2,
+    c_every_seconds=0.1,
+    d_users=2,
+    d_turns=3,
+    d_prompt=10,
+    d_output=40,
+    e_requests=3,
+    e_prompt=(5, 20),
+    e_output=(2, 4),
+    e_shares=(2.0,),
+    e_concurrent=2,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The benchmark model with a hundredth of its weights."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return make_model(tmp_path_factory.mktemp("model"), **small, **heads)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[RunningServer]:
+    with running_server(EngineConfig(model=str(model))) as server:
+        yield server
+
+
+def port_of(server: RunningServer) -> int:
+    return int(server.url.rsplit(":", 1)[1])
+
+
+class ServerInThisProcess(Server):
+    """A server whose process is not looked at."""
+
+    def died(self) -> str | None:
+        return None
+
+    def memory_bytes(self) -> int:
+        return 1_000_000
+
+    def uses_openblas(self) -> bool | None:
+        return None
+
+
+def starter(server: RunningServer, model: Path) -> Any:
+    @contextlib.contextmanager
+    def start(name: str, log: Path) -> Iterator[Server]:
+        if name == "mlx-lm":
+            raise ServerError("ended with 1: no such model")
+        yield ServerInThisProcess(name, str(model), port_of(server), None, log)  # type: ignore[arg-type]
+
+    return start
+
+
+def options(out: Path, *arguments: str) -> Options:
+    return replace(parse(["--out", str(out), *arguments]), servers=("mlxpaged", "mlx-lm"))
+
+
+def compare(server: RunningServer, model: Path, chosen: Options) -> dict[str, Any]:
+    httpx.post(f"{server.url}/v1/cache/clear").raise_for_status()  # of what an earlier test asked
+    results = comparison.new_results(chosen, model, TINY)
+    names = list(chosen.servers)
+    comparison.measure_all(chosen, TINY, Texts(model), names, starter(server, model), results)
+    return json.loads(json.dumps(results))  # type: ignore[no-any-return]
+
+
+def test_every_load_runs_and_a_server_that_does_not_start_is_shown_as_such(
+    server: RunningServer, model: Path, tmp_path: Path
+) -> None:
+    results = compare(server, model, options(tmp_path))
+    figures = {run["load"]: run["figures"] for run in results["runs"] if run["server"] == "mlxpaged"}
+    assert list(figures) == ["A at 1", "A at 2", "B", "C", "D", CAPACITY, "E at 2"]
+    for name, one in figures.items():
+        assert one["answered"] == one["requests"] > 0, name
+        assert one["short"] == 0, "the model never ends an answer by itself"
+        assert one["errors"] == {}
+        assert one["output_tokens_per_second"] > 0
+        assert one["ttft_p50"] <= one["ttft_p99"]
+    assert figures["A at 2"]["output_tokens"] == TINY.a_requests * TINY.a_output
+    assert figures["C"]["requests"] >= TINY.c_streams + TINY.c_long
+    problems = {run["problem"] for run in results["runs"] if run["server"] == "mlx-lm"}
+    assert problems == {"ended with 1: no such model"}
+    text = markdown(results)
+    assert text.count("| mlx-lm | **ended with 1: no such model** |") == len(figures)
+    assert "| D | old tokens computed again in a turn | " in text
+
+
+def test_prefixes_are_found_again_where_a_load_means_it_and_nowhere_else(
+    server: RunningServer, model: Path, tmp_path: Path
+) -> None:
+    results = compare(server, model, options(tmp_path, "--loads", "A", "B", "D", "--repeat", "2"))
+    figures = [run["figures"] for run in results["runs"] if run["figures"]]
+    assert len(figures) == 8
+    for one in figures:
+        if one["load"].startswith("A"):
+            assert one["cached_tokens"] == 0, "the second repetition has other words"
+        elif one["load"] == "B":
+            assert one["cached_tokens"] >= 2 * 96
+        else:
+            assert one["recomputed_beyond_new"] <= 32, "an answer that is sent back has the tokens it was made of"
+
+
+def test_a_server_is_a_process_of_its_own_that_is_watched_and_stopped(model: Path, tmp_path: Path) -> None:
+    with running("mlxpaged", Path(sys.executable), model, tmp_path / "server.log") as server:
+        client = Client(server.port, server.model, time.perf_counter() + 60, 60)
+        assert client.ask([{"role": "user", "content": "x"}], 4).output_tokens == 4
+        with MemoryWatch(server) as memory:
+            pass
+        assert memory.peak > 10e6
+        assert server.uses_openblas() in ((True, False) if sys.platform == "linux" else (None,))
+        assert server.died() is None
+    assert server.process.poll() is not None
+    assert server.died() is not None
+
+
+def test_a_server_that_ends_at_its_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServerError, match=r"^ended with \d+: .*nowhere"),
+        running("mlxpaged", Path(sys.executable), tmp_path / "nowhere", tmp_path / "server.log"),
+    ):
+        pass
+
+
+def test_it_starts_on_a_python_without_any_package() -> None:
+    command = [sys.executable, "-S", str(Path(__file__).parent.parent / "benchmarks" / "compare.py"), "--help"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "--loads" in output
+
+
+def test_what_comes_after_the_budget_is_left_out(server: RunningServer, model: Path, tmp_path: Path) -> None:
+    results = compare(server, model, options(tmp_path, "--loads", "A", "--budget", "1e-9"))
+    assert {run["problem"] for run in results["runs"]} == {"not run: 0 minutes were over"}
+
+
+def test_a_request_over_the_time_of_its_load_is_given_up(server: RunningServer, model: Path) -> None:
+    message = [{"role": "user", "content": Texts(model).of("late", 10)}]
+    late = Client(port_of(server), str(model), time.perf_counter() + 0.3, 60).ask(message, 4000)
+    assert late.error == "the load's time was up"
+    assert 0.2 < late.seconds < 5
+    assert late.output_tokens == len(late.chunk_times) > 0
+    server.wait_idle()
+    assert Client(port_of(server), str(model), 0.0, 60).ask(message, 4).error == "the load's time was up"
+    assert Client(port_of(server), str(model), time.perf_counter() + 60, 0.3).ask(message, 4000).error == "timed out"
+    server.wait_idle()
+
+
+def test_a_refusal_and_a_dead_server_are_errors(server: RunningServer, model: Path) -> None:
+    client = Client(port_of(server), str(model), time.perf_counter() + 60, 60)
+    refused = client.ask([{"role": "user", "content": "x"}], -1)
+    assert refused.error is not None
+    assert refused.error.startswith("ValueError: status 400")
+    gone = replace(client, port=1).ask([{"role": "user", "content": "x"}], 4)
+    assert gone.error is not None
+    assert gone.error.startswith("ConnectionRefusedError")
+
+
+def test_a_reset_connection_is_tried_again_and_counted() -> None:
+    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+    text = json.dumps({"choices": [{"delta": {"content": "word"}}]})
+    stream = f"HTTP/1.0 200 OK\r\n\r\ndata: {text}\n\ndata: {usage}\n\ndata: [DONE]\n\n"
+
+    def serve() -> None:
+        first, _ = listener.accept()
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+        first.close()
+        second, _ = listener.accept()
+        with second:
+            second.recv(1 << 16)
+            second.sendall(stream.encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        client = Client(listener.getsockname()[1], "model", time.perf_counter() + 60, 60)
+        answer = client.ask([{"role": "user", "content": "x"}], 1)
+        served.result(10)
+    assert (answer.error, answer.text, answer.output_tokens, answer.retries) == (None, "word", 1, 1)
+    assert figures_of("A at 1", [answer], 1.0).retries == 1
+
+
+def test_a_word_is_one_token_wherever_it_stands() -> None:
+    tokenizer = make_tokenizer()
+    words = WORDS[::37]
+    ids = tokenizer.encode("".join(words)).ids
+    assert [tokenizer.decode([token]) for token in ids] == words
+    assert tokenizer.encode("".join(reversed(words))).ids == ids[::-1]
+    assert tokenizer.decode(tokenizer.encode("Größe, 日本!\n").ids) == "Größe, 日本!\n"
+
+
+def test_texts_are_as_long_as_asked_for_and_differ_by_name(model: Path) -> None:
+    texts = Texts(model)
+    assert len(make_tokenizer().encode(texts.of("a", 140)).ids) == 140
+    assert texts.of("a", 140) == texts.of("a", 140)
+    assert texts.of("a", 140) != texts.of("b", 140)
+
+
+def an_answer(role: str, sent: float, times: list[float], **fields: Any) -> Answer:
+    """100 tokens in, one out per event, ended with the last."""
+    counts: dict[str, Any] = {"prompt_tokens": 100, "output_tokens": len(times)} | fields
+    return Answer(role, len(times), sent, times, times[-1] if times else sent, **counts)
+
+
+def figures_of(name: str, answers: list[Answer], end: float) -> Figures:
+    return measure(Run(name, answers, end, (0.0, end)), 2_000_000, 0.5, end / 10)
+
+
+def test_percentiles() -> None:
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([float(i) for i in range(101)], 99) == 99.0
+    assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
+    assert percentile([], 50) is None
+
+
+def test_figures_of_a_load() -> None:
+    first = an_answer("request", 0.0, [1.0, 1.5, 2.0], cached_tokens=30)
+    second = an_answer("request", 1.0, [4.0, 4.1, 4.2, 5.0], cached_tokens=0)
+    figures = figures_of("A at 2", [first, second], 5.0)
+    assert figures.output_tokens_per_second == 7 / 5
+    assert figures.input_tokens_per_second == 200 / 5
+    assert (figures.ttft_p50, figures.e2e_p50) == (2.0, 3.0)
+    assert figures.itl_p50 == pytest.approx(0.5)
+    assert (figures.cached_tokens, figures.computed_tokens) == (30, 170)
+    assert (figures.peak_memory_mb, figures.client_cpu_share) == (2.0, pytest.approx(0.1))
+
+
+def test_tokens_of_an_answer_that_fails_count_as_far_as_they_came() -> None:
+    cut = an_answer("request", 0.0, [1.0, 2.0], error="timed out", prompt_tokens=0)
+    whole = an_answer("request", 0.0, [1.0, 2.0])
+    figures = figures_of("B", [cut, whole], 4.0)
+    assert figures.output_tokens == 4
+    assert (figures.requests, figures.answered, figures.errors) == (2, 1, {"timed out": 1})
+    assert figures.cached_tokens is None, "the server does not tell"
+    assert figures.e2e_p50 == 2.0
+
+
+def test_several_tokens_in_an_event_are_one_wait_and_an_early_end_is_noted() -> None:
+    answer = an_answer("request", 0.0, [1.0, 3.0], output_tokens=8)
+    figures = figures_of("A at 1", [replace(answer, asked_tokens=10)], 4.0)
+    assert (figures.itl_p50, figures.tokens_per_event, figures.short) == (2.0, 4.0, 1)
+
+
+def test_in_c_the_streams_have_the_gaps_and_the_long_prompts_the_wait() -> None:
+    stream = an_answer("stream", 0.0, [1.0, 2.0, 3.0, 9.0])
+    long = an_answer("long", 2.0, [5.0, 5.1])
+    figures = figures_of("C", [stream, long], 6.0)
+    assert (figures.itl_p50, figures.itl_p99) == (1.0, 1.0), "what came after the last long prompt is not counted"
+    assert figures.ttft_p99 == 3.0
+    assert figures.output_tokens == 3 + 2
+
+
+def test_what_a_turn_computes_beside_its_new_tokens() -> None:
+    def turn(user: str, prompt: int, cached: int) -> Answer:
+        return an_answer(user, 0.0, [1.0] * 10, prompt_tokens=prompt, cached_tokens=cached)
+
+    turns = [turn("user 0", 50, 0), turn("user 1", 60, 0), turn("user 0", 100, 32), turn("user 1", 110, 64)]
+    assert figures_of("D", turns, 1.0).recomputed_beyond_new == 28
+
+
+def test_ratios_are_to_the_best_peer(tmp_path: Path) -> None:
+    results = comparison.new_results(parse(["--out", str(tmp_path)]), tmp_path, Sizes())
+    for server, pause in (("mlxpaged", 0.1), ("mlx-lm", 0.4), ("vllm-mlx", 0.2)):
+        times = [1.0 + pause * i for i in range(11)]
+        answers = [an_answer("stream", 0.0, times), an_answer("long", 0.0, times)]
+        for load in ("A at 1", "C"):
+            figures = figures_of(load, answers, times[-1])
+            results["runs"].append({"server": server, "load": load, "problem": None, "figures": figures.__dict__})
+    text = markdown(results)
+    assert "| A at 1 | output tok/s | 1.50 | at least 1.0 |" in text
+    assert "| C | inter-token p99 | 0.500 | at most 0.1 |" in text
+    assert "| rapid-mlx | **not run** |" in text
