@@ -139,6 +139,7 @@ def cells(row: Row) -> list[str]:
     rates = row.values("output_tokens_per_second")
     spread = f" ({min(rates):.1f} to {max(rates):.1f})" if len(rates) > 1 else ""
     cached = row.value("cached_tokens")
+    told = f"{cached:.0f}" if cached is not None else "not told" if any(row.values("answered")) else "-"
     return [
         row.server,
         f"{number(row.value('output_tokens_per_second'))}{spread}",
@@ -147,7 +148,7 @@ def cells(row: Row) -> list[str]:
         pair(row, "itl") + events_note(row),
         pair(row, "e2e"),
         f"{row.value('peak_memory_mb'):.0f} MB",
-        f"{row.value('input_tokens'):.0f}: " + ("not told" if cached is None else f"{cached:.0f}"),
+        f"{row.value('input_tokens'):.0f}: {told}",
         outcome(row),
         f"{max(row.values('load_average')):.1f}, {100 * max(row.values('client_cpu_share')):.1f} %",
     ]
