@@ -3,8 +3,11 @@
     python benchmarks/engine.py [--model DIR] [--batch 1 4 16] [--context 128] [--steps 64]
 
 Decode: a step of the engine and a step of plain mlx-lm (its own KV cache, a static batch, greedy) on the same weights,
-in turn, so that whatever else the machine does falls on both. Prefill: one prompt, in turn as well. The figure to quote
-is the median of the ratios; above 1 the engine is faster. The profile gives the parts of an engine's decode step.
+in turn, so that whatever else the machine does falls on both. Prefill: one prompt, in turn as well. Attention: one
+layer of the pool beside MLX's attention over keys that lie in one piece. The figure to quote is the median of the
+ratios; at 1 both take as long, above it the engine is faster. The profile has the parts of a decode step at the largest
+batch; all but the device's are the host's. Without --model: the model of the comparison with other servers (80 million
+parameters, float32), made where it is missing.
 """
 
 from __future__ import annotations
@@ -19,16 +22,19 @@ from functools import partial
 from typing import Any
 
 from mlxpaged import blas  # before mlx: it loads the fast BLAS
+from mlxpaged.attention import AttentionMetadata, LayerKVCache
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams
-from mlxpaged.models import DEMO_MODEL, load_model
+from mlxpaged.engine.step import StepUnderWay
+from mlxpaged.models import load_model
+from mlxpaged.models.layers import LayerSpec, bytes_per_token
 from mlxpaged.models.loader import resolve_model
 
 # isort: split
 import mlx.core as mx
+from comparison.environments import CACHE
+from comparison.model import benchmark_model
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_weights
-
-PARTS = ("schedule", "metadata", "build graph", "sample", "device", "read", "update", "text", "snapshot")
 
 
 def make_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -93,41 +99,72 @@ class Engine:
 
 
 class Profile:
-    """Seconds by part of the step, the parts inside a part not counted with it."""
+    """Seconds by part of the step; what a part calls is counted with that other part only."""
 
     def __init__(self, core: EngineCore) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._nested: list[float] = []
-        from mlxpaged.attention import AttentionMetadata
-        from mlxpaged.engine.step import StepUnderWay
+        self._inner = [0.0]
+        for owner, name, part in (
+            (core.scheduler, "schedule", "scheduler"),
+            (core.scheduler, "update", "scheduler"),
+            (core.scheduler, "get_block_tables", "scheduler"),
+            (AttentionMetadata, "build", "metadata"),
+            (core.runner, "forward", "making the graph"),
+            (core.sampler, "sample", "sampler"),
+            (core.runner, "start_step", "device"),
+            (core.runner, "finish_step", "device"),
+            (StepUnderWay, "read", "device"),
+            (core, "_settle", "detokenizer and outputs"),
+            (core, "stats", "delivery"),
+        ):
+            setattr(owner, name, self._timed(getattr(owner, name), part))
 
-        self._wrap(core.scheduler, "schedule", "schedule")
-        self._wrap(core.scheduler, "update", "update")
-        self._wrap(core.scheduler, "get_block_tables", "schedule")
-        self._wrap(AttentionMetadata, "build", "metadata")
-        self._wrap(core.runner, "forward", "build graph")
-        self._wrap(core.sampler, "sample", "sample")
-        self._wrap(core.runner, "start_step", "device")
-        self._wrap(core.runner, "finish_step", "device")
-        self._wrap(StepUnderWay, "read", "read")
-        self._wrap(core, "_settle", "text")
-        self._wrap(core, "stats", "snapshot")
-
-    def _wrap(self, owner: Any, name: str, part: str) -> None:
-        inner: Callable[..., Any] = getattr(owner, name)
-
+    def _timed(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            self._nested.append(0.0)
+            self._inner.append(0.0)
             try:
                 return inner(*args, **kwargs)
             finally:
                 took = time.perf_counter() - start
-                self.seconds[part] += took - self._nested.pop()
-                if self._nested:
-                    self._nested[-1] += took
+                self.seconds[part] += took - self._inner.pop()
+                self._inner[-1] += took
 
-        setattr(owner, name, timed)
+        return timed
+
+    def report(self, total: float, steps: int) -> Iterator[str]:
+        parts = self.seconds | {"other": total - sum(self.seconds.values())}
+        for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+            yield f"  {part:24} {1e3 * seconds / steps:8.3f} ms {100 * seconds / total:6.2f} %"
+
+
+class AttentionLayer:
+    """`batch` sequences with one query token and `context` keys each: in the pool's blocks, and in one piece."""
+
+    def __init__(self, spec: LayerSpec, block_size: int, batch: int, context: int) -> None:
+        blocks = -(-context // block_size)
+        order = random.Random(0).sample(range(batch * blocks), batch * blocks)
+        tables = [order[i * blocks : (i + 1) * blocks] for i in range(batch)]
+        heads, dim, dtype = spec.num_kv_heads, spec.head_dim, spec.dtype
+        self._build = partial(AttentionMetadata.build, [1] * batch, [context] * batch, tables, block_size)
+        self._pool = LayerKVCache(batch * blocks, heads, dim, dtype, block_size)
+        whole = mx.random.normal((batch * blocks, heads, block_size, dim)).astype(dtype)
+        self._pool.write_blocks(order, whole, whole)
+        self._keys = mx.random.normal((batch, heads, context, dim)).astype(dtype)
+        self._values = mx.random.normal((batch, heads, context, dim)).astype(dtype)
+        self._queries = mx.random.normal((batch, spec.num_query_heads, dim)).astype(dtype)
+        mx.eval(self._pool.arrays, self._keys, self._values, self._queries)
+
+    def ours(self) -> float:
+        start = time.perf_counter()
+        mx.eval(self._pool.attend(self._queries, self._build(), scale=0.125))
+        return time.perf_counter() - start
+
+    def contiguous(self) -> float:
+        start = time.perf_counter()
+        queries = self._queries[:, :, None]
+        mx.eval(mx.fast.scaled_dot_product_attention(queries, self._keys, self._values, scale=0.125))
+        return time.perf_counter() - start
 
 
 def pairs(bare: Callable[[], float], ours: Callable[[], float], count: int) -> Iterator[tuple[float, float]]:
@@ -151,25 +188,34 @@ def line(name: str, measured: list[tuple[float, float]], tokens: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEMO_MODEL)
+    parser.add_argument("--model")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--prefill", type=int, nargs="+", default=[512])
+    parser.add_argument("--attention", type=int, nargs="+", default=[2000], help="keys of a sequence (default 2000)")
     parser.add_argument("--steps", type=int, default=64)
     args = parser.parse_args()
-    served = load_model(args.model)
-    plain, _ = load_weights(resolve_model(args.model))
-    config = EngineConfig(model=args.model, max_num_seqs=max(args.batch), kv_cache_bytes=4 << 30)
+    model = args.model or str(benchmark_model(CACHE))
+    served = load_model(model)
+    plain, _ = load_weights(resolve_model(model))
+    useful = max(args.batch) * (args.context + args.steps + 64) + max(args.prefill) + 64
+    kv_bytes = bytes_per_token(served.layers) * useful
+    config = EngineConfig(model=model, max_num_seqs=max(args.batch), kv_cache_bytes=kv_bytes)
     core = EngineCore(config, served)
     bare, engine = Bare(plain), Engine(core)
-    print(f"{args.model}, {served.weight_bytes / 1e6:.1f} MB of weights, {mx.default_device()}, {blas.describe()}\n")
+    print(f"{model}, {served.weight_bytes / 1e6:.1f} MB of weights, {mx.default_device()}, {blas.describe()}\n")
     print(f"{'':22} {'bare ms':>9} {'ours ms':>9} {'bare tok/s':>10} {'ours tok/s':>10}   ratio (10 % to 90 %)")
     for length in args.prefill:
         prompt = make_prompts(1, length, served.vocab_size)
         bare.prefill(prompt), engine.prefill(prompt, 2)
         measured = list(pairs(partial(bare.prefill, prompt), partial(engine.prefill, prompt, 2), 8))
         print(line(f"prefill of {length}", measured, length))
-    profile = None
+    for context in args.attention:
+        layer = AttentionLayer(served.layers[0], config.block_size, max(args.batch), context)
+        layer.ours(), layer.contiguous()
+        measured = list(pairs(layer.contiguous, layer.ours, 20))
+        print(line(f"attention, {max(args.batch)} x {context}", measured, max(args.batch)))
+        del layer
     for batch in args.batch:
         prompts = make_prompts(batch, args.context, served.vocab_size)
         bare.prefill(prompts), engine.prefill(prompts, args.steps + 16)
@@ -182,10 +228,8 @@ def main() -> None:
     profile.seconds.clear()
     total = sum(engine.step() for _ in range(args.steps))
     print(f"\nprofile of a decode step at batch {batch}: {1e3 * total / args.steps:.2f} ms")
-    for part, seconds in sorted(profile.seconds.items(), key=lambda item: -item[1]):
-        print(f"  {part:12} {1e3 * seconds / args.steps:8.3f} ms {100 * seconds / total:6.2f} %")
-    rest = total - sum(profile.seconds.values())
-    print(f"  {'other':12} {1e3 * rest / args.steps:8.3f} ms {100 * rest / total:6.2f} %")
+    for text in profile.report(total, args.steps):
+        print(text)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -28,8 +30,18 @@ def test_the_benchmark_of_the_scheduler_measures() -> None:
 
 
 def test_the_benchmark_of_the_engine_measures() -> None:
-    output = run("engine.py", "--batch", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--runs", "1")
-    batch, ours, theirs, *_ = output.splitlines()[-1].split()
-    assert batch == "2"
-    assert float(ours) > 0
-    assert float(theirs) > 0
+    sizes = ("--batch", "1", "2", "--context", "8", "--prefill", "16", "--attention", "40", "--steps", "4")
+    table, profile = run("engine.py", "--model", "demo", *sizes).split("\n\n")[1:]
+    rows = table.splitlines()[1:]
+    assert [row[:22].strip() for row in rows] == [
+        "prefill of 16",
+        "attention, 2 x 40",
+        "decode, batch 1",
+        "decode, batch 2",
+    ]
+    for row in rows:
+        theirs_ms, ours_ms, theirs, ours, ratio = (float(text) for text in row[22:].split()[:5])
+        assert min(theirs_ms, ours_ms, theirs, ours, ratio) > 0
+    parts = {line[:26].strip(): float(line.split()[-2]) for line in profile.splitlines()[1:]}
+    assert {"device", "scheduler", "sampler", "metadata", "delivery", "other"} <= set(parts)
+    assert sum(parts.values()) == pytest.approx(100, abs=0.1)

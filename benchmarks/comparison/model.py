@@ -149,6 +149,11 @@ def make_model(directory: Path, seed: int = 0, **overrides: Any) -> Path:
     return directory
 
 
+def benchmark_model(cache: Path) -> Path:
+    """Where the model is, made if need be."""
+    return make_model(cache / "models" / f"llama-80m-{VERSION}")
+
+
 class Texts:
     """Random words. What has the same name has the same words; two names share no first word by design, so that no
     prefix cache helps where it is not meant to."""

@@ -20,7 +20,7 @@ from .client import Client
 from .environments import LINUX, ROOT, SERVER_PACKAGES, SetupError, check_openblas, make_environment, probe
 from .loads import CAPACITY, QUICK, Load, Sizes, capped, make_loads, warm_up
 from .metrics import Figures, measure
-from .model import VERSION, Texts, make_model
+from .model import Texts, benchmark_model
 from .options import Options
 from .report import describe, markdown
 from .servers import MemoryWatch, Server, ServerError
@@ -76,7 +76,7 @@ def compare(options: Options) -> None:
 
 def find_model(options: Options) -> Path:
     if options.model is None:
-        return make_model(options.cache / "models" / f"llama-80m-{VERSION}")
+        return benchmark_model(options.cache)
     if Path(options.model).is_dir():
         return Path(options.model).resolve()
     from huggingface_hub import snapshot_download
