@@ -82,7 +82,7 @@ class Decodes:
     where they are few. The others come before them. rows[n]: the sequences' places among the step's query tokens.
     queries[P * Hkv], blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block,
     Hkv]. edge_blocks[E]; visible[E, slot]. pairs[n, b]: the pairs of each sequence; where padding[n, b, 1, 1, 1] is
-    set, one of its own that does not count. padding is None where there is none.
+    set, one of its own that does not count. pairs is None where that is their order, padding where there is none.
     """
 
     rows: mx.array | slice
@@ -90,7 +90,7 @@ class Decodes:
     blocks: mx.array
     edge_blocks: mx.array
     visible: mx.array
-    pairs: mx.array
+    pairs: mx.array | None
     padding: mx.array | None
 
 
@@ -199,7 +199,7 @@ def decodes(
         blocks=mx.array((block[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
         edge_blocks=mx.array(block[edges].astype(np.int32)),
         visible=mx.array(visible[edges]),
-        pairs=mx.array(pairs),
+        pairs=None if pairs.size == len(owner) and (np.diff(pairs.reshape(-1)) == 1).all() else mx.array(pairs),
         padding=mx.array(padding[:, :, None, None, None]) if padding.any() else None,
     )
 
@@ -216,7 +216,9 @@ def attend_decodes(
     scores = binary_scores(matmul_at(scaled, plan.queries, keys, plan.blocks), options.softcap)
     scores = scores.reshape(-1, num_kv_heads, group, size)
     first = scores.shape[0] - plan.edge_blocks.shape[0]  # of the edges
-    if first < scores.shape[0]:
+    if first == 0:
+        scores = mx.where(plan.visible[:, None, None, :], scores, -mx.inf)
+    elif first < scores.shape[0]:
         scores[first:] = mx.where(plan.visible[:, None, None, :], scores[first:], -mx.inf)
     weights, peak, total = powers(scores)
     weights = weights.astype(value_blocks.dtype)
@@ -231,7 +233,10 @@ def attend_decodes(
         values = mx.where(plan.visible[:, None, :, None], value_blocks[plan.edge_blocks], mx.zeros((), weights.dtype))
         outputs.append(weights[first:] @ values)
     out = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
-    peak, total, out = (array[plan.pairs] for array in (peak, total, out))  # [n, b, Hkv, group, ...]
+    if plan.pairs is None:
+        peak, total, out = (array.reshape(n, -1, *array.shape[1:]) for array in (peak, total, out))
+    else:
+        peak, total, out = (array[plan.pairs] for array in (peak, total, out))  # [n, b, Hkv, group, ...]
     if plan.padding is not None:
         peak = mx.where(plan.padding, -mx.inf, peak)
     highest = peak.max(axis=1, keepdims=True)
