@@ -364,7 +364,8 @@ class Scheduler:
         if costs is None:
             return
         if limit is None:
-            limit = max(DECODE_MULTIPLE * costs.decode_seconds(waited_for), LEAST_STEP_SECONDS)
+            seats = self.config.max_num_seqs
+            limit = max(DECODE_MULTIPLE * costs.decode_seconds((waited_for * seats)[:seats]), LEAST_STEP_SECONDS)
         plan.limit(costs, limit - costs.decode_seconds(decoding))
 
     def _add(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
