@@ -9,15 +9,15 @@ from typing import Literal, get_args
 from mlxpaged.cache import BlockUsage
 
 PrefillMode = Literal["mixed", "separate"]
+PREFILL_MODES: tuple[str, ...] = get_args(PrefillMode)
+
 DECODE_MULTIPLE = 3.0
-"""Of a step that decodes at every seat: while a prompt is computed, streams keep a third of the pace that they have in a
-full batch. Not of the step at hand: beside two streams, chunks would be so short that most of the time would go into
+"""Of a step that decodes at every seat: while a prompt is computed, streams keep a third of the pace that they have in
+a full batch. Not of the step at hand: beside two streams, chunks would be so short that most of the time would go into
 reading the weights again, and fourteen prompts would wait for that."""
 
 LEAST_STEP_SECONDS = 0.05
 """Twenty tokens a second are faster than anybody reads: on a fast device prompts need not be cut smaller."""
-
-PREFILL_MODES: tuple[str, ...] = get_args(PrefillMode)
 
 
 @dataclass(frozen=True)
