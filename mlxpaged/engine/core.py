@@ -215,16 +215,6 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Run one batch. A failing forward pass ends the requests that cause it; everything else raised here means that
         the engine's own books are wrong, and is for the caller to treat as the end of the engine."""
-        looks_ahead = self._looks_ahead()
-        ended = [] if looks_ahead else self._end_step_under_way()
-        return ended + self._next_step(looks_ahead) if self.has_work() else ended
-
-    def _looks_ahead(self) -> bool:
-        """Whether the next step starts before the last one's tokens are known."""
-        held = self.runner.waits_for_held and any(row.needs_last_token for row in self.scheduler.running)
-        return self.runner.overlaps and not held
-
-    def _next_step(self, looks_ahead: bool) -> list[RequestOutput]:
         batch = self.scheduler.schedule()
         self._record(batch)
         if batch.rows:
@@ -235,7 +225,7 @@ class EngineCore:
             return self._end_step_under_way() + self._plain_step(batch)
         if any(self._may_force(row) for row in batch.rows):
             return self._end_step_under_way() + self._plain_step(batch)
-        return self._overlapped_step(batch) if looks_ahead else self._plain_step(batch)
+        return self._overlapped_step(batch) if self.runner.overlaps else self._plain_step(batch)
 
     def _may_force(self, row: ScheduledSequence) -> bool:
         """Whether the token of this step may turn out to be forced, which no step behind it can know in time."""

@@ -106,20 +106,9 @@ class ModelRunner:
         """Whether a step may be dispatched while the one before it is under way.
 
         The Metal backend writes its pools in place whatever else is under way. With MLX's own operations a pool that an
-        unfinished step still reads is copied whole by the next write. On a GPU that would be every pool. On a CPU, MLX
-        sends an operation off when no more than ten before it are unfinished (MAX_ACTIVE_TASKS in its scheduler): all
-        of the last step but its very end is done by then.
+        unfinished step still reads would be copied whole by the next write: a step must end before the next one.
         """
-        return self.backend == "metal" or mx.default_device() == mx.Device(mx.cpu)
-
-    @property
-    def waits_for_held(self) -> bool:
-        """Whether no step is dispatched early while the last one draws a token that a grammar has to see first.
-
-        Such a row sits out a step that is. Beside a GPU that is the smaller loss; on a CPU, which the host's work and
-        the model's share, looking ahead saves a twentieth of a step only.
-        """
-        return self.backend != "metal"
+        return self.backend == "metal"
 
     def forward(
         self, batch: Batch, block_tables: Mapping[int, Sequence[int]], drawn: DrawnTokens | None = None

@@ -116,7 +116,6 @@ def test_answers_do_not_depend_on_overlap_preemption_forks_or_failures(
     swap: int,
 ) -> None:
     monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
-    monkeypatch.setattr(ModelRunner, "waits_for_held", False)
     rng, read = random.Random(1), StepUnderWay.read
 
     def sometimes_failing(step: StepUnderWay) -> Any:

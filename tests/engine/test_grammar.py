@@ -83,7 +83,6 @@ def test_answers_do_not_depend_on_overlap_preemption_or_failures(
     swap: int,
 ) -> None:
     monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
-    monkeypatch.setattr(ModelRunner, "waits_for_held", False)
     rng, read = random.Random(1), StepUnderWay.read
 
     def sometimes_failing(step: StepUnderWay) -> Any:
@@ -104,7 +103,6 @@ def test_answers_do_not_depend_on_overlap_preemption_or_failures(
 def test_only_the_constrained_ones_sit_out_the_look_ahead(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """With overlapped steps a free one has a row in every step, a held one in every second."""
     monkeypatch.setattr(ModelRunner, "overlaps", True)
-    monkeypatch.setattr(ModelRunner, "waits_for_held", False)
     rows: list[set[int]] = []
     dispatch = EngineCore._dispatch
 
@@ -120,32 +118,8 @@ def test_only_the_constrained_ones_sit_out_the_look_ahead(served: ServedModel, m
     assert rows[:20] == [{0, 1} if step % 2 == 0 else {0} for step in range(20)]
 
 
-def test_on_a_cpu_nobody_looks_ahead_while_somebody_is_held(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does anybody sit a step out; once the held one is done, the free one's steps overlap."""
-    rows: list[set[int]] = []
-    under_way: list[bool] = []
-    dispatch = EngineCore._dispatch
-
-    def noting(core: EngineCore, batch: Any, before: Any = None) -> Any:
-        rows.append({row.sequence.sequence_id for row in batch.rows})
-        under_way.append(before is not None)
-        return dispatch(core, batch, before)
-
-    monkeypatch.setattr(EngineCore, "_dispatch", noting)
-    core = make_core(served)
-    add(core, "free", [1, 2, 3], None, max_tokens=20)
-    add(core, "held", [4, 5, 6], Constraint("regex", "[a-z]{40}"), max_tokens=10)
-    finish(core)
-    assert rows[:10] == [{0, 1}] * 10
-    assert not any(under_way[:10])
-    assert all(under_way[11:20])
-
-
 def test_a_held_one_alone_goes_on_without_look_ahead(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "overlaps", True)
-    monkeypatch.setattr(ModelRunner, "waits_for_held", False)
     core = make_core(served)
     add(core, "held", [4, 5, 6], LINES)
     finish(core)

@@ -76,6 +76,7 @@ def test_the_engine_gives_the_same_tokens_on_either_backend(
     metal, gather = make_core(served, "metal"), make_core(served, "gather")
     assert metal.runner.backend == "metal"
     assert metal.runner.overlaps
+    assert not gather.runner.overlaps
     expected = run_requests(gather, PROMPTS, max_tokens=12)
     assert run_requests(metal, PROMPTS, max_tokens=12) == expected
     for core in (metal, gather):
