@@ -7,6 +7,7 @@ import base64
 import json
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -293,6 +294,15 @@ def test_a_request_is_cancelled_by_its_id_and_by_its_timeout(server: RunningServ
         assert late.headers["x-should-retry"] == "false"
     finally:
         undo()
+
+
+def test_the_time_in_the_tokenizers_queue_counts(server: RunningServer) -> None:
+    go_on = threading.Event()
+    server.app.state.server._tokenizer_thread.submit(go_on.wait, DEADLINE)
+    pending = Background.post(server, PATH, {"input": "x", "timeout": 0.2})
+    time.sleep(0.4)
+    go_on.set()
+    assert pending.result().json()["error"]["code"] == "deadline_exceeded"
 
 
 def test_its_tokens_and_requests_are_counted(server: RunningServer) -> None:
