@@ -22,8 +22,8 @@ def answer_form(body: ChatRequest, tags: Tags, thinking: Thinking) -> AnswerForm
     Every call that is demanded fits its tool's schema. Of those that the model may make or not, the calls of strict
     tools do; others have any JSON object.
     """
-    demands_call = body.names_tool or body.tool_choice == "required"
-    strict = any(tool.function.strict for tool in body.tools or ()) and bool(body.offered_tools)
+    demands_call = body.names_tool or body.chosen_tool == "required"
+    strict = any(tool["function"].get("strict") for tool in body.offered_tools)
     text = body.constraint()
     if not (demands_call or strict or text):
         return None

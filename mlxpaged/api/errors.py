@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,8 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpaged.api.access.key_file import redacted
-from mlxpaged.api.anthropic.errors import PREFIX as ANTHROPIC
-from mlxpaged.api.anthropic.errors import error_body
+from mlxpaged.api.anthropic.errors import error_body, speaks_anthropic
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.engine import (
     DeadlineExceededError,
@@ -63,20 +62,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def openai_body(error: ApiError, _request_id: str) -> dict[str, Any]:
-    return error.body()
-
-
-FORMATS: tuple[tuple[str, Callable[[ApiError, str], dict[str, Any]]], ...] = (
-    (ANTHROPIC, lambda error, request_id: error_body(error, request_id)),
-    ("", openai_body),
-)
-"""The body of an error, which may name the request's id, by the beginning of the path; the first one that fits."""
-
-
 def render(error: ApiError, path: str, request_id: str) -> JSONResponse:
-    body = next(body for prefix, body in FORMATS if path.startswith(prefix))
-    return JSONResponse(body(error, request_id), status_code=error.status, headers=error.headers)
+    body = error_body(error, request_id) if speaks_anthropic(path) else error.body()
+    return JSONResponse(body, status_code=error.status, headers=error.headers)
 
 
 def answer_to(request: Request, error: ApiError) -> JSONResponse:

@@ -87,8 +87,8 @@ class Operation:
         yield from (model for model in found if model is not None)
 
 
-def generates(summary: str, body: type[BaseModel]) -> Operation:
-    return Operation(summary, body, media=(JSON, EVENTS), headers=(TIMELINE_HEADER,), has_name=True)
+def generates(summary: str, body: type[BaseModel], error: type[BaseModel] = ErrorResponse) -> Operation:
+    return Operation(summary, body, media=(JSON, EVENTS), headers=(TIMELINE_HEADER,), has_name=True, error=error)
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -103,12 +103,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("DELETE", "/v1/responses/{response_id}"): Operation("Forget a response"),
     ("GET", "/v1/responses/{response_id}/input_items"): Operation("What a response answered", query=ItemList),
     ("POST", "/v1/responses/{response_id}/cancel"): Operation("Refused with a 400: none is made in the background"),
-    ("POST", "/v1/messages"): Operation(
-        "Answer a conversation, as Anthropic's API does",
-        MessagesRequest,
-        media=(JSON, EVENTS),
-        has_name=True,
-        error=AnthropicErrorResponse,
+    ("POST", "/v1/messages"): generates(
+        "Answer a conversation, as Anthropic's API does", MessagesRequest, AnthropicErrorResponse
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
         "The number of tokens of a conversation", CountTokensRequest, error=AnthropicErrorResponse

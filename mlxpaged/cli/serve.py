@@ -121,14 +121,6 @@ def add_parser(commands: Any) -> None:
     )
     add_engine_flags(flags)
     flags.value(
-        "--max-step-ms",
-        milliseconds,
-        None,
-        "what prompts may make of a step, by what steps took so far, so that streams do not stall: 0 for no limit "
-        f"(default {DECODE_MULTIPLE:g} times a step of --max-num-seqs decoding requests, or "
-        f"{1000 * LEAST_STEP_SECONDS:g}, while anybody decodes)",
-    )
-    flags.value(
         "--max-queue",
         natural_int,
         DEFAULTS.max_queue,
@@ -213,6 +205,14 @@ def add_engine_flags(flags: Flags) -> None:
         DEFAULTS.decode_preference,
         "0 to below 1. mixed: share of a step's tokens that prompts leave alone while anybody decodes; separate: share "
         f"of the steps that decode while prompts wait (default {DEFAULTS.decode_preference})",
+    )
+    flags.value(
+        "--max-step-ms",
+        milliseconds,
+        None,
+        "what prompts may make of a step, by what steps took so far, so that streams do not stall: 0 for no limit "
+        f"(default {DECODE_MULTIPLE:g} times a step of --max-num-seqs decoding requests, or "
+        f"{1000 * LEAST_STEP_SECONDS:g}, while anybody decodes)",
     )
     flags.value("--attention-backend", one_of(*BACKENDS), "auto", f"{', '.join(BACKENDS)} (default auto)")
     flags.value("--attention-tuning", tuning, "auto", f"{TUNINGS} (default auto: measured once on this machine)")

@@ -283,9 +283,9 @@ class AsyncEngine:
         self._thread.send(Submit(tuple(stream.request for stream in streams)))
         return streams
 
-    async def embed(self, request: EmbeddingRequest, timeout: float | None) -> Vectors:
+    async def embed(self, request: EmbeddingRequest, arrival_time: float, timeout: float | None) -> Vectors:
         """The vectors of its inputs, [inputs, dimensions]. Cancelling the task that waits for them ends the request.
-        timeout: seconds.
+        timeout: seconds from its arrival.
 
         Raises EngineUnavailableError, DeadlineExceededError, RequestCancelledError or RequestFailedError.
         """
@@ -296,7 +296,8 @@ class AsyncEngine:
         self._idle.clear()
         self._thread.send(Embed(request))
         try:
-            output = await asyncio.wait_for(waiter, timeout)
+            left = None if timeout is None else max(0.0, arrival_time + timeout - self.clock())
+            output = await asyncio.wait_for(waiter, left)
         except asyncio.TimeoutError:
             raise DeadlineExceededError(f"timeout of {timeout:g} s passed: the embeddings were not complete") from None
         finally:

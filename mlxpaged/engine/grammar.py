@@ -109,6 +109,9 @@ class Grammars:
     def _compile(self, constraint: Constraint | AnswerForm) -> LLMatcher:
         check_length(constraint)
         try:
+            text = constraint.text if isinstance(constraint, AnswerForm) else None
+            if isinstance(text, Constraint) and text.kind == "grammar":
+                self._new_matcher(text)  # alone it cannot refer to the grammars around it
             return self._new_matcher(constraint)
         except GrammarError:
             until = time.monotonic() + BLAME_SECONDS

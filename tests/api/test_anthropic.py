@@ -284,7 +284,9 @@ def test_other_failures_have_anthropics_format_too(server: RunningServer, client
         ):
             assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
             assert response.json()["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
-        assert "type" not in http.get("/v1/message").json()
+        for path in ("/v1/message", "/v1/messagesx"):
+            assert "type" not in http.get(path).json()
+            assert "request-id" not in http.get(path).headers
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -138,6 +138,14 @@ def test_the_named_tool_is_called_once(client: OpenAI, text: str) -> None:
     assert (len(answer["calls"]), answer["content"], answer["finish_reason"]) == (1, "", "stop")
 
 
+@pytest.mark.parametrize("text", ["Hello", "Both?", "Silent?"])
+def test_one_of_the_allowed_tools_is_called_where_one_is_required(client: OpenAI, text: str) -> None:
+    clock = {"type": "function", "function": {"name": "clock"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [clock]}}
+    answer = both_ways(client, ask(text, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False))
+    assert (answer["calls"], answer["content"], answer["finish_reason"]) == ([("clock", {})], "", "tool_calls")
+
+
 def test_a_model_that_makes_the_calls_makes_its_own(client: OpenAI) -> None:
     made = [("weather", {"city": "Rome", "days": 2}), ("clock", {})]
     body = ask("Both?", tools=TOOLS, tool_choice="required")
@@ -331,6 +339,10 @@ def test_a_format_that_cannot_be_enforced_is_refused(tmp_path: Any, fields: dict
             client.chat.completions.create(**ask("Hello", **{"tools": TOOLS} | fields))
         assert caught.value.param == param
         assert client.chat.completions.create(**ask("Hello", tools=TOOLS)).choices[0].message.content
+        loose = {"type": "function", "function": {"name": "f"}}
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [loose]}}
+        body = ask("Hello", tools=[*STRICT, loose], tool_choice=allowed)  # of which no strict one may be called
+        assert client.chat.completions.create(**body).choices[0].message.content
 
 
 @pytest.mark.parametrize(
@@ -351,6 +363,15 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
             client.chat.completions.create(**ask("Hello", tools=tools, tool_choice="auto" if strict else "required"))
         assert caught.value.param == "tools.1"
         assert reason in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["answer", "part_0", "part_2"])
+def test_a_grammar_cannot_refer_to_what_it_is_put_into(client: OpenAI, name: str) -> None:
+    extra = {"guided_grammar": f"start: @{name}"}
+    for tools in ([], TOOLS):
+        with pytest.raises(BadRequestError, match=f"unknown grammar @{name}") as caught:
+            client.chat.completions.create(**ask("Hello", tools=tools, extra_body=extra))
+        assert caught.value.param == "guided_grammar"
 
 
 def test_what_only_looks_hard_is_enforced(client: OpenAI) -> None:
@@ -411,6 +432,11 @@ def test_the_messages_api_enforces_the_same(server: RunningServer) -> None:
         unsupported = [{"name": "f", "input_schema": {"type": "object", "not": {}}}]
         with pytest.raises(anthropic.BadRequestError, match=r"tools\.0: .*not"):
             client.messages.create(**message_body("Hello", tools=unsupported, tool_choice={"type": "any"}))
+        deferred = [ANTHROPIC[0] | {"defer_loading": True}, *unsupported]
+        with pytest.raises(anthropic.BadRequestError, match=r"tools\.1: .*not"):
+            client.messages.create(**message_body("Hello", tools=deferred, tool_choice={"type": "any"}))
+        with pytest.raises(anthropic.BadRequestError, match="tool_choice: asks for a call, but there are no tools"):
+            client.messages.create(**message_body("Hello", tool_choice={"type": "any"}))
 
 
 def test_the_asynchronous_clients(server: RunningServer) -> None:

@@ -7,6 +7,7 @@ import base64
 import json
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,8 +151,8 @@ def test_both_models_are_listed_with_what_they_can_do(client: OpenAI, server: Ru
     assert [model.id for model in client.models.list()] == ["demo", "vectors"]
     with raw(server) as http:
         found = {name: http.get(f"/v1/models/{name}").json() for name in ("demo", "vectors")}
-    assert found["demo"]["capabilities"] == {"chat": True, "completions": True, "embeddings": False}
-    assert found["vectors"]["capabilities"] == {"chat": False, "completions": False, "embeddings": True}
+    can = {name: {what for what, yes in found[name]["capabilities"].items() if yes} for name in found}
+    assert can == {"demo": {"chat", "completions"}, "vectors": {"embeddings"}}
     sizes = ("context_length", "max_model_len", "embedding_dimensions")
     assert [found["vectors"][name] for name in sizes] == [512, 512, 64]
 
@@ -293,6 +294,15 @@ def test_a_request_is_cancelled_by_its_id_and_by_its_timeout(server: RunningServ
         assert late.headers["x-should-retry"] == "false"
     finally:
         undo()
+
+
+def test_the_time_in_the_tokenizers_queue_counts(server: RunningServer) -> None:
+    go_on = threading.Event()
+    server.app.state.server._tokenizer_thread.submit(go_on.wait, DEADLINE)
+    pending = Background.post(server, PATH, {"input": "x", "timeout": 0.2})
+    time.sleep(0.4)
+    go_on.set()
+    assert pending.result().json()["error"]["code"] == "deadline_exceeded"
 
 
 def test_its_tokens_and_requests_are_counted(server: RunningServer) -> None:

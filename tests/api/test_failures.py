@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,8 +31,6 @@ from tests.support import RunningServer, poison_new_blocks, running_server, wait
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @contextlib.contextmanager
@@ -208,6 +207,37 @@ def test_a_dead_engine_ends_every_request_and_says_so() -> None:
         assert response.json()["error"]["code"] == "engine_dead"
         assert client.get("/metrics").status_code == 200
         assert client.get("/v1/models").json()["data"] == []
+
+
+def test_streams_of_every_api_end_with_its_error_where_the_engine_dies() -> None:
+    question = ask("Repeat: " + "blue river stone " * 10, stream=True)
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: question,
+        COMPLETIONS: run_on("a", 50, stream=True),
+        "/v1/messages": question | {"max_tokens": 50},
+        "/v1/responses": {"input": question["messages"], "temperature": 0, "stream": True},
+    }
+    with running_server(EngineConfig(kv_cache_bytes=16_000_000)) as server:
+        schedule, calls = server.core.scheduler.schedule, []
+
+        def dying() -> Any:
+            calls.append(1)
+            if len(calls) == 10:
+                raise RuntimeError("injected death")
+            return schedule()
+
+        with StepGate(server) as gate:
+            streams = {path: Background.post(server, path, body) for path, body in bodies.items()}
+            wait_until(lambda: server.engine.num_unfinished == len(bodies))
+            server.core.scheduler.schedule = dying  # type: ignore[method-assign]
+            gate.open()
+            texts = {path: stream.result().text.rstrip() for path, stream in streams.items()}
+    last = {path: json.loads(text.rpartition("data: ")[2]) for path, text in texts.items()}
+    assert last["/v1/messages"]["type"] == "error"
+    assert last["/v1/responses"]["type"] == "response.failed"
+    for path, text in texts.items():
+        assert "injected death" in last[path].get("response", last[path])["error"]["message"]
+        assert text.count("data: ") > 5, "it was in the middle of the answer"
 
 
 def test_an_engine_that_dies_with_swapped_requests_reports_no_block_in_use(demo_server: RunningServer) -> None:

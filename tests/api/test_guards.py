@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -232,8 +233,9 @@ def test_a_body_that_does_not_arrive_in_time_gets_a_408(
             except TimeoutError:
                 connection.sendall(b" ")
         connection.settimeout(DEADLINE)
-        while piece := connection.recv(65536):  # the server closes it
-            received += piece
+        with contextlib.suppress(ConnectionResetError):  # a drop may have met the closed end
+            while piece := connection.recv(65536):  # the server closes it
+                received += piece
     assert time.monotonic() - started >= 0.3
     assert received.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"body_timeout"' in received

@@ -108,6 +108,17 @@ def test_every_operation_says_what_an_error_looks_like(described: dict[str, Any]
             assert schema == {"$ref": f"#/components/schemas/{format}"}
 
 
+def test_what_generates_can_be_asked_for_a_timeline(described: dict[str, Any]) -> None:
+    timed, streamed = set(), set()
+    for path, methods in described["paths"].items():
+        operation = methods.get("post", {"parameters": [], "responses": {"200": {"content": {}}}})
+        if any(parameter["name"] == "X-Mlxpaged-Timeline" for parameter in operation["parameters"]):
+            timed.add(path)
+        if "text/event-stream" in operation["responses"]["200"]["content"]:
+            streamed.add(path)
+    assert timed == streamed == {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
+
+
 def test_every_reference_leads_somewhere(described: dict[str, Any]) -> None:
     def references(node: Any) -> Iterator[str]:
         if isinstance(node, dict):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
-from tests.api.helpers import DEADLINE
+from tests.api.helpers import DEADLINE, raw
 from tests.scripted import scripted_server
 from tests.support import RunningServer
 
@@ -227,6 +227,13 @@ def test_messages_that_fit_no_call_are_refused(client: OpenAI, message: Any, par
     with pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(**body | {"messages": [*body["messages"], message]})
     assert caught.value.param == param
+
+
+def test_a_model_with_tools_and_thinking_is_listed_as_one(server: RunningServer) -> None:
+    with raw(server) as http:
+        (model,) = http.get("/v1/models").json()["data"]
+    nothing_else = {"embeddings": False}
+    assert model["capabilities"] == dict.fromkeys(("chat", "completions", "tools", "thinking"), True) | nothing_else
 
 
 def test_a_model_without_tools_says_so(demo_server: RunningServer) -> None:

@@ -31,7 +31,7 @@ async def create(request: Request) -> Response:
 
 async def respond(request: Request, body: MessagesRequest) -> Response:
     _, info = server_of(request).ready(body.model)
-    with own_words():
+    with own_words(body):
         conversation = await start(request, chat_request(body, info.tokenizer), "msg")
     reply = MessageReply(conversation, body.omits_thinking)
     if body.stream:
@@ -47,7 +47,7 @@ async def count_tokens(request: Request) -> Response:
 async def count(request: Request, body: CountTokensRequest) -> Response:
     server = server_of(request)
     _, info = server.ready(body.model)
-    with own_words():
+    with own_words(body):
         prompt = await render(server, info, chat_request(body, info.tokenizer))
     return JSONResponse({"input_tokens": len(prompt)})
 

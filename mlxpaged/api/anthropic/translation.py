@@ -31,7 +31,8 @@ from mlxpaged.models import Tokenizer
 from mlxpaged.scheduler import PromptTooLongError
 
 CHAT_SCHEMA = "response_format.json_schema.schema"
-"""What chat calls output_config.format.schema."""
+OWN_SCHEMA = "output_config.format.schema"
+"""One field, as chat calls it and as this API does."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TIERS = {"auto": "auto", "standard_only": "default"}
 ERROR = "Error: "
@@ -100,16 +101,16 @@ def chat_request(body: CountTokensRequest, tokenizer: Tokenizer) -> ChatRequest:
 
 
 @contextlib.contextmanager
-def own_words() -> Iterator[None]:
+def own_words(body: CountTokensRequest) -> Iterator[None]:
     """Errors of the chat request in this API's names, and, of a prompt that is too long, in Anthropic's very words:
     clients read the numbers there, and come back with a smaller `max_tokens` or a shorter conversation."""
     try:
         yield
     except ApiError as error:
-        raise restated(error) from None
+        raise restated(error, body) from None
 
 
-def restated(error: ApiError) -> ApiError:
+def restated(error: ApiError, body: CountTokensRequest) -> ApiError:
     cause = error.__cause__
     if isinstance(cause, PromptTooLongError):
         prompt, most = cause.num_prompt_tokens, cause.limit
@@ -117,10 +118,23 @@ def restated(error: ApiError) -> ApiError:
             wanted = f"input length and `max_tokens` exceed context limit: {prompt} + {cause.max_tokens} > {most}"
             return bad_parameter("max_tokens", f"{wanted}, decrease input length or `max_tokens` and try again")
         return ApiError(400, f"prompt is too long: {prompt} tokens > {most} maximum", param="messages")
-    if error.param is not None and error.param.startswith(CHAT_SCHEMA):
-        message = error.message.replace(CHAT_SCHEMA, "output_config.format.schema")
-        return ApiError(error.status, message, error.kind, "output_config", error.code, error.headers)
-    return error
+    if error.param is None:
+        return error
+    name = own_name(error.param, body)
+    message = error.message.replace(error.param, name, 1)
+    return ApiError(error.status, message, error.kind, name, error.code, error.headers)
+
+
+def own_name(param: str, body: CountTokensRequest) -> str:
+    """Of a chat request's field. Its tools are without the deferred ones."""
+    if param.startswith(CHAT_SCHEMA):
+        return OWN_SCHEMA + param.removeprefix(CHAT_SCHEMA)
+    field, _, rest = param.partition(".")
+    number, _, rest = rest.partition(".")
+    if field != "tools" or not number:
+        return param
+    index = (body.tools or []).index(body.offered_tools()[int(number)])
+    return f"tools.{index}"
 
 
 def text_of(content: str | Iterable[TextBlock | ToolReference] | None) -> str:

@@ -96,7 +96,7 @@ async def respond(request: Request, body: EmbeddingsRequest) -> Response:
         opened.submitted = True
         opened.count(num_tokens)
         timeout = engine.config.request_timeout if body.timeout is None else body.timeout
-        vectors = await engine.embed(EmbeddingRequest(opened.request_id, inputs, dimensions), timeout)
+        vectors = await engine.embed(EmbeddingRequest(opened.request_id, inputs, dimensions), arrival_time, timeout)
     finally:
         server.open_requests.close(opened)
     seconds = engine.clock() - arrival_time

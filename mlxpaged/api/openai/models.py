@@ -25,16 +25,19 @@ async def get_model(request: Request) -> Response:
 
 def describe(server: Server, name: str) -> dict[str, Any]:
     """context_length: the model's own limit. max_model_len: that of a prompt and its answer here, where the KV pool may
-    be the smaller one, or of an input for embeddings."""
+    be the smaller one, or of an input for embeddings. tools, thinking: as far as template and vocabulary show."""
     assert server.engine is not None
     assert server.engine.info is not None
-    info = server.engine.info
+    info, tags = server.engine.info, server.engine.info.tokenizer.tags
     embedding = info.embedding_model if info.embedding_model is not None and info.embedding_model.name == name else None
     generates = name == info.model
+    chats = generates and info.tokenizer.has_chat_template
     capabilities = {
-        "chat": generates and info.tokenizer.has_chat_template,
+        "chat": chats,
         "completions": generates,
         "embeddings": embedding is not None,
+        "tools": chats and tags.tools is not None and info.tokenizer.template_reads("tools"),
+        "thinking": chats and bool(tags.think_start),
     }
     return {
         "id": name,

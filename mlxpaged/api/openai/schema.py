@@ -184,7 +184,7 @@ class ChatRequest(SamplingFields):
         if len(set(names)) < len(names):
             raise bad_parameter("tools", "two of them have the same name")
         if self.chosen_tool not in (None, "none", "auto") and not names:
-            raise bad_parameter("tool_choice", f"is {self.chosen_tool!r}, but there are no tools")
+            raise bad_parameter("tool_choice", "asks for a call, but there are no tools")
         if self.names_tool and self.chosen_tool not in names:
             raise bad_parameter("tool_choice", f"no tool has the name {self.chosen_tool!r}")
         return self
