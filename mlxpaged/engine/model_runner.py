@@ -105,8 +105,10 @@ class ModelRunner:
     def overlaps(self) -> bool:
         """Whether a step may be dispatched while the one before it is under way.
 
-        The Metal backend writes its pools in place whatever else is under way. With MLX's own operations a pool that an
-        unfinished step still reads would be copied whole by the next write: a step must end before the next one.
+        The Metal backend writes its pools in place whatever else is under way. With MLX's own operations, on a GPU, a
+        pool that an unfinished step still reads would be copied whole by the next write. On a CPU it would not, since
+        MLX runs few operations ahead there; but for the same reason starting a step takes nearly as long as the step,
+        and the tokens of the one before would be read that much later.
         """
         return self.backend == "metal"
 
