@@ -136,6 +136,10 @@ class Grammars:
         check(matcher)
         if not without(first, self._wrapped.eos_token_ids).any():
             raise GrammarError("only the empty text fits it")
+        trial = matcher.deep_copy()
+        for token_id in trial.compute_ff_tokens()[:1]:
+            trial.consume_token(token_id)  # fails where what has to follow never ends
+            check(trial)
         return matcher
 
     def _text(self, constraint: Constraint | AnswerForm) -> str:

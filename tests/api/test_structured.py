@@ -288,6 +288,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "(){0}"}, "guided_regex", "empty text"),
     ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar", "missing"),
     ({"guided_grammar": "root ::= ((("}, "guided_grammar", "GBNF"),
+    ({"guided_grammar": 'start: "a" start'}, "guided_grammar", "Too many items"),
     ({"guided_grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "guided_grammar", "nested"),
 ]
 
@@ -356,7 +357,7 @@ def test_an_answer_whose_grammar_becomes_too_complex_ends_with_an_error_and_the_
     demo_server: RunningServer,
 ) -> None:
     branches = [{"type": "object", "properties": {"a": {"maxLength": i}, f"b{i}": {}}} for i in range(500)]
-    bomb = run_on("x", 400, guided_json={"anyOf": branches})
+    bomb = run_on("x", 400, guided_json={"type": "array", "minItems": 1, "items": {"anyOf": branches}})
     plain = run_on(random_tokens(20, 1), 30)
     expected = answer_text(demo_server, plain)
     with raw(demo_server) as client:
