@@ -211,8 +211,8 @@ def add_engine_flags(flags: Flags) -> None:
         milliseconds,
         None,
         "what prompts may make of a step, by what steps took so far, so that streams do not stall: 0 for no limit "
-        f"(default {DECODE_MULTIPLE:g} times a step of --max-num-seqs decoding requests, or "
-        f"{1000 * LEAST_STEP_SECONDS:g}, while anybody decodes)",
+        f"(default {DECODE_MULTIPLE:g} times the step without them, or {1000 * LEAST_STEP_SECONDS:g}, while anybody "
+        "decodes)",
     )
     flags.value("--attention-backend", one_of(*BACKENDS), "auto", f"{', '.join(BACKENDS)} (default auto)")
     flags.value("--attention-tuning", tuning, "auto", f"{TUNINGS} (default auto: measured once on this machine)")

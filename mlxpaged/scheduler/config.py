@@ -12,9 +12,8 @@ PrefillMode = Literal["mixed", "separate"]
 PREFILL_MODES: tuple[str, ...] = get_args(PrefillMode)
 
 DECODE_MULTIPLE = 3.0
-"""Of a step that decodes at every seat: while a prompt is computed, streams keep a third of the pace that they have in
-a full batch. Not of the step at hand: beside two streams, chunks would be so short that most of the time would go into
-reading the weights again, and fourteen prompts would wait for that."""
+"""Of a step's time without prompts: streams keep a third of their pace while a prompt is computed, and two thirds of the
+device's time are its. docs/performance.md has what a larger limit brought and cost."""
 
 LEAST_STEP_SECONDS = 0.05
 """Twenty tokens a second are faster than anybody reads: on a fast device prompts need not be cut smaller."""
@@ -28,8 +27,7 @@ class SchedulerConfig:
     sequences, "separate" ones either. decode_preference, 0 to below 1: in mixed steps the share of the budget that
     prompts leave alone while anybody decodes; in separate ones the share of steps that decode while prompts wait.
     max_step_seconds: what prompts may make of a step in which somebody decodes, by what steps have taken so far. 0 for
-    no limit; None for DECODE_MULTIPLE times a step in which max_num_seqs sequences like those decode, or
-    LEAST_STEP_SECONDS if that is more.
+    no limit; None for DECODE_MULTIPLE times what it would take without them, or LEAST_STEP_SECONDS if that is more.
     cache_seed: whatever the KV values depend on beside the tokens (model, adapter, KV type).
     """
 

@@ -364,8 +364,7 @@ class Scheduler:
         if costs is None:
             return
         if limit is None:
-            seats = self.config.max_num_seqs
-            limit = max(DECODE_MULTIPLE * costs.decode_seconds((waited_for * seats)[:seats]), LEAST_STEP_SECONDS)
+            limit = max(DECODE_MULTIPLE * costs.decode_seconds(waited_for), LEAST_STEP_SECONDS)
         plan.limit(costs, limit - costs.decode_seconds(decoding))
 
     def _add(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
