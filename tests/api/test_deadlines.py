@@ -88,6 +88,7 @@ def test_a_request_that_runs_too_long_ends_within_a_step(server: RunningServer, 
         running = start(server, body | {"timeout": 30, "stream": stream}, "slow")
         gate.allow(8)
         wait_until(lambda: server.engine.stats.steps_total == steps + 8)
+        gate.wait_held()
         assert server.engine.stats.scheduler.blocks.used > 0
         clock.advance(31)
         gate.allow(1)  # the one under way; no other is permitted
@@ -108,6 +109,7 @@ def test_a_stream_that_is_cut_by_its_deadline_has_sent_its_text(server: RunningS
         stream = start(server, body | {"timeout": 1, "stream": True}, "cut")
         gate.allow(20)
         wait_until(lambda: server.engine.stats.steps_total == steps + 20)
+        gate.wait_held()
         clock.advance(1)
         gate.allow(1)
         check_failure(stream, 408, "timeout_error", "deadline_exceeded")
