@@ -122,7 +122,11 @@ def test_a_held_one_alone_goes_on_without_look_ahead(served: ServedModel, monkey
     monkeypatch.setattr(ModelRunner, "overlaps", True)
     core = make_core(served)
     add(core, "held", [4, 5, 6], LINES)
-    finish(core)
+    alone = finish(core)
+    monkeypatch.setattr(ModelRunner, "overlaps", False)
+    core = make_core(served)
+    add(core, "held", [4, 5, 6], LINES)
+    assert alone == finish(core) != {}
 
 
 def test_compiled_constraints_are_kept_but_not_for_ever(served: ServedModel) -> None:
