@@ -2,8 +2,9 @@
 
 Decoding sequences are attended block by block, all of a step at once: every pair of a sequence and one of its blocks
 is a small matrix product that reads the block where it lies in the pool. Each pair gives a softmax of its own; a
-sequence's pairs are put together by their peaks and sums, as FlashDecoding does. Prompt chunks amortise a copy over
-their many queries: their keys become contiguous.
+sequence's pairs are put together by their peaks and sums, as FlashDecoding does. Blocks that several sequences share,
+a system prompt's, are attended by all of these at once, and count as one part of each. Prompt chunks amortise a copy
+over their many queries: their keys become contiguous; so do the keys of shared blocks.
 
 Powers of two take the place of exponentials: the scores are scaled by log2(e) first. On a CPU, MLX takes 9 ns for exp
 and 3 ns for a power, and attention spends more time on these than on its products.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlxpaged.attention.metadata import AttentionMetadata, IntArray
 from mlxpaged.attention.pool import Options
@@ -25,6 +27,9 @@ LOG2E = math.log2(math.e)
 
 FEW_PAIRS = 16
 """Of a sequence and a block: where a step has no more, a copy of their values costs less than telling them apart."""
+
+LEAST_SHARED = 32
+"""Of a sequence and a block: shared blocks that stand for fewer pairs cost less as pairs."""
 
 TILE = 64
 """Queries of a prompt that are attended together: enough for fast products, and few keys in vain."""
@@ -75,14 +80,23 @@ class GatherPool:
 
 
 @dataclass(frozen=True)
+class SharedRun:
+    """Blocks in a row of several decoding sequences' tables, visible whole to each. members: places among them."""
+
+    members: mx.array
+    blocks: mx.array
+
+
+@dataclass(frozen=True)
 class Decodes:
     """The n sequences with one query token each, and their P pairs of a sequence and one of its blocks.
 
     The last E pairs are edges: blocks of which only a part is visible, at the end of a context or of a window, or all
     where they are few. The others come before them. rows[n]: the sequences' places among the step's query tokens.
     queries[P * Hkv], blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block,
-    Hkv]. edge_blocks[E]; visible[E, slot]. pairs[n, b]: the pairs of each sequence; where padding[n, b, 1, 1, 1] is
-    set, one of its own that does not count. pairs is None where that is their order, padding where there is none.
+    Hkv]. edge_blocks[E]; visible[E, slot]. Blocks in a shared run make no pairs. The parts of attention are the pairs,
+    then every member of every run. parts[n, b]: those of each sequence; where padding[n, b, 1, 1, 1] is set, one of its
+    own that does not count. parts is None where that is their order, padding where there is none.
     """
 
     rows: mx.array | slice
@@ -90,7 +104,8 @@ class Decodes:
     blocks: mx.array
     edge_blocks: mx.array
     visible: mx.array
-    pairs: mx.array | None
+    shared: list[SharedRun]
+    parts: mx.array | None
     padding: mx.array | None
 
 
@@ -174,23 +189,22 @@ def decodes(
     meta: AttentionMetadata, members: IntArray, starts: IntArray, window: int | None, num_kv_heads: int
 ) -> Decodes:
     size = meta.block_size
+    tables = meta.host_block_tables[members]
     context = np.asarray(meta.host_context_lens)[members]
     first = np.zeros_like(context) if window is None else np.maximum(context - window, 0)
-    counts = -(-context // size) - first // size
-    owner = np.repeat(np.arange(len(members)), counts)
-    place = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]  # of a block among its sequence's visible ones
-    column = place + (first // size)[owner]
+    columns = np.arange(tables.shape[1])
+    paired = (columns >= (first // size)[:, None]) & (columns < -(-context // size)[:, None])
+    runs = shared_runs(tables, -(-first // size), (context - 1) // size)  # which leave every sequence its last block
+    for sharing, begin, end in runs:
+        paired[sharing, begin:end] = False
+    owner, column = np.nonzero(paired)
     position = column[:, None] * size + np.arange(size)
     visible = (position < context[owner, None]) & (position >= first[owner, None])
     is_edge = ~visible.all(axis=1) | (len(owner) <= FEW_PAIRS)
     order = np.argsort(is_edge, kind="stable")
     edges = order[len(order) - int(is_edge.sum()) :]
-    block = meta.host_block_tables[members[owner], column]
-    columns = np.arange(counts.max())
-    padding = columns >= counts[:, None]
-    pairs = np.zeros(padding.shape, np.int32)
-    pairs[owner[order], place[order]] = np.arange(len(owner))
-    pairs = np.where(padding, pairs[:, :1], pairs)
+    block = tables[owner, column]
+    parts, padding = group_parts(np.concatenate([owner[order], *(sharing for sharing, _, _ in runs)]), len(members))
     heads = np.arange(num_kv_heads)
     rows = starts[members]
     return Decodes(
@@ -199,19 +213,81 @@ def decodes(
         blocks=mx.array((block[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
         edge_blocks=mx.array(block[edges].astype(np.int32)),
         visible=mx.array(visible[edges]),
-        pairs=None if pairs.size == len(owner) and (np.diff(pairs.reshape(-1)) == 1).all() else mx.array(pairs),
+        shared=[
+            SharedRun(mx.array(sharing.astype(np.int32)), mx.array(tables[sharing[0], begin:end]))
+            for sharing, begin, end in runs
+        ],
+        parts=None if not padding.any() and (np.diff(parts.reshape(-1)) == 1).all() else mx.array(parts),
         padding=mx.array(padding[:, :, None, None, None]) if padding.any() else None,
     )
+
+
+def group_parts(owner: IntArray, num_owners: int) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """From the owner of each part to the parts of each owner, [num_owners, most], and where there is none; the first of
+    its own stands there. Every owner has a part."""
+    counts = np.bincount(owner, minlength=num_owners)
+    by_owner = np.argsort(owner, kind="stable")
+    padding = np.arange(counts.max()) >= counts[:, None]
+    parts: IntArray = np.zeros(padding.shape, np.int32)
+    parts[~padding] = by_owner
+    return np.where(padding, parts[:, :1], parts), padding
+
+
+def shared_runs(tables: IntArray, first: IntArray, last: IntArray) -> list[tuple[IntArray, int, int]]:
+    """Of the sequences with these block tables: which of them share which columns, as (sequences, begin, end).
+
+    Only columns from first[i] up to last[i], which sequence i sees whole, count for it. Runs follow the tree of common
+    prefixes: what two share beyond that of a larger group is a run of its own. Small ones are left out.
+    """
+    runs = []
+    branches = [(np.arange(len(tables)), 0)]
+    while branches:
+        branch, begin = branches.pop()
+        branch = branch[last[branch] > begin]
+        for block in duplicates(tables[branch, begin]):
+            sharing = branch[tables[branch, begin] == block]
+            columns = tables[sharing, begin : last[sharing].min()]
+            same = (columns == columns[0]).all(axis=0)
+            end = begin + (len(same) if same.all() else int(same.argmin()))
+            begin_whole = max(begin, int(first[sharing].max()))
+            if len(sharing) * (end - begin_whole) >= LEAST_SHARED:
+                runs.append((sharing, begin_whole, end))
+            branches.append((sharing, end))
+    return runs
+
+
+def duplicates(blocks: IntArray) -> IntArray:
+    ids, counts = np.unique(blocks, return_counts=True)
+    return ids[counts > 1]
 
 
 def attend_decodes(
     queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, plan: Decodes, options: Options
 ) -> mx.array:
-    """[n, Hq, D] -> [n, Hq, D], block by block."""
+    """[n, Hq, D] -> [n, Hq, D]: every part by itself, then the parts of each sequence put together."""
     n, num_heads, dim = queries.shape
-    _, num_kv_heads, size, _ = key_blocks.shape
-    group = num_heads // num_kv_heads
-    scaled = (queries * options.scale).reshape(n * num_kv_heads, group, dim)
+    num_kv_heads = key_blocks.shape[1]
+    grouped = (queries * options.scale).reshape(n, num_kv_heads, num_heads // num_kv_heads, dim)
+    parts = [attend_pairs(grouped, key_blocks, value_blocks, plan, options)]
+    parts += [attend_shared(grouped[run.members], key_blocks, value_blocks, run, options) for run in plan.shared]
+    out, peak, total = (mx.concatenate(list(same)) if len(same) > 1 else same[0] for same in zip(*parts, strict=True))
+    if plan.parts is None:
+        out, peak, total = (array.reshape(n, -1, *array.shape[1:]) for array in (out, peak, total))
+    else:
+        out, peak, total = (array[plan.parts] for array in (out, peak, total))
+    if plan.padding is not None:
+        peak = mx.where(plan.padding, -mx.inf, peak)
+    return merge_parts(out, peak, total, options.sinks).astype(queries.dtype).reshape(n, num_heads, dim)
+
+
+def attend_pairs(
+    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, plan: Decodes, options: Options
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries [n, Hkv, group, D]: for each pair the weighted sum of values [P, Hkv, group, D], the highest score and
+    the sum of weights, both [P, Hkv, group, 1]."""
+    _, num_kv_heads, group, dim = queries.shape
+    size = key_blocks.shape[2]
+    scaled = queries.reshape(-1, group, dim)
     keys = key_blocks.reshape(-1, size, dim).swapaxes(-1, -2)
     scores = binary_scores(matmul_at(scaled, plan.queries, keys, plan.blocks), options.softcap)
     scores = scores.reshape(-1, num_kv_heads, group, size)
@@ -233,22 +309,33 @@ def attend_decodes(
         values = mx.where(plan.visible[:, None, :, None], value_blocks[plan.edge_blocks], mx.zeros((), weights.dtype))
         outputs.append(weights[first:] @ values)
     out = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
-    if plan.pairs is None:
-        peak, total, out = (array.reshape(n, -1, *array.shape[1:]) for array in (peak, total, out))
-    else:
-        peak, total, out = (array[plan.pairs] for array in (peak, total, out))  # [n, b, Hkv, group, ...]
-    if plan.padding is not None:
-        peak = mx.where(plan.padding, -mx.inf, peak)
+    return out, peak, total
+
+
+def attend_shared(
+    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, run: SharedRun, options: Options
+) -> tuple[mx.array, mx.array, mx.array]:
+    """As `attend_pairs`, for each of the run's m members: queries [m, Hkv, group, D]."""
+    m, num_kv_heads, group, dim = queries.shape
+    stacked = queries.swapaxes(0, 1).reshape(num_kv_heads, m * group, dim)
+    keys, values = (contiguous(blocks, run.blocks) for blocks in (key_blocks, value_blocks))
+    weights, peak, total = powers(binary_scores(stacked @ keys.swapaxes(-1, -2), options.softcap))
+    out = weights.astype(values.dtype) @ values
+    out, peak, total = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in (out, peak, total))
+    return out, peak, total
+
+
+def merge_parts(out: mx.array, peak: mx.array, total: mx.array, sinks: mx.array | None) -> mx.array:
+    """[n, b, Hkv, group, D] and twice [n, b, Hkv, group, 1], of b parts, to the attention [n, Hkv, group, D]."""
     highest = peak.max(axis=1, keepdims=True)
-    sinks = None
-    if options.sinks is not None:
-        sinks = options.sinks.astype(mx.float32).reshape(1, 1, num_kv_heads, group, 1) * LOG2E
+    if sinks is not None:
+        sinks = sinks.astype(mx.float32).reshape(1, 1, *peak.shape[2:]) * LOG2E
         highest = mx.maximum(highest, sinks)
     share = mx.power(2.0, peak - highest)
     total = (share * total).sum(axis=1)
     if sinks is not None:
         total = total + mx.power(2.0, sinks - highest)[:, 0]
-    return ((share * out).sum(axis=1) / total).astype(queries.dtype).reshape(n, num_heads, dim)
+    return (share * out).sum(axis=1) / total
 
 
 def matmul_at(left: mx.array, left_at: mx.array, right: mx.array, right_at: mx.array) -> mx.array:
@@ -263,12 +350,13 @@ def attend_chunk(
     queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, chunk: PromptChunk, options: Options
 ) -> mx.array:
     """[L, Hq, D] -> [L, Hq, D], over keys made contiguous."""
-    num_kv_heads, dim = key_blocks.shape[1], key_blocks.shape[3]
-    keys, values = (
-        blocks[chunk.blocks].swapaxes(0, 1).reshape(num_kv_heads, -1, dim)[:, : chunk.num_keys]
-        for blocks in (key_blocks, value_blocks)
-    )
+    keys, values = (contiguous(blocks, chunk.blocks)[:, : chunk.num_keys] for blocks in (key_blocks, value_blocks))
     return attend_contiguous(queries, keys, values, chunk, options)
+
+
+def contiguous(blocks: mx.array, ids: mx.array) -> mx.array:
+    """[num_blocks, Hkv, slot, D] -> [Hkv, len(ids) * slot, D], a copy."""
+    return blocks[ids].swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])
 
 
 def has_fused_attention() -> bool:

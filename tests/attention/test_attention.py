@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from mlxpaged.attention import AttentionMetadata, LayerKVCache, resolve_backend
+from mlxpaged.attention.gather import make_plan
 
 Array = npt.NDArray[np.float64]
 
@@ -251,6 +252,76 @@ def test_sequences_may_share_blocks() -> None:
     scene.tables[1] = scene.tables[0]
     scene.keys[1], scene.values[1] = scene.keys[0], scene.values[0]
     scene.check()
+
+
+def share(scene: Scene, sequence: int, other: int, blocks: int) -> None:
+    """Let a sequence begin with the blocks of an earlier one."""
+    tokens = blocks * scene.shape.block_size
+    assert tokens < min(scene.context_lens[sequence], scene.context_lens[other])
+    scene.tables[sequence][:blocks] = scene.tables[other][:blocks]
+    for rows in (scene.keys, scene.values):
+        rows[sequence][:tokens] = rows[other][:tokens]
+
+
+def decode_runs(scene: Scene, window: int | None = None) -> list[tuple[list[int], list[int]]]:
+    plan = make_plan(scene.meta(), window, scene.shape.num_kv_heads).decodes
+    assert plan is not None
+    runs = [(run.members.tolist(), run.blocks.tolist()) for run in plan.shared]
+    return sorted(runs, key=lambda run: (run[0], len(run[1])))  # type: ignore[arg-type, return-value]
+
+
+def test_a_system_prompt_is_attended_once_for_all_who_share_it() -> None:
+    """Six sequences of one system prompt, three of them of one conversation, beside others."""
+    scene = Scene(Shape(block_size=8), [(1, 70), *[(1, 200 + i) for i in range(6)], (9, 150), (1, 33)])
+    for i in range(2, 7):
+        share(scene, i, 1, 9)
+    for i in (3, 5):
+        share(scene, i, 1, 22)
+    share(scene, 7, 1, 9)  # a prompt chunk
+    first = scene.tables[1]
+    assert decode_runs(scene) == [([1, 2, 3, 4, 5, 6], first[:9]), ([1, 3, 5], first[9:22])]
+    scene.write_all()
+    for extras in (Extras(), Extras(sinks=True), Extras(softcap=2.0)):
+        scene.check(extras)
+
+
+def test_a_window_is_shared_as_far_as_all_see_blocks_whole() -> None:
+    scene = Scene(Shape(block_size=8), [(1, 400), (1, 420), (1, 410), (1, 430)])
+    for i in range(1, 4):
+        share(scene, i, 0, 49)
+    # The last query at 429 sees 300 keys from 130 on, in the middle of block 16; at 399 the first sees from 100 on.
+    assert decode_runs(scene, 300) == [([0, 1, 2, 3], scene.tables[0][17:49])]
+    assert decode_runs(scene, 30) == []
+    scene.write_all()
+    for window in (1, 9, 30, 100, 299, 300, 301):
+        scene.check(Extras(window, sinks=True))
+
+
+def test_a_short_or_small_run_is_not_worth_it() -> None:
+    scene = Scene(Shape(block_size=8), [(1, 300), (1, 300), (1, 300)])
+    share(scene, 1, 0, 10)
+    share(scene, 2, 0, 10)
+    assert decode_runs(scene) == []
+    share(scene, 1, 0, 27)
+    assert decode_runs(scene) == [([0, 1], scene.tables[0][10:27])]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_trees_of_shared_blocks_match_float64(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size = (8, 16, 32)[seed % 3]
+    lens = [(1 if rng.random() < 0.8 else 3, int(rng.integers(2 * size, 24 * size))) for _ in range(20)]
+    lens += [(1, 24 * size), (1, 24 * size)]
+    scene = Scene(Shape(block_size=size, dtype=mx.float16 if seed % 5 == 4 else mx.float32), lens, seed)
+    share(scene, 21, 20, 20)
+    for i in range(1, 20):
+        other = int(rng.integers(0, i))
+        longest = min((scene.context_lens[j] - 3) // size for j in (i, other))
+        share(scene, i, other, int(rng.integers(0, longest + 1)))
+    scene.write_all()
+    assert decode_runs(scene)
+    window = None if seed % 2 else int(rng.integers(size, 12 * size))
+    scene.check(Extras(window, 3.0 if seed % 4 == 0 else None, seed % 3 == 0))
 
 
 def test_one_metadata_serves_layers_of_different_windows_and_shapes() -> None:

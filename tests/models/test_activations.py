@@ -1,0 +1,65 @@
+"""The gated activation by powers of two: the same numbers as the model's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx_lm.models.llama
+import numpy as np
+import pytest
+from mlx.nn.layers.base import Module
+from mlx_lm.models.activations import swiglu
+
+from mlxpaged.models import load_model
+from mlxpaged.models.activations import route_activation
+from mlxpaged.models.loader import DEMO_MODEL
+
+GATES = np.concatenate([np.linspace(-120, 120, 4001), [0.0, -0.0, 1e-30, -1e-30, 3e38, -3e38, -1e4]]).astype(np.float32)
+
+
+def tiny() -> Module:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "num_attention_heads": 1}
+    args = mlx_lm.models.llama.ModelArgs("llama", **sizes, rms_norm_eps=1e-5, vocab_size=8)  # type: ignore[arg-type]
+    return mlx_lm.models.llama.Model(args)
+
+
+def routed(monkeypatch: pytest.MonkeyPatch) -> Callable[[mx.array, mx.array], mx.array]:
+    """mlx-lm's own function, routed as a loaded model's is."""
+    monkeypatch.setattr(mlx_lm.models.llama, "swiglu", swiglu)
+    assert route_activation(tiny()) == 1
+    function: Callable[[mx.array, mx.array], mx.array] = mlx_lm.models.llama.swiglu
+    return function
+
+
+def test_a_loaded_model_takes_powers() -> None:
+    module = sys.modules[type(load_model(DEMO_MODEL).model.layers[0].mlp).__module__]
+    assert getattr(module.swiglu, "takes_powers", False) is (mx.default_device() == mx.Device(mx.cpu))
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU's activation is replaced")
+def test_it_is_swiglu_to_the_last_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.linspace(0.5, 1, GATES.size, dtype=np.float32)
+    gates = GATES.astype(np.float64)
+    with np.errstate(over="ignore"):
+        expected = gates / (1 + np.exp(-gates)) * x
+    got = np.array(routed(monkeypatch)(mx.array(GATES), mx.array(x)))
+    near = np.abs(GATES) < 30
+    np.testing.assert_allclose(got[near], expected[near], rtol=3e-6)
+    np.testing.assert_allclose(got, expected, rtol=3e-6, atol=1e-11)  # where a power rounds, nothing is left of it
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_types_are_left_to_the_model(monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype) -> None:
+    gate, x = mx.linspace(-8, 8, 64).astype(dtype), mx.linspace(-1, 1, 64).astype(dtype)
+    got = routed(monkeypatch)(gate, x)
+    assert got.dtype == dtype
+    assert mx.array_equal(got, swiglu(gate, x))
+
+
+def test_a_gpu_keeps_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlx_lm.models.llama, "swiglu", swiglu)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert route_activation(tiny()) == 0
+    assert mlx_lm.models.llama.swiglu is swiglu
