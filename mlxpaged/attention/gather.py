@@ -14,22 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
-from mlxpaged.attention.metadata import AttentionMetadata, IntArray
+from mlxpaged.attention.gather_plan import Decodes, Plan, PromptChunk, SharedRun, make_plan
+from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Options
 
 LOG2E = math.log2(math.e)
-
-FEW_PAIRS = 16
-"""Of a sequence and a block: where a step has no more, a copy of their values costs less than telling them apart."""
-
-LEAST_SHARED = 32
-"""Of a sequence and a block: shared blocks that stand for fewer pairs cost less as pairs."""
 
 TILE = 64
 """Queries of a prompt that are attended together: enough for fast products, and few keys in vain."""
@@ -79,57 +71,6 @@ class GatherPool:
         self._values[rows] = values.reshape(len(ids), rows_per_block, head_dim)
 
 
-@dataclass(frozen=True)
-class SharedRun:
-    """Blocks in a row of several decoding sequences' tables, visible whole to each. members: places among them."""
-
-    members: mx.array
-    blocks: mx.array
-
-
-@dataclass(frozen=True)
-class Decodes:
-    """The n sequences with one query token each, and their P pairs of a sequence and one of its blocks.
-
-    The last E pairs are edges: blocks of which only a part is visible, at the end of a context or of a window, or all
-    where they are few. The others come before them. rows[n]: the sequences' places among the step's query tokens.
-    queries[P * Hkv], blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block,
-    Hkv]. edge_blocks[E]; visible[E, slot]. Blocks in a shared run make no pairs. The parts of attention are the pairs,
-    then every member of every run. parts[n, b]: those of each sequence; where padding[n, b, 1, 1, 1] is set, one of its
-    own that does not count. parts is None where that is their order, padding where there is none.
-    """
-
-    rows: mx.array | slice
-    queries: mx.array
-    blocks: mx.array
-    edge_blocks: mx.array
-    visible: mx.array
-    shared: list[SharedRun]
-    parts: mx.array | None
-    padding: mx.array | None
-
-
-@dataclass(frozen=True)
-class PromptChunk:
-    """Query tokens `rows` of one sequence over keys that start at block `blocks[0]`, `num_keys` of them."""
-
-    rows: slice
-    blocks: mx.array
-    num_keys: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a step's query tokens are attended under one window; the same for every layer that has this window.
-
-    order: brings the outputs, those of the decodes first, back into the order of the query tokens; None where they are.
-    """
-
-    decodes: Decodes | None
-    chunks: list[PromptChunk]
-    order: mx.array | None
-
-
 def rows_of_slots(meta: AttentionMetadata, num_kv_heads: int) -> mx.array:
     """Rows of a [block, kv_head, slot] pool that the step's tokens are written to, [T, num_kv_heads]."""
     key = ("rows", num_kv_heads)
@@ -157,110 +98,6 @@ def attend(
     return out if plan.order is None else out[plan.order]
 
 
-def make_plan(meta: AttentionMetadata, window: int | None, num_kv_heads: int) -> Plan:
-    lens = np.asarray(meta.host_query_lens)
-    starts = np.cumsum(lens) - lens
-    decoding = np.flatnonzero(lens == 1).astype(np.int32)
-    prompts = np.flatnonzero(lens > 1).tolist()
-    chunks = [prompt_chunk(meta, i, int(starts[i]), window) for i in prompts]
-    rows = np.concatenate([starts[decoding], *(np.arange(starts[i], starts[i] + lens[i]) for i in prompts)])
-    in_order = bool((np.diff(rows) > 0).all())
-    return Plan(
-        decodes(meta, decoding, starts, window, num_kv_heads) if len(decoding) else None,
-        chunks,
-        None if in_order else mx.array(np.argsort(rows).astype(np.int32)),
-    )
-
-
-def first_key(context_len: int, query_len: int, window: int | None) -> int:
-    """Position of the first key that any of the query tokens sees."""
-    return 0 if window is None else max(0, context_len - query_len + 1 - window)
-
-
-def prompt_chunk(meta: AttentionMetadata, sequence: int, first_row: int, window: int | None) -> PromptChunk:
-    query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
-    first_block = first_key(context_len, query_len, window) // meta.block_size
-    blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
-    num_keys = context_len - first_block * meta.block_size
-    return PromptChunk(slice(first_row, first_row + query_len), mx.array(blocks), num_keys)
-
-
-def decodes(
-    meta: AttentionMetadata, members: IntArray, starts: IntArray, window: int | None, num_kv_heads: int
-) -> Decodes:
-    size = meta.block_size
-    tables = meta.host_block_tables[members]
-    context = np.asarray(meta.host_context_lens)[members]
-    first = np.zeros_like(context) if window is None else np.maximum(context - window, 0)
-    columns = np.arange(tables.shape[1])
-    paired = (columns >= (first // size)[:, None]) & (columns < -(-context // size)[:, None])
-    runs = shared_runs(tables, -(-first // size), (context - 1) // size)  # which leave every sequence its last block
-    for sharing, begin, end in runs:
-        paired[sharing, begin:end] = False
-    owner, column = np.nonzero(paired)
-    position = column[:, None] * size + np.arange(size)
-    visible = (position < context[owner, None]) & (position >= first[owner, None])
-    is_edge = ~visible.all(axis=1) | (len(owner) <= FEW_PAIRS)
-    order = np.argsort(is_edge, kind="stable")
-    edges = order[len(order) - int(is_edge.sum()) :]
-    block = tables[owner, column]
-    parts, padding = group_parts(np.concatenate([owner[order], *(sharing for sharing, _, _ in runs)]), len(members))
-    heads = np.arange(num_kv_heads)
-    rows = starts[members]
-    return Decodes(
-        rows=slice(0, len(members)) if rows[-1] < len(members) else mx.array(rows.astype(np.int32)),
-        queries=mx.array((owner[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
-        blocks=mx.array((block[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
-        edge_blocks=mx.array(block[edges].astype(np.int32)),
-        visible=mx.array(visible[edges]),
-        shared=[
-            SharedRun(mx.array(sharing.astype(np.int32)), mx.array(tables[sharing[0], begin:end]))
-            for sharing, begin, end in runs
-        ],
-        parts=None if not padding.any() and (np.diff(parts.reshape(-1)) == 1).all() else mx.array(parts),
-        padding=mx.array(padding[:, :, None, None, None]) if padding.any() else None,
-    )
-
-
-def group_parts(owner: IntArray, num_owners: int) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """From the owner of each part to the parts of each owner, [num_owners, most], and where there is none; the first of
-    its own stands there. Every owner has a part."""
-    counts = np.bincount(owner, minlength=num_owners)
-    by_owner = np.argsort(owner, kind="stable")
-    padding = np.arange(counts.max()) >= counts[:, None]
-    parts: IntArray = np.zeros(padding.shape, np.int32)
-    parts[~padding] = by_owner
-    return np.where(padding, parts[:, :1], parts), padding
-
-
-def shared_runs(tables: IntArray, first: IntArray, last: IntArray) -> list[tuple[IntArray, int, int]]:
-    """Of the sequences with these block tables: which of them share which columns, as (sequences, begin, end).
-
-    Only columns from first[i] up to last[i], which sequence i sees whole, count for it. Runs follow the tree of common
-    prefixes: what two share beyond that of a larger group is a run of its own. Small ones are left out.
-    """
-    runs = []
-    branches = [(np.arange(len(tables)), 0)]
-    while branches:
-        branch, begin = branches.pop()
-        branch = branch[last[branch] > begin]
-        for block in duplicates(tables[branch, begin]):
-            sharing = branch[tables[branch, begin] == block]
-            columns = tables[sharing, begin : last[sharing].min()]
-            same = (columns == columns[0]).all(axis=0)
-            end = begin + (len(same) if same.all() else int(same.argmin()))
-            begin_whole = max(begin, int(first[sharing].max()))
-            if len(sharing) * (end - begin_whole) >= LEAST_SHARED:
-                runs.append((sharing, begin_whole, end))
-            branches.append((sharing, end))
-    return runs
-
-
-def duplicates(blocks: IntArray) -> IntArray:
-    ids, counts = np.unique(blocks, return_counts=True)
-    return ids[counts > 1]
-
-
 def attend_decodes(
     queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, plan: Decodes, options: Options
 ) -> mx.array:
@@ -271,7 +108,9 @@ def attend_decodes(
     parts = [attend_pairs(grouped, key_blocks, value_blocks, plan, options)]
     parts += [attend_shared(grouped[run.members], key_blocks, value_blocks, run, options) for run in plan.shared]
     out, peak, total = (mx.concatenate(list(same)) if len(same) > 1 else same[0] for same in zip(*parts, strict=True))
-    if plan.parts is None:
+    if plan.owner is not None:
+        out, peak, total = add_up(out, peak, total, plan.owner, n)
+    elif plan.parts is None:
         out, peak, total = (array.reshape(n, -1, *array.shape[1:]) for array in (out, peak, total))
     else:
         out, peak, total = (array[plan.parts] for array in (out, peak, total))
@@ -323,6 +162,17 @@ def attend_shared(
     out = weights.astype(values.dtype) @ values
     out, peak, total = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in (out, peak, total))
     return out, peak, total
+
+
+def add_up(
+    out: mx.array, peak: mx.array, total: mx.array, owner: mx.array, n: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The parts of each of n owners as one part: [n, 1, Hkv, group, ...]."""
+    highest = mx.full((n, *peak.shape[1:]), -mx.inf).at[owner].maximum(peak)
+    share = mx.power(2.0, peak - highest[owner])
+    total = mx.zeros(highest.shape).at[owner].add(share * total)
+    out = mx.zeros((n, *out.shape[1:])).at[owner].add(share * out)
+    return out[:, None], highest[:, None], total[:, None]
 
 
 def merge_parts(out: mx.array, peak: mx.array, total: mx.array, sinks: mx.array | None) -> mx.array:

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.attention import gather, kernels
+from mlxpaged.attention.gather_plan import PromptChunk, prompt_chunk
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Options
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class
@@ -138,7 +139,7 @@ class Plan:
     order: brings the outputs of the parts back into the order of the query tokens.
     """
 
-    parts: list[PagedPart | gather.PromptChunk]
+    parts: list[PagedPart | PromptChunk]
     order: mx.array
 
 
@@ -246,10 +247,10 @@ class MetalPool:
             choice = self.tuning.choice(chunk_class(int(lens[i]), int(keys[i])))
             members.setdefault((False, choice.partition), []).append(i)
         tile = self._variant(group, False).queries
-        parts: list[PagedPart | gather.PromptChunk] = []
+        parts: list[PagedPart | PromptChunk] = []
         for (single, partition), sequences in members.items():
             if partition is None:
-                parts += [gather.prompt_chunk(meta, i, int(starts[i]), window) for i in sequences]
+                parts += [prompt_chunk(meta, i, int(starts[i]), window) for i in sequences]
             else:
                 work = make_work(meta, np.asarray(sequences), window, 1 if single else tile, partition)
                 parts.append(PagedPart(work, single))
@@ -310,7 +311,7 @@ class MetalPool:
         )
         return merged, token
 
-    def _contiguous(self, chunk: gather.PromptChunk) -> tuple[mx.array, mx.array, mx.array]:
+    def _contiguous(self, chunk: PromptChunk) -> tuple[mx.array, mx.array, mx.array]:
         """The chunk's keys and values, [num_kv_heads, num_keys, head_dim] each, and the token of having read them."""
         quads = self.head_dim // 4
         shape = (self.num_kv_heads, chunk.num_keys, self.head_dim)

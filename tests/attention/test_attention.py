@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from mlxpaged.attention import AttentionMetadata, LayerKVCache, resolve_backend
-from mlxpaged.attention.gather import make_plan
+from mlxpaged.attention.gather_plan import make_plan
 
 Array = npt.NDArray[np.float64]
 
@@ -304,6 +304,19 @@ def test_a_short_or_small_run_is_not_worth_it() -> None:
     assert decode_runs(scene) == []
     share(scene, 1, 0, 27)
     assert decode_runs(scene) == [([0, 1], scene.tables[0][10:27])]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
+@pytest.mark.parametrize("extras", [Extras(), Extras(window=300), Extras(sinks=True), Extras(softcap=2.0)], ids=str)
+def test_one_long_context_beside_short_ones_is_not_padded_to(extras: Extras, dtype: mx.Dtype) -> None:
+    scene = Scene(Shape(block_size=8, dtype=dtype), [(1, 20 + i) for i in range(9)] + [(1, 700)] + [(1, 15), (1, 700)])
+    share(scene, 11, 9, 30)
+    scene.write_all()
+    plan = make_plan(scene.meta(), extras.window, 2).decodes
+    assert plan is not None
+    assert plan.owner is not None
+    assert plan.padding is None
+    scene.check(extras)
 
 
 @pytest.mark.parametrize("seed", range(16))
