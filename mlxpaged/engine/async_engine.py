@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from mlxpaged.cache import BlockUsage, blocks_for
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
 from mlxpaged.engine.engine_thread import Abort, Callbacks, Cancel, Embed, EngineThread, Query, Stop, Submit
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
-from mlxpaged.engine.status import EngineStatus
+from mlxpaged.engine.status import EngineStats, EngineStatus
 from mlxpaged.models import EmbeddingModel, Tokenizer
 from mlxpaged.scheduler import FinishReason, PromptTooLongError
 

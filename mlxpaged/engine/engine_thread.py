@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder, EmbeddingRequest
 from mlxpaged.engine.memory import wire_device_memory
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
+from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
 from mlxpaged.models import (
     ModelNotFoundError,
