@@ -80,7 +80,7 @@ class EngineCore:
         self._generated = 0
         self._deadlines = Deadlines()
         self._log = StepLog()
-        self._settled_at = -math.inf
+        self._read_at = -math.inf  # the last overlapped step's tokens
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the context and the pool. Raises PromptTooLongError where it does not, and
@@ -187,9 +187,9 @@ class EngineCore:
         elif self._under_way is None:
             raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
         if batch.moves and not self._move(batch):
-            return self._end_step_under_way() + self._plain_step(batch)
+            return self.end_step_under_way() + self._plain_step(batch)
         if any(self._may_force(row) for row in batch.rows):
-            return self._end_step_under_way() + self._plain_step(batch)
+            return self.end_step_under_way() + self._plain_step(batch)
         return self._overlapped_step(batch) if self.runner.overlaps else self._plain_step(batch)
 
     def _may_force(self, row: ScheduledSequence) -> bool:
@@ -208,7 +208,6 @@ class EngineCore:
 
     def _plain_step(self, batch: Batch) -> list[RequestOutput]:
         """Run a batch to its end."""
-        started = self.clock()
         failures: list[RequestOutput] = []
         tokens = self._run(batch.rows, failures)
         for row in batch.rows:
@@ -216,7 +215,7 @@ class EngineCore:
                 del tokens[row.sequence.sequence_id]  # its values were lost after it had run: it runs again
                 self.sampler.forget(row.sequence.sequence_id)
         self._force(tokens)
-        return failures + self._settle(batch, tokens, None if failures else started)
+        return failures + self._settle(batch, tokens)
 
     def _overlapped_step(self, batch: Batch) -> list[RequestOutput]:
         """Start a batch, then end the one before it: its tokens are read and turned into text behind the device's work.
@@ -231,9 +230,10 @@ class EngineCore:
             tokens = {} if before is None else before.read()
         except Exception:
             return self._repeat([*([before.batch] if before else ()), batch])
-        return [] if before is None else self._settle(before.batch, tokens, before.started)
+        return [] if before is None else self._settle_overlapped(before, tokens)
 
-    def _end_step_under_way(self) -> list[RequestOutput]:
+    def end_step_under_way(self) -> list[RequestOutput]:
+        """Wait for the step that the device works on, if it does."""
         before, self._under_way = self._under_way, None
         if before is None:
             return []
@@ -241,7 +241,7 @@ class EngineCore:
             tokens = before.read()
         except Exception:
             return self._repeat([before.batch])
-        return self._settle(before.batch, tokens, before.started)
+        return self._settle_overlapped(before, tokens)
 
     def _repeat(self, batches: ListOf[Batch]) -> list[RequestOutput]:
         """Run batches of which one failed under way.
@@ -280,14 +280,17 @@ class EngineCore:
                 self._lose_pools()
             return False
 
-    def _settle(self, batch: Batch, tokens: dict[int, SampledToken], started: float | None) -> list[RequestOutput]:
-        """Book the tokens of a batch that is done, and make text of them. started: when it was sent to the device,
-        which began with it once the one before was done. None where its time says nothing of others like it."""
+    def _settle_overlapped(self, step: StepUnderWay, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
+        """The device began with the step once it was sent, and the one before was done."""
         now = self.clock()
-        seconds = None if started is None else now - max(started, self._settled_at)
-        self._settled_at = now
+        self.scheduler.observe(step.batch, now - max(step.started, self._read_at))
+        self._read_at = now
+        return self._settle(step.batch, tokens)
+
+    def _settle(self, batch: Batch, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
+        """Book the tokens of a batch that is done, and make text of them."""
         token_ids = {sequence_id: token.token_id for sequence_id, token in tokens.items()}
-        self.scheduler.update(batch, token_ids, seconds)
+        self.scheduler.update(batch, token_ids)
         alive = [(self._requests[number], token) for number, token in tokens.items() if number in self._requests]
         return [self._output_of(running, token) for running, token in alive]
 
@@ -317,7 +320,9 @@ class EngineCore:
         try:
             step = self._dispatch(Batch(tuple(rows)))
             self.runner.finish_step(*step.results)
-            return step.read()
+            tokens = step.read()
+            self.scheduler.observe(step.batch, self.clock() - step.started)
+            return tokens
         except Exception as error:
             logger.exception("a step of %s failed", ", ".join(row.sequence.request_id for row in rows))
             for row in rows:

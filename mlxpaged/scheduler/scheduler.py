@@ -140,15 +140,16 @@ class Scheduler:
         self.blocks.relieve()
         return Batch(tuple(plan.rows), self.blocks.take_moves())
 
-    def update(self, batch: Batch, token_ids: dict[int, int], seconds: float | None = None) -> list[Sequence]:
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """The device took `seconds` for these rows, all of which it computed, and for nothing else."""
+        self._step_limit.observe(batch, seconds)
+
+    def update(self, batch: Batch, token_ids: dict[int, int]) -> list[Sequence]:
         """The batch is done: these are its sampled tokens (sequence id -> token). End the sequences whose answer they
         complete, and return those.
 
         Sequences that ended since `schedule` are passed over. Preempted ones without a token here will draw it again.
-        seconds: what the device took for it, where that is known.
         """
-        if seconds is not None:
-            self._step_limit.observe(batch, seconds)
         ended = []
         for row in batch.rows:
             sequence = row.sequence

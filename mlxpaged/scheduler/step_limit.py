@@ -1,4 +1,4 @@
-"""How long prompts may make a step in which somebody decodes, or one between such steps."""
+"""How long prompts may make a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepLimit:
         self._cost = StepCost()
 
     def observe(self, batch: Batch, seconds: float) -> None:
-        """The device took `seconds` for the batch."""
+        """The device took `seconds` for these rows, and for nothing else."""
         contexts = [row.context_len for row in batch.rows if row.num_tokens == 1]
         chunks = [(row.start, row.num_tokens) for row in batch.rows if row.num_tokens > 1]
         self._cost.observe(contexts, chunks, seconds)
