@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +23,12 @@ import pytest
 
 from benchmarks.comparison import run as comparison
 from benchmarks.comparison.client import Answer, Client
-from benchmarks.comparison.loads import CAPACITY, Run, Sizes
+from benchmarks.comparison.loads import CAPACITY, Run, Sizes, make_loads
 from benchmarks.comparison.metrics import Figures, measure, percentile
 from benchmarks.comparison.model import WORDS, Texts, make_model, make_tokenizer
 from benchmarks.comparison.options import Options, parse
 from benchmarks.comparison.report import markdown
-from benchmarks.comparison.servers import MemoryWatch, Server, ServerError, running
+from benchmarks.comparison.servers import MemoryWatch, Server, ServerError, running, stop
 from mlxpaged.engine import EngineConfig
 from tests.support import RunningServer, running_server
 
@@ -314,3 +317,57 @@ def test_ratios_are_to_the_best_peer(tmp_path: Path) -> None:
     assert "| A at 1 | output tok/s | 1.50 | at least 1.0 |" in text
     assert "| C | inter-token p99 | 0.500 | at most 0.1 |" in text
     assert "| rapid-mlx | **not run** |" in text
+
+
+def interrupt(seconds: float) -> threading.Timer:
+    """This process gets a Ctrl-C."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("letter", ["A", "C", "D", "E"])
+def test_an_interrupt_ends_a_load_at_once_and_its_threads_with_the_server(
+    model: Path, tmp_path: Path, letter: str
+) -> None:
+    """What is under way would take minutes, and what was to be asked later is never asked."""
+    long = Sizes(a_output=8000, a_concurrent=(2,), c_stream_output=8000, d_output=8000)
+    before = set(threading.enumerate())
+    stopped: list[Server] = []
+
+    def measure_until_interrupted() -> None:
+        with running("mlxpaged", Path(sys.executable), model, tmp_path / "server.log") as server:
+            stopped.append(server)
+            client = Client(server.port, server.model, time.perf_counter() + 600, 600)
+            [load, *_] = make_loads([letter], 0.1, long, Texts(model), 0)
+            before.add(interrupt(0.5))
+            load.run(client)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_until_interrupted()
+    assert stopped[0].process.poll() is not None
+    asking = set(threading.enumerate()) - before
+    for thread in asking:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_an_interrupt_while_a_server_is_stopped_kills_it(tmp_path: Path) -> None:
+    stubborn = ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 1; done"]
+    with subprocess.Popen(stubborn, start_new_session=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        interrupt(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            stop(Server("stubborn", "model", 1, process, tmp_path / "log"), 60)
+        assert process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("nohup", "ends"), [("", True), ("signal.signal(signal.SIGHUP, signal.SIG_IGN)", False)])
+def test_the_end_of_the_terminal_is_an_interrupt_except_under_nohup(nohup: str, ends: bool) -> None:
+    lines = ["import signal", nohup, "import compare", "compare.interrupt_on_signals()"]
+    code = "\n".join([*lines, "signal.raise_signal(signal.SIGHUP)", "print('goes on')"])
+    directory = Path(__file__).parent.parent / "benchmarks"
+    done = subprocess.run([sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, timeout=60)
+    assert ("KeyboardInterrupt" in done.stderr) is ends
+    assert ("goes on" in done.stdout) is not ends
