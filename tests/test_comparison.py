@@ -407,7 +407,7 @@ def test_results_that_cannot_be_written_in_the_end_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = comparison.new_results(parse([]), tmp_path, Sizes())
-    with pytest.raises(SetupError, match="the results are above$"):
+    with pytest.raises(SetupError, match=r"the results are above$"):
         comparison.save(results, tmp_path / "gone")
     assert "load average" in capsys.readouterr().out
 
@@ -421,7 +421,7 @@ def test_where_no_server_can_be_installed_that_is_the_result(
     monkeypatch.setattr(comparison, "check_system", lambda: None)
     monkeypatch.setattr(comparison, "draw", lambda *_: None)
     monkeypatch.setattr(comparison, "make_environment", no_network)
-    with pytest.raises(SetupError, match="^nothing was measured$"):
+    with pytest.raises(SetupError, match=r"^nothing was measured$"):
         comparison.compare(options(tmp_path / "out", "--model", str(model)))
     assert json.loads((tmp_path / "out" / "comparison.json").read_text())["runs"] == []
     assert "mlx-lm: not installed: no network" in capsys.readouterr().out
