@@ -340,10 +340,13 @@ class AsyncEngine:
         self._replies.add(waiter)
         self._thread.send(command)
         try:
-            return await asyncio.wait_for(waiter, REPLY_SECONDS)
-        except asyncio.TimeoutError:
-            raise EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s") from None
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes with the reply.
+            done, _ = await asyncio.wait([waiter], timeout=REPLY_SECONDS)
+            if not done:
+                raise EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s")
+            return waiter.result()
         finally:
+            waiter.cancel()
             self._replies.discard(waiter)
 
     async def drain(self, timeout: float) -> bool:
