@@ -367,10 +367,6 @@ class AsyncEngine:
         self._ended_all = self.num_unfinished > 0
         self._thread.send(Abort(None, error))
 
-    @property
-    def thread_is_alive(self) -> bool:
-        return not self._thread.join(0)
-
     async def stop(self, timeout: float = 10.0) -> bool:
         """End the engine thread. False where it does not end within `timeout` seconds."""
         self._thread.send(Stop())
