@@ -14,16 +14,23 @@ from comparison.environments import DRIVER_PACKAGES, SetupError, make_environmen
 from comparison.options import parse
 
 
+def interrupt_on_signals() -> None:
+    """Whatever ends this process ends the servers that it started: they are in sessions of their own, and hear neither
+    Ctrl-C nor the terminal's end. Under nohup, where the latter is ignored, it stays so."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+
+
 def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036 - `make bench` takes whatever python3 there is
         sys.exit("compare.py: Python 3.10 or newer is needed")
     options = parse(sys.argv[1:])
     try:
+        interrupt_on_signals()
         python = make_environment("driver", DRIVER_PACKAGES, options.cache)
         if Path(sys.prefix).resolve() != python.parent.parent.resolve():
             os.execv(python, [str(python), *sys.argv])
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # its end is the end of the servers that it started
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         from comparison.run import compare, print_saved
 
         if options.markdown is not None:

@@ -73,11 +73,12 @@ class Engine:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self._count = 0
+        self._batch = self._count = 0
 
     def prefill(self, prompts: list[list[int]], new_tokens: int) -> float:
         """Seconds until every prompt is computed."""
         self.close()
+        self._batch = len(prompts)
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         start = time.perf_counter()
         for prompt in prompts:
@@ -88,6 +89,9 @@ class Engine:
         return time.perf_counter() - start
 
     def step(self) -> float:
+        """Seconds of one token for every sequence."""
+        if len(self.core.scheduler.running) != self._batch:
+            raise RuntimeError(f"{len(self.core.scheduler.running)} of {self._batch} sequences run")
         start = time.perf_counter()
         self.core.step()
         self.core.stats()
@@ -195,12 +199,21 @@ def main() -> None:
     parser.add_argument("--attention", type=int, nargs="+", default=[2000], help="keys of a sequence (default 2000)")
     parser.add_argument("--steps", type=int, default=64)
     args = parser.parse_args()
+    if min(*args.batch, *args.prefill, *args.attention, args.context, args.steps) < 1:
+        parser.error("all numbers must be at least 1")
     model = args.model or str(benchmark_model(CACHE))
     served = load_model(model)
     plain, _ = load_weights(resolve_model(model))
     useful = max(args.batch) * (args.context + args.steps + 64) + max(args.prefill) + 64
     kv_bytes = bytes_per_token(served.layers) * useful
-    config = EngineConfig(model=model, max_num_seqs=max(args.batch), kv_cache_bytes=kv_bytes)
+    config = EngineConfig(
+        model=model,
+        max_num_seqs=max(args.batch),
+        # All prompts in one step: who was ready first would be at the end of its answer before the last began.
+        max_num_batched_tokens=max(*args.prefill, max(args.batch) * args.context),
+        max_step_ms=0,
+        kv_cache_bytes=kv_bytes,
+    )
     core = EngineCore(config, served)
     bare, engine = Bare(plain), Engine(core)
     print(f"{model}, {served.weight_bytes / 1e6:.1f} MB of weights, {mx.default_device()}, {blas.describe()}\n")

@@ -9,24 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 
 M_TRIM_THRESHOLD = -1  # from glibc's malloc.h
 M_MMAP_THRESHOLD = -3
 
-BLAS_HINT = "install OpenBLAS for a many times faster CPU path (Debian, Ubuntu: apt install libopenblas0)"
+OPENBLAS = "libopenblas.so.0"
+REFERENCE = "the reference BLAS of MLX's wheel"
+INSTALL = "install OpenBLAS for a many times faster CPU path (Debian, Ubuntu: apt install libopenblas0)"
+TOO_LATE = "mlx was imported before mlxpaged, which could have loaded a faster one first"
 
 loaded: str | None = None
 """The BLAS library in use, with its routines; None for the one inside MLX's wheel."""
 
+hint = INSTALL
+"""What to do where that is slow."""
+
 
 def prepare() -> None:
-    """Has an effect only before mlx is imported for the first time in the process."""
-    global loaded
-    if sys.platform != "linux" or "mlx.core" in sys.modules:
+    """Once mlx is imported in the process, it has its BLAS: then OpenBLAS is in use only if it was there before."""
+    global loaded, hint
+    if sys.platform != "linux":
         return
+    late = "mlx.core" in sys.modules
+    if late:
+        hint = TOO_LATE
     with contextlib.suppress(OSError):
-        loaded = f"OpenBLAS{routines(ctypes.CDLL('libopenblas.so.0', mode=ctypes.RTLD_GLOBAL))}"
+        library = ctypes.CDLL(OPENBLAS, mode=ctypes.RTLD_GLOBAL | (os.RTLD_NOLOAD if late else 0))
+        loaded = f"OpenBLAS{routines(library)}"
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # not glibc
@@ -49,4 +60,4 @@ def describe() -> str:
     """One line for the start-up log."""
     if sys.platform != "linux":
         return "Accelerate"
-    return loaded or f"the reference BLAS of MLX's wheel; {BLAS_HINT}"
+    return loaded or f"{REFERENCE}; {hint}"

@@ -30,14 +30,14 @@ def test_the_benchmark_of_the_scheduler_measures() -> None:
 
 
 def test_the_benchmark_of_the_engine_measures() -> None:
-    sizes = ("--batch", "1", "2", "--context", "8", "--prefill", "16", "--attention", "40", "--steps", "4")
+    sizes = ("--batch", "1", "4", "--context", "1200", "--prefill", "16", "--attention", "40", "--steps", "4")
     table, profile = run("engine.py", "--model", "demo", *sizes).split("\n\n")[1:]
     rows = table.splitlines()[1:]
     assert [row[:22].strip() for row in rows] == [
         "prefill of 16",
-        "attention, 2 x 40",
+        "attention, 4 x 40",
         "decode, batch 1",
-        "decode, batch 2",
+        "decode, batch 4",
     ]
     for row in rows:
         theirs_ms, ours_ms, theirs, ours, ratio = (float(text) for text in row[22:].split()[:5])

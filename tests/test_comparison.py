@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +23,13 @@ import pytest
 
 from benchmarks.comparison import run as comparison
 from benchmarks.comparison.client import Answer, Client
-from benchmarks.comparison.loads import CAPACITY, Run, Sizes
+from benchmarks.comparison.environments import SetupError
+from benchmarks.comparison.loads import CAPACITY, Run, Sizes, make_loads
 from benchmarks.comparison.metrics import Figures, measure, percentile
 from benchmarks.comparison.model import WORDS, Texts, make_model, make_tokenizer
 from benchmarks.comparison.options import Options, parse
 from benchmarks.comparison.report import markdown
-from benchmarks.comparison.servers import MemoryWatch, Server, ServerError, running
+from benchmarks.comparison.servers import MemoryWatch, Server, ServerError, running, stop
 from mlxpaged.engine import EngineConfig
 from tests.support import RunningServer, running_server
 
@@ -314,3 +318,135 @@ def test_ratios_are_to_the_best_peer(tmp_path: Path) -> None:
     assert "| A at 1 | output tok/s | 1.50 | at least 1.0 |" in text
     assert "| C | inter-token p99 | 0.500 | at most 0.1 |" in text
     assert "| rapid-mlx | **not run** |" in text
+
+
+def interrupt(seconds: float) -> threading.Timer:
+    """This process gets a Ctrl-C."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("letter", ["A", "C", "D", "E"])
+def test_an_interrupt_ends_a_load_at_once_and_its_threads_with_the_server(
+    model: Path, tmp_path: Path, letter: str
+) -> None:
+    """What is under way would take minutes, and what was to be asked later is never asked."""
+    long = Sizes(a_output=8000, a_concurrent=(2,), c_stream_output=8000, d_output=8000)
+    before = set(threading.enumerate())
+    stopped: list[Server] = []
+
+    def measure_until_interrupted() -> None:
+        with running("mlxpaged", Path(sys.executable), model, tmp_path / "server.log") as server:
+            stopped.append(server)
+            client = Client(server.port, server.model, time.perf_counter() + 600, 600)
+            [load, *_] = make_loads([letter], 0.1, long, Texts(model), 0)
+            before.add(interrupt(0.5))
+            load.run(client)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_until_interrupted()
+    assert stopped[0].process.poll() is not None
+    asking = set(threading.enumerate()) - before
+    for thread in asking:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_an_interrupt_while_a_server_is_stopped_kills_it(tmp_path: Path) -> None:
+    stubborn = ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 1; done"]
+    with subprocess.Popen(stubborn, start_new_session=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        interrupt(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            stop(Server("stubborn", "model", 1, process, tmp_path / "log"), 60)
+        assert process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("nohup", "ends"), [("", True), ("signal.signal(signal.SIGHUP, signal.SIG_IGN)", False)])
+def test_the_end_of_the_terminal_is_an_interrupt_except_under_nohup(nohup: str, ends: bool) -> None:
+    lines = ["import signal", nohup, "import compare", "compare.interrupt_on_signals()"]
+    code = "\n".join([*lines, "signal.raise_signal(signal.SIGHUP)", "print('goes on')"])
+    directory = Path(__file__).parent.parent / "benchmarks"
+    done = subprocess.run([sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, timeout=60)
+    assert ("KeyboardInterrupt" in done.stderr) is ends
+    assert ("goes on" in done.stdout) is not ends
+
+
+@pytest.mark.parametrize("event", [[], {"choices": [{"delta": 3}]}, {"usage": {"prompt_tokens": 3}}, {"choices": 1}])
+def test_an_event_that_nobody_expects_is_an_error_of_its_answer(event: Any) -> None:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(f"HTTP/1.0 200 OK\r\n\r\ndata: {json.dumps(event)}\n\n".encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        answer = Client(listener.getsockname()[1], "model", time.perf_counter() + 60, 60).ask([], 1)
+        served.result(10)
+    assert answer.error
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("name", ["--budget", "--request-timeout", "--load-timeout", "--capacity"])
+def test_times_and_rates_are_numbers_above_zero(capsys: pytest.CaptureFixture[str], name: str, value: str) -> None:
+    with pytest.raises(SystemExit):
+        parse([f"{name}={value}"])
+    assert f"{name} must be a number above 0" in capsys.readouterr().err
+
+
+def test_results_that_could_not_be_kept_are_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SetupError, match=r"^--out .*/file/results: Not a directory"):
+        comparison.compare(parse(["--out", str(tmp_path / "file" / "results")]))
+
+
+def test_results_that_cannot_be_written_in_the_end_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = comparison.new_results(parse([]), tmp_path, Sizes())
+    with pytest.raises(SetupError, match=r"the results are above$"):
+        comparison.save(results, tmp_path / "gone")
+    assert "load average" in capsys.readouterr().out
+
+
+def test_where_no_server_can_be_installed_that_is_the_result(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_network(*_: object) -> Path:
+        raise SetupError("not installed: no network")
+
+    monkeypatch.setattr(comparison, "check_system", lambda: None)
+    monkeypatch.setattr(comparison, "draw", lambda *_: None)
+    monkeypatch.setattr(comparison, "make_environment", no_network)
+    with pytest.raises(SetupError, match=r"^nothing was measured$"):
+        comparison.compare(options(tmp_path / "out", "--model", str(model)))
+    assert json.loads((tmp_path / "out" / "comparison.json").read_text())["runs"] == []
+    assert "mlx-lm: not installed: no network" in capsys.readouterr().out
+
+
+def test_a_model_without_a_fast_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "check_system", lambda: None)
+    with pytest.raises(SetupError, match=r"tokenizer\.json: "):
+        comparison.compare(options(tmp_path / "out", "--model", str(tmp_path)))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": 3}'])
+def test_what_is_no_result_is_not_printed_as_one(tmp_path: Path, text: str) -> None:
+    (tmp_path / "some.json").write_text(text)
+    with pytest.raises(SetupError, match=r"^--markdown .*/some\.json: "):
+        comparison.print_saved(tmp_path / "some.json")
+
+
+def test_the_rate_of_a_repetition_is_summed_before_the_median_is_taken(tmp_path: Path) -> None:
+    results = comparison.new_results(parse([]), tmp_path, Sizes())
+    answers = [an_answer("stream", 0.0, [1.0, 2.0])]
+    for server, rates in (("mlxpaged", [(100, 0), (0, 100), (40, 40)]), ("mlx-lm", [(10, 10)] * 3)):
+        for read, written in rates:
+            figures = replace(
+                figures_of("C", answers, 2.0), input_tokens_per_second=read, output_tokens_per_second=written
+            )
+            results["runs"].append({"server": server, "load": "C", "problem": None, "figures": figures.__dict__})
+    assert "| C | tok/s, in and out | 5.00 |" in markdown(results)

@@ -82,7 +82,7 @@ class Client:
                 time.sleep(RETRY_SECONDS)
         except TimeoutError:
             answer.error = "the load's time was up" if give_up == self.deadline else "timed out"
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except Exception as error:  # whatever a server may send, or not send
             answer.error = f"{type(error).__name__}: {error}"
         answer.ended = time.perf_counter()
         answer.output_tokens = answer.output_tokens or len(answer.chunk_times)

@@ -111,8 +111,10 @@ def server_variables() -> dict[str, str]:
     return variables
 
 
-def check_openblas() -> None:
-    """Raises SetupError where the comparison would be one of reference BLAS routines."""
+def check_system() -> None:
+    """Raises SetupError where memory could not be measured, or it would be a comparison of reference BLAS routines."""
+    if shutil.which("ps") is None:
+        raise SetupError("ps is not installed (Debian, Ubuntu: apt install procps)")
     if not LINUX:
         return
     code = f"import ctypes; ctypes.CDLL({OPENBLAS!r})"

@@ -144,9 +144,26 @@ class Question:
     role: str = "request"
 
 
+class Threads(ThreadPoolExecutor):
+    """Threads that ask. Left by an interrupt, nobody asks for anything more and nobody is waited for: what is under way
+    ends with the server."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._left = threading.Event()
+
+    def sleep_until(self, moment: float) -> None:
+        self._left.wait(max(0.0, moment - time.perf_counter()))
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self._left.set()
+        self.shutdown(wait=kind is None, cancel_futures=kind is not None)
+
+
 def ask_all(client: Client, questions: Iterable[Question], concurrent: int) -> list[Answer]:
     """`concurrent` at a time: the next is sent when one is answered."""
-    with ThreadPoolExecutor(concurrent) as pool:
+    with Threads(concurrent) as pool:
         return list(
             pool.map(lambda question: client.ask(question.messages, question.max_tokens, question.role), questions)
         )
@@ -205,10 +222,10 @@ class LongPrompts:
             return answers
 
         def long(index: int) -> Answer:
-            sleep_until(start + (index + 1) * sizes.c_every_seconds)
+            pool.sleep_until(start + (index + 1) * sizes.c_every_seconds)
             return client.ask(user(texts[index]), sizes.c_long_output, "long")
 
-        with ThreadPoolExecutor(sizes.c_streams + sizes.c_long) as pool:
+        with Threads(sizes.c_streams + sizes.c_long) as pool:
             start = time.perf_counter()
             streams = [pool.submit(stream, index) for index in range(sizes.c_streams)]
             long_answers = list(pool.map(long, range(sizes.c_long)))
@@ -240,7 +257,7 @@ class Conversations:
             return answers
 
         def all_users() -> list[Answer]:
-            with ThreadPoolExecutor(sizes.d_users) as pool:
+            with Threads(sizes.d_users) as pool:
                 return [answer for answers in pool.map(converse, range(sizes.d_users)) for answer in answers]
 
         return timed("D", all_users)
@@ -285,21 +302,17 @@ class Arrivals:
             now += rng.expovariate(self.share * self.capacity)
             due.append(now)
 
-        def ask(start: float, seconds: float, question: Question) -> Answer:
-            sleep_until(start + seconds)
-            return client.ask(question.messages, question.max_tokens)
-
         def all_arrivals() -> list[Answer]:
-            with ThreadPoolExecutor(len(questions)) as pool:
+            with Threads(len(questions)) as pool:
                 start = time.perf_counter()
-                futures = [pool.submit(ask, start, *pair) for pair in zip(due, questions, strict=True)]
-                return [future.result() for future in futures]
+
+                def ask(seconds: float, question: Question) -> Answer:
+                    pool.sleep_until(start + seconds)
+                    return client.ask(question.messages, question.max_tokens)
+
+                return list(pool.map(ask, due, questions))
 
         return timed(name, all_arrivals)
-
-
-def sleep_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 def warm_up(client: Client, texts: Texts) -> list[Answer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +64,10 @@ def parse(arguments: list[str]) -> Options:
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
     for name in ("request_timeout", "load_timeout", "budget"):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be more than 0")
-    if args.capacity is not None and args.capacity <= 0:
-        parser.error("--capacity must be more than 0")
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be a number above 0")
+    if args.capacity is not None and not 0 < args.capacity < math.inf:
+        parser.error("--capacity must be a number above 0")
     cache = args.cache.expanduser().resolve()
     return Options(
         loads=tuple(letter for letter in LOADS if letter in args.loads),

@@ -201,8 +201,7 @@ def to_best(results: dict[str, Any], load: str, name: str, best: Callable[[list[
 
     def value(row: Row) -> float | None:
         if name == "total":
-            rates = row.value("input_tokens_per_second"), row.value("output_tokens_per_second")
-            return None if None in rates else sum(rate or 0.0 for rate in rates)
+            return middle(run["input_tokens_per_second"] + run["output_tokens_per_second"] for run in row.runs)
         return row.value(name)
 
     rows = rows_of(results, load)

@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from typing import Any
 from . import servers
 from .chart import draw
 from .client import Client
-from .environments import LINUX, ROOT, SERVER_PACKAGES, SetupError, check_openblas, make_environment, probe
+from .environments import LINUX, ROOT, SERVER_PACKAGES, SetupError, check_system, make_environment, probe
 from .loads import CAPACITY, QUICK, Load, Sizes, capped, make_loads, warm_up
 from .metrics import Figures, measure
 from .model import Texts, benchmark_model
@@ -47,9 +48,11 @@ class Budget:
 
 
 def compare(options: Options) -> None:
-    """Raises SetupError where there is nothing to compare with; a server that fails is a row that says so."""
-    check_openblas()
+    """Raises SetupError where nothing can be measured, or kept; a server that fails is a row that says so."""
+    check_writable(options.out)
+    check_system()
     model = find_model(options)
+    texts = read_texts(model)
     sizes = QUICK if options.quick else Sizes()
     pythons: dict[str, Path] = {}
     results = new_results(options, model, sizes)
@@ -69,14 +72,30 @@ def compare(options: Options) -> None:
         return servers.running(name, pythons[name], model, log)
 
     try:
-        measure_all(options, sizes, Texts(model), list(pythons), start, results)
+        measure_all(options, sizes, texts, list(pythons), start, results)
     finally:  # what an interrupt leaves is kept
         save(results, options.out)
+    if not any(run["figures"] for run in results["runs"]):
+        raise SetupError("nothing was measured")
+
+
+def check_writable(out: Path) -> None:
+    """Before hours of measuring. Raises SetupError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise SetupError(f"--out {out}: {error.strerror}") from None
 
 
 def find_model(options: Options) -> Path:
+    """Raises SetupError."""
     if options.model is None:
-        return benchmark_model(options.cache)
+        try:
+            return benchmark_model(options.cache)
+        except OSError as error:
+            raise SetupError(f"--cache {options.cache}: {error.strerror}") from None
     if Path(options.model).is_dir():
         return Path(options.model).resolve()
     from huggingface_hub import snapshot_download
@@ -85,6 +104,14 @@ def find_model(options: Options) -> Path:
         return Path(snapshot_download(options.model))
     except Exception as error:  # it has many kinds, and all mean that there is no model
         raise SetupError(f"--model {options.model}: {error}") from None
+
+
+def read_texts(model: Path) -> Texts:
+    """Raises SetupError."""
+    try:
+        return Texts(model)
+    except Exception as error:  # the tokenizer's library knows no other kind
+        raise SetupError(f"{model}/tokenizer.json: {error}") from None
 
 
 def measure_all(options: Options, sizes: Sizes, texts: Texts, names: list[str], start: Start, results: Results) -> None:
@@ -236,16 +263,23 @@ def output_of(*command: str) -> str:
 
 
 def save(results: Results, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "comparison.json").write_text(json.dumps(results, indent=1) + "\n")
+    """Print the results and write them to files. Raises SetupError where that fails."""
     text = markdown(results)
-    (out / "comparison.md").write_text(text)
-    draw(results, out / "comparison.png")
-    print(f"\n{text}\n{out}/comparison.json, .md, .png; the servers' logs in {out}/logs")
+    print(f"\n{text}")
+    try:
+        (out / "comparison.json").write_text(json.dumps(results, indent=1) + "\n")
+        (out / "comparison.md").write_text(text)
+        draw(results, out / "comparison.png")
+    except OSError as error:
+        raise SetupError(f"--out {out}: {error.strerror}; the results are above") from None
+    print(f"{out}/comparison.json, .md, .png; the servers' logs in {out}/logs")
 
 
 def print_saved(path: Path) -> None:
+    """Raises SetupError."""
     try:
         print(markdown(json.loads(path.read_text())))
     except (OSError, ValueError) as error:
         raise SetupError(f"--markdown {path}: {error}") from None
+    except (LookupError, TypeError, AttributeError) as error:
+        raise SetupError(f"--markdown {path}: not the results of a comparison ({error!r})") from None

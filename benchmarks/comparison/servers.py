@@ -18,6 +18,8 @@ from .environments import LINUX, OPENBLAS, server_variables, telling_line
 
 READY_SECONDS = 300
 STOP_SECONDS = 20
+INTERRUPTED_STOP_SECONDS = 2
+"""Somebody waits for the end, and what the server still answers is of no use."""
 MEMORY_INTERVAL = 0.5
 
 # Everything that is not named here is the server's default.
@@ -89,11 +91,15 @@ def running(name: str, python: Path, model: Path, log: Path, ready_seconds: floa
             start_new_session=True,
         )
     server = Server(name, str(model), port, process, log)
+    patience: float = STOP_SECONDS
     try:
         wait_ready(server, ready_seconds)
         yield server
+    except KeyboardInterrupt:
+        patience = INTERRUPTED_STOP_SECONDS
+        raise
     finally:
-        stop(server)
+        stop(server, patience)
 
 
 def wait_ready(server: Server, seconds: float) -> None:
@@ -110,15 +116,18 @@ def wait_ready(server: Server, seconds: float) -> None:
     raise ServerError(f"not ready within {seconds:.0f} s: {telling_line(server.log.read_text(errors='replace'))}")
 
 
-def stop(server: Server) -> None:
-    """Returns when the server's process has ended; what it leaves in its process group is killed."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.process.wait(STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.process.pid, signal.SIGKILL)
-    server.process.wait()
+def stop(server: Server, patience: float) -> None:
+    """Returns when the server's process has ended; what it leaves in its process group is killed. An interrupt while it
+    is waited for kills it at once."""
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(patience)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
 
 
 class MemoryWatch:

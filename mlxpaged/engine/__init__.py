@@ -16,12 +16,12 @@ from mlxpaged.engine.async_engine import (
 )
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import AnswerForm, CallForm, Constraint, ConstraintKind, Thinking
-from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest
 from mlxpaged.engine.grammar import GrammarError, Grammars
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.status import EngineStatus, SequenceState
+from mlxpaged.engine.status import EngineStats, EngineStatus, SequenceState
 from mlxpaged.engine.timeline import Timeline
 from mlxpaged.scheduler import Priority
 

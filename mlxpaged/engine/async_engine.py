@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from mlxpaged.cache import BlockUsage, blocks_for
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
 from mlxpaged.engine.engine_thread import Abort, Callbacks, Cancel, Embed, EngineThread, Query, Stop, Submit
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
-from mlxpaged.engine.status import EngineStatus
+from mlxpaged.engine.status import EngineStats, EngineStatus
 from mlxpaged.models import EmbeddingModel, Tokenizer
 from mlxpaged.scheduler import FinishReason, PromptTooLongError
 
@@ -340,10 +340,13 @@ class AsyncEngine:
         self._replies.add(waiter)
         self._thread.send(command)
         try:
-            return await asyncio.wait_for(waiter, REPLY_SECONDS)
-        except asyncio.TimeoutError:
-            raise EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s") from None
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes with the reply.
+            done, _ = await asyncio.wait([waiter], timeout=REPLY_SECONDS)
+            if not done:
+                raise EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s")
+            return waiter.result()
         finally:
+            waiter.cancel()
             self._replies.discard(waiter)
 
     async def drain(self, timeout: float) -> bool:
@@ -363,10 +366,6 @@ class AsyncEngine:
         """End every request with an error."""
         self._ended_all = self.num_unfinished > 0
         self._thread.send(Abort(None, error))
-
-    @property
-    def thread_is_alive(self) -> bool:
-        return not self._thread.join(0)
 
     async def stop(self, timeout: float = 10.0) -> bool:
         """End the engine thread. False where it does not end within `timeout` seconds."""

@@ -8,24 +8,21 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
-
-import mlx.core as mx
 
 from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.deadlines import Deadlines
-from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbedderStats
-from mlxpaged.engine.grammar import Grammars, Mask
+from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
+from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.memory import kv_blocks, swap_slots
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
-from mlxpaged.engine.running_request import HeldLogprobs, RunningRequest
+from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
+from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler
-from mlxpaged.engine.status import EngineStatus, engine_status
-from mlxpaged.engine.step import StepUnderWay
-from mlxpaged.engine.timeline import TimelineRecorder
+from mlxpaged.engine.status import EngineStats, EngineStatus, engine_status
+from mlxpaged.engine.step import StepDispatcher, StepUnderWay
+from mlxpaged.engine.step_log import StepLog
 from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.scheduler import (
@@ -33,24 +30,11 @@ from mlxpaged.scheduler import (
     FinishReason,
     ScheduledSequence,
     Scheduler,
-    SchedulerStats,
     Sequence,
     SequenceStatus,
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A snapshot after a step. Counters (`total`) only grow."""
-
-    scheduler: SchedulerStats
-    steps_total: int = 0
-    model_calls_total: int = 0
-    attention_calls_total: int = 0
-    generated_tokens_total: int = 0
-    embeddings: EmbedderStats = NO_EMBEDDINGS
 
 
 class EngineCore:
@@ -87,6 +71,7 @@ class EngineCore:
         self.runner = ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir)
         self.sampler = Sampler(served.vocab_size)
         self.grammars = Grammars(served.tokenizer, served.vocab_size)
+        self._dispatcher = StepDispatcher(self.runner, self.sampler, self.grammars, clock)
         self._ids = itertools.count()
         self._requests: dict[int, RunningRequest] = {}
         self._sequence_of: dict[str, int] = {}
@@ -94,9 +79,8 @@ class EngineCore:
         self._steps = 0
         self._generated = 0
         self._deadlines = Deadlines()
-        self._recording: dict[int, TimelineRecorder] = {}  # of sequences in the batch
-        self._batch = Batch(())
-        self._settled_at = -math.inf
+        self._log = StepLog()
+        self._read_at = -math.inf  # the last overlapped step's tokens
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the context and the pool. Raises PromptTooLongError where it does not, and
@@ -186,28 +170,9 @@ class EngineCore:
         """`step`, with a line in the debug log."""
         started = self.clock()
         outputs = self.step()
-        if self._batch.rows and logger.isEnabledFor(logging.DEBUG):
-            self._log_step(self.clock() - started)
+        if self._log.wants_line():
+            self._log.write(self._steps, self.clock() - started, self.scheduler.stats())
         return outputs
-
-    def _log_step(self, seconds: float) -> None:
-        batch, stats = self._batch, self.scheduler.stats()
-        decodes = sum(row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens for row in batch.rows)
-        logger.debug(
-            "step %d: rows=%d decode_rows=%d prompt_tokens=%d tokens=%d running=%d waiting=%d "
-            "blocks_used=%d blocks_cached=%d blocks_free=%d seconds=%.6f",
-            self._steps,
-            len(batch),
-            decodes,
-            batch.num_tokens - decodes,
-            batch.num_tokens,
-            stats.running,
-            stats.waiting,
-            stats.blocks.used,
-            stats.blocks.cached,
-            stats.blocks.free,
-            seconds,
-        )
 
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished() or self._under_way is not None
@@ -216,15 +181,15 @@ class EngineCore:
         """Run one batch. A failing forward pass ends the requests that cause it; everything else raised here means that
         the engine's own books are wrong, and is for the caller to treat as the end of the engine."""
         batch = self.scheduler.schedule()
-        self._record(batch)
+        self._log.start_step(batch, self._requests, self.clock())
         if batch.rows:
             self._steps += 1
         elif self._under_way is None:
             raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
         if batch.moves and not self._move(batch):
-            return self._end_step_under_way() + self._plain_step(batch)
+            return self.end_step_under_way() + self._plain_step(batch)
         if any(self._may_force(row) for row in batch.rows):
-            return self._end_step_under_way() + self._plain_step(batch)
+            return self.end_step_under_way() + self._plain_step(batch)
         return self._overlapped_step(batch) if self.runner.overlaps else self._plain_step(batch)
 
     def _may_force(self, row: ScheduledSequence) -> bool:
@@ -241,22 +206,8 @@ class EngineCore:
                 tokens[sequence_id] = SampledToken(forced)
                 self.sampler.forget(sequence_id)  # the token drawn is among its counts
 
-    def _record(self, batch: Batch) -> None:
-        """For the log and for timelines: what the step that starts now runs, and who has lost his place in it."""
-        self._batch = batch
-        now = self.clock()
-        for sequence_id, recorder in list(self._recording.items()):
-            if recorder.check_preempted(now):
-                del self._recording[sequence_id]
-        for row in batch.rows:
-            running = self._requests[row.sequence.sequence_id]
-            if running.timeline is not None:
-                self._recording[row.sequence.sequence_id] = running.timeline
-                running.timeline.schedule(row, now)
-
     def _plain_step(self, batch: Batch) -> list[RequestOutput]:
         """Run a batch to its end."""
-        started = self.clock()
         failures: list[RequestOutput] = []
         tokens = self._run(batch.rows, failures)
         for row in batch.rows:
@@ -264,7 +215,7 @@ class EngineCore:
                 del tokens[row.sequence.sequence_id]  # its values were lost after it had run: it runs again
                 self.sampler.forget(row.sequence.sequence_id)
         self._force(tokens)
-        return failures + self._settle(batch, tokens, None if failures else started)
+        return failures + self._settle(batch, tokens)
 
     def _overlapped_step(self, batch: Batch) -> list[RequestOutput]:
         """Start a batch, then end the one before it: its tokens are read and turned into text behind the device's work.
@@ -279,9 +230,10 @@ class EngineCore:
             tokens = {} if before is None else before.read()
         except Exception:
             return self._repeat([*([before.batch] if before else ()), batch])
-        return [] if before is None else self._settle(before.batch, tokens, before.started)
+        return [] if before is None else self._settle_overlapped(before, tokens)
 
-    def _end_step_under_way(self) -> list[RequestOutput]:
+    def end_step_under_way(self) -> list[RequestOutput]:
+        """Wait for the step that the device works on, if it does."""
         before, self._under_way = self._under_way, None
         if before is None:
             return []
@@ -289,7 +241,7 @@ class EngineCore:
             tokens = before.read()
         except Exception:
             return self._repeat([before.batch])
-        return self._settle(before.batch, tokens, before.started)
+        return self._settle_overlapped(before, tokens)
 
     def _repeat(self, batches: ListOf[Batch]) -> list[RequestOutput]:
         """Run batches of which one failed under way.
@@ -328,14 +280,17 @@ class EngineCore:
                 self._lose_pools()
             return False
 
-    def _settle(self, batch: Batch, tokens: dict[int, SampledToken], started: float | None) -> list[RequestOutput]:
-        """Book the tokens of a batch that is done, and make text of them. started: when it was sent to the device,
-        which began with it once the one before was done. None where its time says nothing of others like it."""
+    def _settle_overlapped(self, step: StepUnderWay, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
+        """The device began with the step once it was sent, and the one before was done."""
         now = self.clock()
-        seconds = None if started is None else now - max(started, self._settled_at)
-        self._settled_at = now
+        self.scheduler.observe(step.batch, now - max(step.started, self._read_at))
+        self._read_at = now
+        return self._settle(step.batch, tokens)
+
+    def _settle(self, batch: Batch, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
+        """Book the tokens of a batch that is done, and make text of them."""
         token_ids = {sequence_id: token.token_id for sequence_id, token in tokens.items()}
-        self.scheduler.update(batch, token_ids, seconds)
+        self.scheduler.update(batch, token_ids)
         alive = [(self._requests[number], token) for number, token in tokens.items() if number in self._requests]
         return [self._output_of(running, token) for running, token in alive]
 
@@ -365,7 +320,9 @@ class EngineCore:
         try:
             step = self._dispatch(Batch(tuple(rows)))
             self.runner.finish_step(*step.results)
-            return step.read()
+            tokens = step.read()
+            self.scheduler.observe(step.batch, self.clock() - step.started)
+            return tokens
         except Exception as error:
             logger.exception("a step of %s failed", ", ".join(row.sequence.request_id for row in rows))
             for row in rows:
@@ -381,30 +338,8 @@ class EngineCore:
         return {**self._run(rows[:half], failures), **self._run(rows[half:], failures)}
 
     def _dispatch(self, batch: Batch, before: StepUnderWay | None = None) -> StepUnderWay:
-        """Start a step. before: the step under way that draws its pending tokens."""
-        started = self.clock()
         tables = self.scheduler.get_block_tables(batch.sequence_ids)
-        logits = self.runner.forward(batch, tables, before.drawn if before is not None else None)
-        sampling = [(self._requests[row.sequence.sequence_id], row.context_len) for row in batch.rows if row.samples]
-        masks = self._masks(sampling, logits)
-        rows = [
-            running.sampling_row(position, masks.get(running.sequence.sequence_id)) for running, position in sampling
-        ]
-        step = StepUnderWay(batch, started, logits.max(axis=-1), self.sampler.sample(logits, rows) if rows else None)
-        self.runner.start_step(*step.results)
-        return step
-
-    def _masks(self, sampling: ListOf[tuple[RunningRequest, int]], logits: mx.array) -> dict[int, Mask]:
-        """By sequence id, of those with a grammar. Made while the device works on the logits."""
-        constrained = {
-            running.sequence.sequence_id: (running.matcher, running.forbidden(position))
-            for running, position in sampling
-            if running.matcher is not None
-        }
-        if not constrained:
-            return {}
-        self.runner.start_step(logits)
-        return dict(zip(constrained, self.grammars.masks(list(constrained.values())), strict=True))
+        return self._dispatcher.dispatch(batch, tables, self._requests, before)
 
     def _lose_pools(self) -> None:
         logger.error("the KV pools were lost: every running sequence starts over")
@@ -420,95 +355,30 @@ class EngineCore:
 
     def _output_of(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
         """Text is a matter of one request: where making it fails, that request ends."""
+        self._generated += 1
         try:
-            return self._advance(running, sampled)
+            output = running.advance(sampled, self.clock())
         except Exception as error:
             logger.exception("no text for token %d of %s", sampled.token_id, running.request.request_id)
             if running.sequence.finish_reason is None:
                 self.scheduler.finish(running.sequence.sequence_id, FinishReason.ERROR)
             running.sequence.finish_reason = FinishReason.ERROR
             return self._forget(running, f"no text could be made: {type(error).__name__}: {error}")
-
-    def _advance(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
-        """Turn a sampled token into text, and end the answer where its grammar or a stop string is complete."""
-        sequence = running.sequence
-        reason = sequence.finish_reason
-        complete = running.matcher is not None and running.matcher.advance(sampled.token_id)
-        self._generated += 1
-        if running.thinking is not None:
-            running.thinking.add(sampled.token_id)
-        if running.timeline is not None:
-            running.timeline.draw_token(self.clock())
-        piece = "" if reason is FinishReason.STOP else running.detokenizer.add(sampled.token_id)
-        if complete:
-            if reason is None:
-                self.scheduler.finish(sequence.sequence_id, FinishReason.STOP)
-            reason = FinishReason.STOP
-        if reason is not None:
-            piece += running.detokenizer.finish()
-        if sampled.logprobs is not None:
-            span = (running.made_chars, running.made_chars + len(piece))
-            running.held_logprobs.append(HeldLogprobs(sampled.logprobs, *span))
-        running.made_chars += len(piece)
-        too_short = sequence.num_output_tokens < running.request.params.min_tokens
-        text, stopped = (piece, False) if too_short else running.stop_strings.feed(piece)
-        if stopped:
-            if reason is None:
-                self.scheduler.finish(sequence.sequence_id, FinishReason.STOP)
-            reason = FinishReason.STOP
-        elif reason is not None:
-            text += running.stop_strings.finish()
-        running.sent_chars += len(text)
-        logprobs = self._release_logprobs(running, reason, stopped)
-        output = self._output(running, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
-        if reason is not None:
+        if output.finish_reason is not None:
+            if running.sequence.finish_reason is None:
+                self.scheduler.finish(running.sequence.sequence_id, FinishReason.STOP)
             self._release(running)
         return output
-
-    @staticmethod
-    def _release_logprobs(
-        running: RunningRequest, reason: FinishReason | None, stopped: bool
-    ) -> tuple[TokenLogprobs, ...]:
-        """Those of the text that is out. They go with it: tokens of a stop string must not leak through them either."""
-        held, sent = running.held_logprobs, running.sent_chars
-        if reason is None:
-            running.held_logprobs = [entry for entry in held if entry.end > sent]
-            return tuple(entry.token for entry in held if entry.end <= sent)
-        return tuple(entry.token for entry in held if not stopped or entry.start < sent or entry.end <= sent)
 
     def _forget(self, running: RunningRequest, error: str | None) -> RequestOutput:
         """The last output of a request that ended without completing its answer."""
         self._release(running)
-        return self._output(running, running.sequence.finish_reason, error=error)
+        return running.output(self.clock(), running.sequence.finish_reason, error=error)
 
     def _release(self, running: RunningRequest) -> None:
         sequence_id = running.sequence.sequence_id
         del self._requests[sequence_id]
         del self._sequence_of[running.request.request_id]
         self._deadlines.forget(sequence_id)
-        self._recording.pop(sequence_id, None)
+        self._log.forget(sequence_id)
         self.sampler.forget(sequence_id)
-
-    def _output(
-        self,
-        running: RunningRequest,
-        reason: FinishReason | None,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        error: str | None = None,
-    ) -> RequestOutput:
-        now = self.clock()
-        return RequestOutput(
-            request_id=running.request.request_id,
-            time=now,
-            text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            num_cached_tokens=running.sequence.num_cached_tokens,
-            num_output_tokens=running.sequence.num_output_tokens,
-            finish_reason=reason,
-            error=error,
-            timeline=running.timeline.finish(now) if running.timeline is not None and reason is not None else None,
-            stop_string=running.stop_strings.found,
-        )

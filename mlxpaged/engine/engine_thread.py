@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore, EngineStats
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder, EmbeddingRequest
 from mlxpaged.engine.memory import wire_device_memory
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
+from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
 from mlxpaged.models import (
     ModelNotFoundError,
@@ -144,6 +145,9 @@ class EngineThread:
             if core.has_work():
                 self._deliver(core, core.logged_step())
             if core.embedder is not None and embeds(core):
+                # It waits for the device in any case, and its time is not to count as that of the step under way.
+                if outputs := core.end_step_under_way():
+                    self._deliver(core, outputs)
                 core.embedder.step(alone=not core.has_work())
                 self._deliver(core, [])
 

@@ -1,4 +1,4 @@
-"""A request inside the engine: its sequence, and how far its text has come."""
+"""A request inside the engine: its sequence, and the text that its tokens make."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import secrets
 from typing import NamedTuple
 
 from mlxpaged.engine.grammar import GrammarMatcher, Mask
-from mlxpaged.engine.request import Request, TokenLogprobs
-from mlxpaged.engine.sampler import SamplingRow
+from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
+from mlxpaged.engine.sampler import SampledToken, SamplingRow
 from mlxpaged.engine.stop_strings import StopStrings
 from mlxpaged.engine.thinking_budget import ThinkingBudget
 from mlxpaged.engine.timeline import TimelineRecorder
 from mlxpaged.models import Tokenizer
-from mlxpaged.scheduler import Sequence
+from mlxpaged.scheduler import FinishReason, Sequence
 
 
 class HeldLogprobs(NamedTuple):
@@ -66,4 +66,65 @@ class RunningRequest:
             position,
             forbidden=self.forbidden(position) if mask is None else (),
             mask=mask,
+        )
+
+    def advance(self, sampled: SampledToken, now: float) -> RequestOutput:
+        """Turn the sequence's latest token into text. The output has a finish reason where the answer ends with it: the
+        sequence has ended, or the grammar or a stop string is complete."""
+        sequence = self.sequence
+        reason = sequence.finish_reason
+        complete = self.matcher is not None and self.matcher.advance(sampled.token_id)
+        if self.thinking is not None:
+            self.thinking.add(sampled.token_id)
+        if self.timeline is not None:
+            self.timeline.draw_token(now)
+        piece = "" if reason is FinishReason.STOP else self.detokenizer.add(sampled.token_id)
+        if complete:
+            reason = FinishReason.STOP
+        if reason is not None:
+            piece += self.detokenizer.finish()
+        if sampled.logprobs is not None:
+            span = (self.made_chars, self.made_chars + len(piece))
+            self.held_logprobs.append(HeldLogprobs(sampled.logprobs, *span))
+        self.made_chars += len(piece)
+        too_short = sequence.num_output_tokens < self.request.params.min_tokens
+        text, stopped = (piece, False) if too_short else self.stop_strings.feed(piece)
+        if stopped:
+            reason = FinishReason.STOP
+        elif reason is not None:
+            text += self.stop_strings.finish()
+        self.sent_chars += len(text)
+        logprobs = self._release_logprobs(reason, stopped)
+        return self.output(now, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
+
+    def _release_logprobs(self, reason: FinishReason | None, stopped: bool) -> tuple[TokenLogprobs, ...]:
+        """Those of the text that is out. They go with it: tokens of a stop string must not leak through them either."""
+        held, sent = self.held_logprobs, self.sent_chars
+        if reason is None:
+            self.held_logprobs = [entry for entry in held if entry.end > sent]
+            return tuple(entry.token for entry in held if entry.end <= sent)
+        return tuple(entry.token for entry in held if not stopped or entry.start < sent or entry.end <= sent)
+
+    def output(
+        self,
+        now: float,
+        reason: FinishReason | None,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        error: str | None = None,
+    ) -> RequestOutput:
+        """What the request's client is told next; the last of it where there is a reason."""
+        return RequestOutput(
+            request_id=self.request.request_id,
+            time=now,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            num_cached_tokens=self.sequence.num_cached_tokens,
+            num_output_tokens=self.sequence.num_output_tokens,
+            finish_reason=reason,
+            error=error,
+            timeline=self.timeline.finish(now) if self.timeline is not None and reason is not None else None,
+            stop_string=self.stop_strings.found,
         )

@@ -1,4 +1,4 @@
-"""What the engine is doing, sequence by sequence: taken on the engine thread when somebody asks."""
+"""What the engine has done so far, and what it is doing, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mlxpaged.engine.embedder import NO_EMBEDDINGS, EmbedderStats
 from mlxpaged.scheduler import Priority, Scheduler, SchedulerStats, Sequence, SequenceStatus
 
 MAX_WAITING_LISTED = 1000
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot after a step. Counters (`total`) only grow."""
+
+    scheduler: SchedulerStats
+    steps_total: int = 0
+    model_calls_total: int = 0
+    attention_calls_total: int = 0
+    generated_tokens_total: int = 0
+    embeddings: EmbedderStats = NO_EMBEDDINGS
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,8 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """In the order in which they are served. waiting: the first of those that wait, preempted and swapped ones
-    included; `scheduler.waiting` counts all of them."""
+    """Taken on the engine thread when somebody asks. Sequences are in the order in which they are served. waiting: the
+    first of those that wait, preempted and swapped ones included; `scheduler.waiting` counts all of them."""
 
     scheduler: SchedulerStats
     steps_total: int

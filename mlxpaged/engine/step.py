@@ -1,14 +1,18 @@
-"""A step that the device works on, and what it draws."""
+"""A step on the device: how it is started, and what it draws."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxpaged.engine.model_runner import DrawnTokens
-from mlxpaged.engine.sampler import SampledToken, Samples
+from mlxpaged.engine.grammar import Grammars, Mask
+from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
+from mlxpaged.engine.running_request import RunningRequest
+from mlxpaged.engine.sampler import SampledToken, Sampler, Samples
 from mlxpaged.scheduler import Batch
 
 
@@ -42,3 +46,47 @@ class StepUnderWay:
 
 def sampling_ids(batch: Batch) -> list[int]:
     return [row.sequence.sequence_id for row in batch.rows if row.samples]
+
+
+class StepDispatcher:
+    """Starts steps: forward pass, masks of grammars and draw, in one go for the device.
+
+    clock: the engine's, seconds."""
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler, grammars: Grammars, clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._grammars = grammars
+        self._clock = clock
+
+    def dispatch(
+        self,
+        batch: Batch,
+        block_tables: Mapping[int, ListOf[int]],
+        requests: Mapping[int, RunningRequest],
+        before: StepUnderWay | None,
+    ) -> StepUnderWay:
+        """Start a step. block_tables, requests: by sequence id. before: the step under way that draws its pending
+        tokens."""
+        started = self._clock()
+        logits = self._runner.forward(batch, block_tables, before.drawn if before is not None else None)
+        sampling = [(requests[row.sequence.sequence_id], row.context_len) for row in batch.rows if row.samples]
+        masks = self._masks(sampling, logits)
+        rows = [
+            running.sampling_row(position, masks.get(running.sequence.sequence_id)) for running, position in sampling
+        ]
+        step = StepUnderWay(batch, started, logits.max(axis=-1), self._sampler.sample(logits, rows) if rows else None)
+        self._runner.start_step(*step.results)
+        return step
+
+    def _masks(self, sampling: ListOf[tuple[RunningRequest, int]], logits: mx.array) -> dict[int, Mask]:
+        """By sequence id, of those with a grammar. Made while the device works on the logits."""
+        constrained = {
+            running.sequence.sequence_id: (running.matcher, running.forbidden(position))
+            for running, position in sampling
+            if running.matcher is not None
+        }
+        if not constrained:
+            return {}
+        self._runner.start_step(logits)
+        return dict(zip(constrained, self._grammars.masks(list(constrained.values())), strict=True))

@@ -1,13 +1,9 @@
 """Which tokens run in the next step. Plain Python over plain integers; never imports mlx."""
 
+from mlxpaged.scheduler.admission import Admission, PromptTooLongError
 from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence
 from mlxpaged.scheduler.config import PREFILL_MODES, SchedulerConfig, SchedulerStats
-from mlxpaged.scheduler.scheduler import (
-    Admission,
-    PromptTooLongError,
-    Scheduler,
-    UnknownSequenceError,
-)
+from mlxpaged.scheduler.scheduler import Scheduler, UnknownSequenceError
 from mlxpaged.scheduler.sequence import FinishReason, IllegalTransitionError, Priority, Sequence, SequenceStatus
 
 __all__ = [

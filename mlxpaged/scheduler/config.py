@@ -26,8 +26,9 @@ class SchedulerConfig:
     max_num_batched_tokens: the token budget of a step. prefill_mode: "mixed" steps compute prompts beside decoding
     sequences, "separate" ones either. decode_preference, 0 to below 1: in mixed steps the share of the budget that
     prompts leave alone while anybody decodes; in separate ones the share of steps that decode while prompts wait.
-    max_step_seconds: what prompts may make of a step in which somebody decodes, by what steps have taken so far. 0 for
-    no limit; None for DECODE_MULTIPLE times what it would take without them, or LEAST_STEP_SECONDS if that is more.
+    max_step_seconds: what prompts may make of any step, by what steps have taken so far; LEAST_CHUNK tokens of them run
+    all the same. 0 for no limit; None for DECODE_MULTIPLE times what it would take without them, or LEAST_STEP_SECONDS
+    if that is more, while anybody decodes.
     cache_seed: whatever the KV values depend on beside the tokens (model, adapter, KV type).
     """
 

@@ -22,17 +22,17 @@ import heapq
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
-from enum import Enum
 
-from mlxpaged.cache import OutOfBlocksError, blocks_for
+from mlxpaged.cache import OutOfBlocksError
+from mlxpaged.scheduler.admission import Admission, AdmissionControl, gives_way
 from mlxpaged.scheduler.batch import Batch, StepPlan
-from mlxpaged.scheduler.block_manager import BlockManager, Reuse
-from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS, SchedulerConfig, SchedulerStats
+from mlxpaged.scheduler.block_manager import BlockManager
+from mlxpaged.scheduler.config import SchedulerConfig, SchedulerStats
+from mlxpaged.scheduler.preemption import Preemption
 from mlxpaged.scheduler.queue import ORDER, SequenceQueue
 from mlxpaged.scheduler.sequence import FinishReason, Sequence, SequenceStatus
-from mlxpaged.scheduler.step_cost import StepCost
+from mlxpaged.scheduler.step_limit import StepLimit
 
 logger = logging.getLogger(__name__)
 
@@ -43,26 +43,8 @@ LOOK_AHEAD = 4
 """Waiting sequences that a step may find no room for before it looks no further: a small one may pass a large one."""
 
 
-class PromptTooLongError(ValueError):
-    """A request that could not run even with the whole pool to itself. limit: tokens, of prompt and answer together."""
-
-    def __init__(self, message: str, num_prompt_tokens: int, max_tokens: int | None, limit: int) -> None:
-        super().__init__(message)
-        self.num_prompt_tokens = num_prompt_tokens
-        self.max_tokens = max_tokens
-        self.limit = limit
-
-
 class UnknownSequenceError(KeyError):
     """No unfinished sequence has this id."""
-
-
-class Admission(Enum):
-    """Whether a waiting sequence may run: now, once others have given blocks or seats back, or never."""
-
-    OK = "ok"
-    LATER = "later"
-    IMPOSSIBLE = "impossible"
 
 
 class Scheduler:
@@ -85,31 +67,20 @@ class Scheduler:
         self._waiting = SequenceQueue()
         self._forks: dict[int, list[Sequence]] = {}  # by parent: they wait for its prompt
         self._changed: set[int] = set()  # given blocks, with their contents, for the step that is being made up
+        self.admissions = AdmissionControl(config.max_num_seqs, self.blocks, self._running, self._changed)
+        self._preemption = Preemption(self.blocks, self._running, self._waiting, clock)
+        self._step_limit = StepLimit(config.max_step_seconds)
         self._decode_credit = 0.0
-        self.step_cost = StepCost()
-        self._preemptions = 0
         self._rescues = 0
         self._prefix_hit_tokens = 0
         self._prompt_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raises PromptTooLongError where a request of this size could never run."""
-        blocks = blocks_for(num_prompt_tokens + max_tokens - 1, self.config.block_size)
-        if blocks > self.pool.num_blocks:
-            raise PromptTooLongError(
-                f"{num_prompt_tokens} prompt tokens and up to {max_tokens} generated ones need {blocks} KV blocks of "
-                f"{self.config.block_size} tokens; the pool has {self.pool.num_blocks} (raise --kv-cache-memory)",
-                num_prompt_tokens,
-                max_tokens,
-                self.pool.num_blocks * self.config.block_size,
-            )
-
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; a fork once its parent's prompt is computed. Raises PromptTooLongError where it could never
         run."""
-        self.check_fits(sequence.num_prompt_tokens, sequence.max_tokens)
+        self.admissions.check_fits(sequence.num_prompt_tokens, sequence.max_tokens)
         if sequence.sequence_id in self._sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
         self._sequences[sequence.sequence_id] = sequence
@@ -145,13 +116,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
 
-    def admission(self, sequence: Sequence) -> Admission:
-        """Whether a sequence that does not run could be admitted as things are."""
-        if blocks_for(sequence.max_kv_tokens, self.config.block_size) > self.pool.num_blocks:
-            return Admission.IMPOSSIBLE
-        seat = len(self._running) < self.config.max_num_seqs
-        return Admission.OK if seat and self._fitting(sequence) else Admission.LATER
-
     # -- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch:
@@ -176,18 +140,16 @@ class Scheduler:
         self.blocks.relieve()
         return Batch(tuple(plan.rows), self.blocks.take_moves())
 
-    def update(self, batch: Batch, token_ids: dict[int, int], seconds: float | None = None) -> list[Sequence]:
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """The device took `seconds` for these rows, all of which it computed, and for nothing else."""
+        self._step_limit.observe(batch, seconds)
+
+    def update(self, batch: Batch, token_ids: dict[int, int]) -> list[Sequence]:
         """The batch is done: these are its sampled tokens (sequence id -> token). End the sequences whose answer they
         complete, and return those.
 
         Sequences that ended since `schedule` are passed over. Preempted ones without a token here will draw it again.
-        seconds: what the device took for it, where that is known.
         """
-        if seconds is not None:
-            contexts = [row.context_len for row in batch.rows if row.num_tokens == 1]
-            self.step_cost.observe(
-                contexts, [(row.start, row.num_tokens) for row in batch.rows if row.num_tokens > 1], seconds
-            )
         ended = []
         for row in batch.rows:
             sequence = row.sequence
@@ -228,7 +190,7 @@ class Scheduler:
             waiting=len(self._sequences) - len(self._running),
             blocks=self.pool.usage(),
             swap=self.blocks.swap_usage(),
-            preemptions_total=self._preemptions,
+            preemptions_total=self._preemption.total,
             rescues_total=self._rescues,
             blocks_copied_total=self.blocks.blocks_copied,
             blocks_swapped_out_total=self.blocks.blocks_swapped_out,
@@ -257,52 +219,23 @@ class Scheduler:
         sequence = self.get(sequence_id)
         tainted = self.blocks.retract(sequence)
         self.finish(sequence_id, FinishReason.ERROR)
-        return self._void_dependants(tainted)
+        return self._preemption.void_dependants(tainted)
 
     def start_over(self, sequence: Sequence) -> list[Sequence]:
-        """What a sequence has computed in the steps under way, or what was moved for it, is lost: it is computed again.
-        So are those that had adopted blocks from it, which are returned."""
-        if sequence.status is SequenceStatus.RUNNING:
-            tainted = self.blocks.retract(sequence)
-            self._preempt(sequence, swap=False)
-            return self._void_dependants(tainted)
-        if sequence.status is SequenceStatus.SWAPPED:
-            self._lose_swapped(sequence)
-        return []
+        """What a sequence has computed in the steps under way is lost. Returns those that had adopted blocks from it:
+        they start over too."""
+        return self._preemption.start_over(sequence)
 
     def undo_moves(self, batch: Batch) -> None:
         """The moves of a batch failed, wholly or in part: whoever needs them starts over. The step under way before it
         did not fail, and its tokens will be read."""
-        slots = {slot for _, slot in batch.moves.swap_out}
-        blocks = {block for _, block in (*batch.moves.copies, *batch.moves.swap_in)}
-        for sequence in list(self._sequences.values()):
-            table = sequence.block_table
-            if not slots.isdisjoint(sequence.swap_slots):
-                self._lose_swapped(sequence)
-            elif table is not None and not blocks.isdisjoint(table.block_ids):
-                sequence.num_settled_tokens = 0
-                self.start_over(sequence)
-
-    def _lose_swapped(self, sequence: Sequence) -> None:
-        sequence.transition(SequenceStatus.PREEMPTED)
-        self.blocks.drop_swapped(sequence)
+        self._preemption.undo_moves(batch.moves, list(self._sequences.values()))
 
     def reset_cache(self) -> None:
         """Forget every value in the pool: running sequences start over, the prefix cache is emptied."""
-        for sequence in list(self._running):
-            self._preempt(sequence, swap=False)
+        self._preemption.start_all_over()
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
-
-    def _void_dependants(self, tainted: set[int]) -> list[Sequence]:
-        dependants = []
-        for other in list(self._running):
-            assert other.block_table is not None
-            if not tainted.isdisjoint(other.block_table.block_ids):
-                tainted |= self.blocks.retract(other)
-                self._preempt(other, swap=False)
-                dependants.append(other)
-        return dependants
 
     # -- decoding and prompts ------------------------------------------------------------------------------------
 
@@ -316,7 +249,7 @@ class Scheduler:
 
     def _count_passes(self) -> None:
         """In a step that looks at no prompts, for those that found no room in the last one that did."""
-        if len(self._running) < self.config.max_num_seqs:
+        if self.admissions.num_free_seats > 0:
             for sequence in self._waiting.first(LOOK_AHEAD):
                 sequence.num_passes += sequence.num_passes > 0
 
@@ -332,9 +265,9 @@ class Scheduler:
             share = int((1 - self.config.decode_preference) * self.config.max_num_batched_tokens)
             plan.budget = min(plan.budget, max(1, share))
         prefilling = [sequence for sequence in self._running if sequence.num_uncomputed_tokens > 1]
-        waiting = self._waiting.first(self.config.max_num_seqs - len(self._running) + LOOK_AHEAD)
+        waiting = self._waiting.first(self.admissions.num_free_seats + LOOK_AHEAD)
         if prefilling or waiting:
-            self._limit_prompts(plan)
+            self._step_limit.apply(plan, (len(sequence.token_ids) for sequence in filter(is_decoding, self._running)))
         refused = 0
         for sequence in heapq.merge(prefilling, waiting, key=ORDER):
             if plan.budget == 0:
@@ -354,18 +287,6 @@ class Scheduler:
                 self._add(plan, sequence, num_tokens)
             else:
                 refused += 1
-
-    def _limit_prompts(self, plan: StepPlan) -> None:
-        """Those who decode, in this step or between such steps, are not to wait for prompts longer than was said."""
-        limit = self.config.max_step_seconds
-        decoding = [row.context_len for row in plan.rows]
-        waited_for = decoding or [len(sequence.token_ids) for sequence in filter(is_decoding, self._running)]
-        costs = None if limit == 0 or not (waited_for or limit) else self.step_cost.costs()
-        if costs is None:
-            return
-        if limit is None:
-            limit = max(DECODE_MULTIPLE * costs.decode_seconds(waited_for), LEAST_STEP_SECONDS)
-        plan.limit(costs, limit - costs.decode_seconds(decoding))
 
     def _add(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
         plan.add(sequence, num_tokens)
@@ -388,9 +309,9 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move a waiting sequence to RUNNING if there is a seat and room for it."""
-        if len(self._running) >= self.config.max_num_seqs:
+        if self.admissions.num_free_seats < 1:
             return False
-        reuse = self._fitting(sequence)
+        reuse = self.admissions.fitting(sequence)
         if reuse is None:
             sequence.num_passes += 1
             return False
@@ -405,7 +326,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self._prefix_hit_tokens += sequence.num_cached_tokens
             self._prompt_tokens += sequence.num_prompt_tokens
-        self._log("admitted", sequence, logging.DEBUG)
+        logger.debug("admitted %s: %s", sequence.label, sequence.standing(self.clock()))
         shared = [self.pool.ref_count(cached.block) for cached in reuse.hit.blocks]
         if shared:
             logger.debug(
@@ -416,36 +337,6 @@ class Scheduler:
                 max(shared),
             )
         return True
-
-    def _reusable(self, sequence: Sequence) -> Reuse:
-        """A fork copies a block of its parent before its step runs: by then a step before it must have written it."""
-        parent = sequence.fork_of if sequence.status is SequenceStatus.WAITING else None
-        there = (
-            parent is not None
-            and parent.num_settled_tokens >= sequence.num_prompt_tokens
-            and parent.sequence_id not in self._changed
-        )
-        return self.blocks.find(sequence, parent if there else None)
-
-    def _fitting(self, sequence: Sequence) -> Reuse | None:
-        """What a waiting sequence need not compute, where it can be prefilled to its end beside what the others need to
-        finish their prompts, or their next token. None where there is no room for that."""
-        room = self.pool.num_free - self._reserved(sequence)
-        if self.blocks.least_room_for(sequence) > room:
-            return None
-        reuse = self._reusable(sequence)
-        return reuse if self.blocks.room_for(sequence, reuse) <= room else None
-
-    def _reserved(self, sequence: Sequence) -> int:
-        return sum(self._reserve(other, sequence) for other in self._running)
-
-    @staticmethod
-    def _reserve(other: Sequence, sequence: Sequence) -> int:
-        """Blocks that a newcomer leaves to one that runs."""
-        if gives_way(other, sequence):
-            return 0
-        assert other.block_table is not None
-        return other.block_table.blocks_missing(len(other.token_ids))
 
     def _make_way(self, plan: StepPlan) -> None:
         """Before a step is made up, admit a waiting sequence that was passed over MAX_PASSES times, whoever has to give
@@ -466,7 +357,7 @@ class Scheduler:
         ]
         if rescued is None and not willing:
             return
-        victims = [] if self.admission(sequence) is Admission.OK else self._victims(sequence, willing)
+        victims = [] if self.admissions.judge(sequence) is Admission.OK else self.admissions.victims(sequence, willing)
         if victims is None:
             return
         for victim in victims:
@@ -478,32 +369,7 @@ class Scheduler:
             rescued.rescued = True
             if victims:
                 self._rescues += 1
-                self._log("made room for", sequence, logging.INFO)
-
-    def _victims(self, sequence: Sequence, willing: list[Sequence]) -> list[Sequence] | None:
-        """Those that have to give way for a waiting sequence, from the front of `willing`. None where not even all of
-        them would do: nobody gives way in vain."""
-        room = self.pool.num_free - self._reserved(sequence)
-        most = sum(self._reserve(other, sequence) + len(other.block_table or ()) for other in willing)
-        if self.blocks.least_room_for(sequence) > room + most:
-            return None
-        reuse = self.blocks.find(sequence)
-        hit = {cached.block for cached in reuse.hit.blocks}  # that they are free again is no gain
-        short = self.blocks.room_for(sequence, reuse) - room
-        seats = self.config.max_num_seqs - len(self._running)
-        dropped: Counter[int] = Counter()
-        victims: list[Sequence] = []
-        while short > 0 or len(victims) + seats < 1:
-            if len(victims) == len(willing):
-                return None
-            other = willing[len(victims)]
-            assert other.block_table is not None
-            victims.append(other)
-            short -= self._reserve(other, sequence)
-            for block in other.block_table.block_ids:
-                dropped[block] += 1
-                short -= dropped[block] == self.pool.ref_count(block) and block not in hit
-        return victims
+                logger.info("made room for %s: %s", sequence.label, sequence.standing(self.clock()))
 
     def _release_forks(self, parent: Sequence) -> None:
         """Its prompt is computed, or will not be by it: the forks may queue."""
@@ -513,41 +379,9 @@ class Scheduler:
     # -- preemption ----------------------------------------------------------------------------------------------
 
     def _give_way(self, sequence: Sequence, plan: StepPlan) -> None:
-        self._preempt(sequence, swap=not sequence.awaits_last_token)
+        self._preemption.preempt(sequence, swap=not sequence.awaits_last_token)
         plan.gave_way.add(sequence.sequence_id)
-
-    def _preempt(self, sequence: Sequence, swap: bool) -> None:
-        """Back to the queue, at its place. swap: keep its values in swap space if that has room. Otherwise they are
-        computed again, but for full blocks that are still found in the prefix cache when its turn comes."""
-        swapped = swap and self.blocks.swap_out(sequence)
-        if not swapped:
-            self.blocks.release(sequence)
-        self._running.remove(sequence)
-        sequence.rescued = False
-        sequence.transition(SequenceStatus.SWAPPED if swapped else SequenceStatus.PREEMPTED)
-        sequence.num_preemptions += 1
-        self._preemptions += 1
-        self._waiting.add(sequence)
-        self._log("swapped out" if swapped else "preempted", sequence, logging.INFO)
-
-    def _log(self, what: str, sequence: Sequence, level: int) -> None:
-        now = self.clock()
-        logger.log(
-            level,
-            "%s %s: priority %s, effective %.2f, %.1f s old, preemption %d",
-            what,
-            sequence.label,
-            sequence.priority.name,
-            sequence.effective_priority(now),
-            now - sequence.arrival_time,
-            sequence.num_preemptions,
-        )
 
 
 def is_decoding(sequence: Sequence) -> bool:
     return sequence.num_uncomputed_tokens == 1 and not (sequence.awaits_last_token or sequence.awaits_host)
-
-
-def gives_way(other: Sequence, sequence: Sequence) -> bool:
-    """Whether one that runs gives way to a waiting one, only because it is of a lower class and its turn is later."""
-    return other.priority > sequence.priority and other.order > sequence.order and not other.rescued

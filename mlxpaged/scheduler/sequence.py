@@ -138,6 +138,13 @@ class Sequence:
         """Its class less what its age is worth; the lowest is served first."""
         return self.priority - AGING_RATE * (now - self.arrival_time)
 
+    def standing(self, now: float) -> str:
+        """In the log, where it gains or loses its place."""
+        return (
+            f"priority {self.priority.name}, effective {self.effective_priority(now):.2f}, "
+            f"{now - self.arrival_time:.1f} s old, preemption {self.num_preemptions}"
+        )
+
     @property
     def status(self) -> SequenceStatus:
         return self._status

@@ -12,7 +12,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,15 @@ another process ran)."""
 SCALE = np.array([1.0, 10.0, 1e4, 100.0, 1e5])
 """Usual sizes of the five parts. Where the steps do not tell which part takes the time, it is shared in this way."""
 
+EXTRAPOLATION = 4
+"""A chunk may be this many times as long as the prompts of any step that is remembered. What a few tokens cost is lost
+in the noise of a step: from one step with eight of them, a chunk of 1,000 was taken for free in every tenth trial."""
+
 SHORTEST = 1e-6
 """Seconds: a clock may not tell two steps apart."""
+
+PROMPT_TOKENS = 3
+"""Where they stand among the five parts."""
 
 Observations = deque[tuple[tuple[float, ...], float]]
 """The parts of steps, and their seconds."""
@@ -58,13 +65,15 @@ def non_negative_least_squares(
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a step, none negative. Keys are counted once for every token that attends to them."""
+    """Seconds of the parts of a step, none negative. Keys are counted once for every token that attends to them.
+    longest_chunk: tokens, of those that the others were learned to hold for."""
 
     per_step: float
     per_decode: float
     per_decode_key: float
     per_prompt_token: float
     per_prompt_key: float
+    longest_chunk: int = sys.maxsize
 
     def decode_seconds(self, contexts: ListOf[int]) -> float:
         """Of a step of decoding sequences alone, with these lengths."""
@@ -75,11 +84,11 @@ class Costs:
         return self.per_prompt_token * tokens + self.per_prompt_key * chunk_keys(start, tokens)
 
     def chunk_within(self, seconds: float, start: int) -> int:
-        """The most tokens from `start` on that take no longer: the larger root of a quadratic equation, in the form
-        that also holds where one of its terms is zero."""
+        """The most tokens from `start` on that take no longer, as far as is known: the larger root of a quadratic
+        equation, in the form that also holds where one of its terms is zero."""
         linear, square = self.per_prompt_token + self.per_prompt_key * (start + 0.5), self.per_prompt_key / 2
         divisor = linear + math.sqrt(linear * linear + 4 * square * max(0.0, seconds))
-        return int(2 * max(0.0, seconds) / divisor) if divisor else sys.maxsize
+        return int(min(2 * max(0.0, seconds) / divisor if divisor else math.inf, self.longest_chunk))
 
 
 class StepCost:
@@ -111,5 +120,7 @@ class StepCost:
             return None
         parts, seconds = zip(*self._plain, *self._with_prompts, strict=True)
         relative = np.asarray(parts) / SCALE / np.asarray(seconds)[:, None]
-        self._costs = Costs(*(non_negative_least_squares(relative, np.ones(len(seconds))) / SCALE).tolist())
+        coefficients = (non_negative_least_squares(relative, np.ones(len(seconds))) / SCALE).tolist()
+        longest = max(parts[PROMPT_TOKENS] for parts, _ in self._with_prompts)
+        self._costs = replace(Costs(*coefficients), longest_chunk=EXTRAPOLATION * int(longest))
         return self._costs

@@ -9,6 +9,7 @@ import pytest
 from openai import OpenAI
 
 from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.running_request import RunningRequest
 from tests.api.helpers import (
     Background,
     StepGate,
@@ -211,14 +212,14 @@ def test_one_failing_choice_ends_them_all(
     one_at_a_time: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     server = one_at_a_time
-    advance = server.core._advance
+    advance = RunningRequest.advance
 
-    def failing(running: Any, sampled: Any) -> Any:
+    def failing(running: RunningRequest, *token: Any) -> Any:
         if running.request.request_id == "mine-1":
             raise LookupError("no such token")
-        return advance(running, sampled)
+        return advance(running, *token)
 
-    monkeypatch.setattr(server.core, "_advance", failing)
+    monkeypatch.setattr(RunningRequest, "advance", failing)
     pending = Background.post(server, COMPLETIONS, run_on("x", 300, n=3, stream=stream), X_Request_Id="mine")
     assert "no such token" in check_failure(pending, 500, "server_error", "generation_failed")["message"]
     server.wait_idle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import re
 import shutil
@@ -23,6 +24,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from mlxpaged.api import HttpConfig
 from mlxpaged.engine import EngineConfig, EngineState
+from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models.loader import DEMO_PATH
 from tests.api.helpers import (
     DEADLINE,
@@ -241,6 +243,31 @@ def test_streams_go_on_beside_a_large_request_and_it_does_not_starve(server: Run
     beside = steps[first:last_generated]
     assert beside.count("embed") >= 12
     assert "embed,embed" not in ",".join(beside)
+
+
+def test_what_embeddings_take_is_not_learned_as_the_time_of_a_step_under_way(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRunner, "overlaps", True)
+    events: list[float | None] = []  # the seconds of a step, None for embeddings
+    embedder, scheduler = server.core.embedder, server.core.scheduler
+    step = embedder.step
+
+    def slow(alone: bool) -> None:
+        events.append(None)
+        time.sleep(0.2)
+        step(alone)
+
+    monkeypatch.setattr(embedder, "step", slow)
+    monkeypatch.setattr(scheduler, "observe", lambda batch, seconds: events.append(seconds))
+    stream = Background.post(server, "/v1/completions", run_on(random_tokens(5, 1), 50, stream=True))
+    wait_until(lambda: len(events) > 0)
+    body = {"model": "vectors", "input": [random_tokens(400, i) for i in range(5)]}
+    assert Background.post(server, PATH, body).result().status_code == 200
+    assert stream.text
+    beside = [after for before, after in itertools.pairwise(events) if before is None and after is not None]
+    assert len(beside) >= 4
+    assert sorted(beside)[len(beside) // 2] < 0.2
 
 
 def hold(server: RunningServer) -> Any:

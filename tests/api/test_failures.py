@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from mlxpaged.engine import EngineConfig, EngineState
+from mlxpaged.engine.running_request import RunningRequest
 from tests.api.helpers import (
     Background,
     StepGate,
@@ -307,14 +308,14 @@ def test_a_request_that_the_engine_will_not_take_fails_alone(
 def test_a_detokenizer_that_fails_ends_its_request_alone(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advance = server.core._advance
+    advance = RunningRequest.advance
 
-    def failing(running: Any, sampled: Any) -> Any:
+    def failing(running: RunningRequest, *token: Any) -> Any:
         if running.request.params.max_tokens == 3:
             raise LookupError("no such token")
-        return advance(running, sampled)
+        return advance(running, *token)
 
-    monkeypatch.setattr(server.core, "_advance", failing)
+    monkeypatch.setattr(RunningRequest, "advance", failing)
     with raw(server) as client:
         response = client.post(COMPLETIONS, json=run_on("x", 3))
         assert response.status_code == 500

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from mlxpaged.engine import EngineConfig, Priority
 from tests.api.helpers import (
+    DEADLINE,
     FakeClock,
     StepGate,
     answer_text,
@@ -215,3 +218,19 @@ def test_an_engine_that_does_not_reply_is_reported_busy(server: RunningServer, m
         check_failure(pending, 499, "request_cancelled", "request_cancelled")
     server.wait_idle()
     assert ask_idle(server, "GET", STATUS)["state"] == "ok"
+
+
+def test_a_question_is_cancelled_although_its_reply_comes_at_that_moment(server: RunningServer) -> None:
+    """Else whoever was interrupted goes on as if he had not been: `mlxpaged bench` measured on after Ctrl-C."""
+
+    async def cancelled() -> bool:
+        asked = asyncio.ensure_future(server.engine.clear_cache())
+        await asyncio.sleep(0)
+        time.sleep(0.2)  # the reply is there, and this loop has not seen it yet
+        asked.cancel()
+        await asyncio.wait([asked])
+        return asked.cancelled()
+
+    assert server.engine._loop is not None
+    assert asyncio.run_coroutine_threadsafe(cancelled(), server.engine._loop).result(DEADLINE)
+    assert ask_idle(server, "POST", CLEAR) == {"dropped_blocks": 0}

@@ -319,7 +319,8 @@ def test_the_engine_has_the_flags_of_serve(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_engine_that_fails_ends_with_status_1_and_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The device works for about three runs, and then never again."""
+    """The device works for about three runs, and then never again. The process ends as it is: MLX may need the
+    interpreter for longer than Python knows of its thread."""
     forward = ModelRunner.forward
     calls = 0
 
@@ -332,7 +333,10 @@ def test_an_engine_that_fails_ends_with_status_1_and_what_was_measured(
 
     monkeypatch.setattr(ModelRunner, "forward", failing_forward)
     monkeypatch.setattr(command, "set_up", lambda level: None)
-    assert main(["bench", *QUICK, "--runs", "50", "--concurrency", "2", *SMALL_POOL]) == 1
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *QUICK, "--runs", "50", "--concurrency", "2", *SMALL_POOL])
+    assert end.value.code == 1
     streams = capsys.readouterr()
     assert "the device is on fire" in streams.err
     assert "output tokens/s" in streams.out
@@ -375,3 +379,27 @@ def test_what_was_not_measured_has_no_figure() -> None:
     context = context_figures(128, [Pass(1, [answer(128, 0, 2)], seconds=2)])
     assert context is not None
     assert (context.prefill_tokens_per_second, context.decode_tokens_per_second) == (64, None)
+
+
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_reader_who_leaves_is_told_of_in_a_sentence(tmp_path: Path, lines: int) -> None:
+    """As with `mlxpaged bench | head -1`: before the first line, or before the table."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlxpaged", "bench", *QUICK, "--concurrency", "2", *SMALL_POOL],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment({}),
+        text=True,
+    )
+    assert process.stdout is not None
+    for _ in range(lines):
+        process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr:
+        said = process.stderr.read()
+    assert process.wait(DEADLINE) == 1
+    assert "mlxpaged: the figures cannot be printed: Broken pipe" in said
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said

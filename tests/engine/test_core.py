@@ -276,3 +276,43 @@ def test_the_engine_measures_its_steps_and_cuts_prompts_to_the_limit(
         core.step()
     assert max(seconds) <= 0.0605
     assert sum(second > 0.055 for second in seconds) >= 6, "the limit is used"
+
+
+def observed(core: EngineCore) -> list[tuple[int, float]]:
+    """Tokens and seconds of every step that the cost model learns from, from here on."""
+    found: list[tuple[int, float]] = []
+    observe = core.scheduler.observe
+
+    def noting(batch: Batch, seconds: float) -> None:
+        found.append((batch.num_tokens, seconds))
+        observe(batch, seconds)
+
+    core.scheduler.observe = noting  # type: ignore[method-assign]
+    return found
+
+
+def test_of_a_step_that_is_run_again_in_halves_each_is_learned_with_its_own_time(core: EngineCore) -> None:
+    found = observed(core)
+    tried: list[Batch] = []
+    tried = fail_when(core, lambda batch: len(tried) <= 2)  # overlapped: the step, and once more as a plain one
+    for i in range(4):
+        submit(core, str(i), [i, *range(20, 29)])
+    outputs = run(core)
+    assert all(len(tokens(outputs[str(i)])) == 12 for i in range(4)), "it failed for once"
+    assert sum(count for count, _ in found) == 4 * (10 + 11)
+    assert found[0][0] < 40
+
+
+def test_what_a_step_did_not_compute_in_the_end_is_not_learned(served: ServedModel, core: EngineCore) -> None:
+    """Everybody starts over: running the failed steps' batches again takes no time at all."""
+    found = observed(core)
+    submit(core, "first", list(range(40)))
+    core.step()
+    core.step()
+    recover = core.runner.recover
+    core.runner.recover = lambda: recover() and False  # type: ignore[method-assign]
+    tried: list[Batch] = []
+    tried = fail_when(core, lambda batch: len(tried) == 1)
+    found.clear()
+    run(core)
+    assert found == []

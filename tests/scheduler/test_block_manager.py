@@ -94,7 +94,7 @@ def test_a_slot_that_a_step_reads_is_not_written_by_the_same_step() -> None:
     simulation.step()
     blocks = scheduler.blocks
     first = scheduler.get(1)
-    scheduler._preempt(first, swap=True)
+    scheduler._preemption.preempt(first, swap=True)
     simulation.move(blocks.take_moves())
     assert swap.num_free == 0
     blocks.start(first, blocks.find(first))
@@ -156,7 +156,7 @@ def test_one_that_has_computed_nothing_has_nothing_to_swap() -> None:
     seq = sequence(1, PROMPT)
     scheduler.add(seq)
     assert scheduler._admit(seq)
-    scheduler._preempt(seq, swap=True)
+    scheduler._preemption.preempt(seq, swap=True)
     assert seq.status is SequenceStatus.PREEMPTED
 
 
@@ -229,7 +229,7 @@ def test_a_fork_of_a_parent_that_is_gone_computes_what_it_does_not_find(fate: st
         if fate == "aborted":
             simulation.abort(1)
         elif fate != "finished":
-            scheduler._preempt(parent, swap=fate == "swapped")
+            scheduler._preemption.preempt(parent, swap=fate == "swapped")
             simulation.move(scheduler.blocks.take_moves())
         simulation.add(fork)
     simulation.run()
@@ -259,7 +259,7 @@ def test_a_fork_never_copies_what_its_parent_gets_in_the_same_step(slots: int) -
     parent = sequence(1, PROMPT, max_tokens=5)
     simulation.add(parent)
     simulation.step()
-    scheduler._preempt(parent, swap=True)
+    scheduler._preemption.preempt(parent, swap=True)
     simulation.move(scheduler.blocks.take_moves())
     simulation.add(sequence(2, PROMPT, max_tokens=5, fork_of=parent))
     batch = simulation.step()
@@ -321,7 +321,7 @@ def test_hits_of_one_that_comes_back_are_not_counted_again() -> None:
     seq = sequence(1, PROMPT, max_tokens=4)
     simulation.add(seq)
     simulation.step()
-    scheduler._preempt(seq, swap=False)
+    scheduler._preemption.preempt(seq, swap=False)
     simulation.run()
     assert simulation.computed[1] < 10 + 11
     assert seq.num_cached_tokens == 0

@@ -163,7 +163,10 @@ def test_a_prefix_that_only_victims_hold_is_no_room_for_its_heir() -> None:
     simulation.add(sequence(3, 5, max_tokens=3, priority=HIGH))
     simulation.step()
     assert scheduler.pool.num_free == 0
-    assert scheduler.admission(sequence(4, [*prompt, *range(200, 208)], max_tokens=2, priority=HIGH)) is Admission.LATER
+    assert (
+        scheduler.admissions.judge(sequence(4, [*prompt, *range(200, 208)], max_tokens=2, priority=HIGH))
+        is Admission.LATER
+    )
     simulation.add(sequence(4, [*prompt, *range(200, 208)], max_tokens=2, priority=HIGH))
     simulation.step()
     assert scheduler.get(2).num_preemptions == 0
@@ -224,16 +227,20 @@ def test_a_decoding_sequence_that_is_the_last_keeps_its_blocks_until_somebody_ne
 def test_admission_is_ok_later_or_impossible() -> None:
     scheduler = make_scheduler(num_blocks=6, max_num_seqs=2, max_num_batched_tokens=64)
     simulation = Simulation(scheduler)
-    assert scheduler.admission(sequence(1, 20, max_tokens=5)) is Admission.OK
-    assert scheduler.admission(sequence(1, 20, max_tokens=6)) is Admission.IMPOSSIBLE
+    assert scheduler.admissions.judge(sequence(1, 20, max_tokens=5)) is Admission.OK
+    assert scheduler.admissions.judge(sequence(1, 20, max_tokens=6)) is Admission.IMPOSSIBLE
     simulation.add(sequence(1, 8, max_tokens=5))
     simulation.step()
-    assert scheduler.admission(sequence(2, 11, max_tokens=9)) is Admission.OK, "3 blocks, and 1 for the first to go on"
-    assert scheduler.admission(sequence(2, 12, max_tokens=9)) is Admission.LATER, "no room for its first answer token"
-    assert scheduler.admission(sequence(2, 12, max_tokens=1)) is Admission.OK, "it needs none"
+    assert scheduler.admissions.judge(sequence(2, 11, max_tokens=9)) is Admission.OK, (
+        "3 blocks, and 1 for the first to go on"
+    )
+    assert scheduler.admissions.judge(sequence(2, 12, max_tokens=9)) is Admission.LATER, (
+        "no room for its first answer token"
+    )
+    assert scheduler.admissions.judge(sequence(2, 12, max_tokens=1)) is Admission.OK, "it needs none"
     simulation.add(sequence(3, 1, max_tokens=5))
     simulation.step()
-    assert scheduler.admission(sequence(4, 1, max_tokens=1)) is Admission.LATER, "no seat"
+    assert scheduler.admissions.judge(sequence(4, 1, max_tokens=1)) is Admission.LATER, "no seat"
 
 
 def test_a_newcomer_leaves_to_those_before_it_what_their_prompts_still_need() -> None:
@@ -242,13 +249,13 @@ def test_a_newcomer_leaves_to_those_before_it_what_their_prompts_still_need() ->
     simulation.add(sequence(1, 32, max_tokens=4, priority=LOW))
     simulation.step()
     assert scheduler.pool.usage().used == 2
-    assert scheduler.admission(sequence(2, 15, max_tokens=2, priority=LOW)) is Admission.OK
-    assert scheduler.admission(sequence(2, 16, max_tokens=2, priority=LOW)) is Admission.LATER
-    assert scheduler.admission(sequence(2, 16, max_tokens=2, priority=HIGH)) is Admission.OK, (
+    assert scheduler.admissions.judge(sequence(2, 15, max_tokens=2, priority=LOW)) is Admission.OK
+    assert scheduler.admissions.judge(sequence(2, 16, max_tokens=2, priority=LOW)) is Admission.LATER
+    assert scheduler.admissions.judge(sequence(2, 16, max_tokens=2, priority=HIGH)) is Admission.OK, (
         "the LOW one would give way"
     )
     late = sequence(2, 16, max_tokens=2, priority=HIGH, arrival_time=60.0)
-    assert scheduler.admission(late) is Admission.LATER, "not to one that is behind it"
+    assert scheduler.admissions.judge(late) is Admission.LATER, "not to one that is behind it"
 
 
 # -- passing by ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from mlxpaged.scheduler import Batch, SchedulerConfig, Sequence
 from mlxpaged.scheduler.batch import LEAST_CHUNK
 from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS
-from mlxpaged.scheduler.step_cost import KEPT, OUTLIER, Costs, StepCost
+from mlxpaged.scheduler.step_cost import EXTRAPOLATION, KEPT, OUTLIER, Costs, StepCost
 from tests.scheduler.simulation import make_scheduler, sequence
 
 SLOW_CPU = Costs(0.05, 0.002, 1e-6, 0.002, 8e-7)
@@ -91,7 +91,19 @@ def test_a_clock_that_tells_no_time_teaches_nothing_wrong() -> None:
     model.observe([], [(0, 100)], 0.0)
     costs = model.costs()
     assert costs is not None
-    assert costs.chunk_within(0.05, 0) > 2048
+    assert costs.chunk_within(0.05, 0) == 100 * EXTRAPOLATION
+
+
+def test_a_few_tokens_do_not_teach_that_a_thousand_cost_nothing() -> None:
+    """The step with them happened to be faster than those without."""
+    model = StepCost()
+    for length in range(KEPT):
+        observe(model, SLOW_CPU, [800 + length] * 8, [])
+    observe(model, SLOW_CPU, [864] * 8, [(0, 8)], noise=0.9)
+    costs = model.costs()
+    assert costs is not None
+    chunk = max(LEAST_CHUNK, costs.chunk_within(0.1, 0))
+    assert SLOW_CPU.chunk_seconds(0, chunk) < 0.1
 
 
 def test_a_step_that_something_else_held_up_counts_a_few_times_only() -> None:
@@ -163,7 +175,8 @@ class TimedScheduler:
         chunks = [(row.start, row.num_tokens) for row in self.last.rows if row.num_tokens > 1]
         seconds = seconds_of(self.machine, contexts, chunks)
         tokens = {row.sequence.sequence_id: 1 for row in self.last.rows if row.samples}
-        self.scheduler.update(self.last, tokens, seconds)
+        self.scheduler.observe(self.last, seconds)
+        self.scheduler.update(self.last, tokens)
         return seconds
 
 
@@ -211,6 +224,18 @@ def test_without_a_limit_of_its_own_a_step_is_a_small_multiple_of_one_that_decod
     limit = max(DECODE_MULTIPLE * plain, LEAST_STEP_SECONDS)
     assert max(steps) <= 1.2 * limit  # contexts grow
     assert sorted(steps)[len(steps) // 2] >= 0.8 * limit
+
+
+def test_a_long_prompt_where_little_is_known_of_any_is_learned_in_a_few_steps() -> None:
+    """All that was computed so far were the last few tokens of prompts that are cached."""
+    timed = TimedScheduler(SLOW_CPU)
+    timed.add(*(sequence(number, 2, max_tokens=5000) for number in range(8)))
+    for _ in range(KEPT):
+        timed.step()
+    steps = prompt_steps(timed, 200, 3000)
+    limit = DECODE_MULTIPLE * SLOW_CPU.decode_seconds([80] * 8)
+    assert max(steps) <= 1.2 * limit
+    assert min(steps[2:-1]) >= 0.8 * limit
 
 
 def test_chunks_become_shorter_as_their_context_grows() -> None:

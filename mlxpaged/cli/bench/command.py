@@ -178,9 +178,10 @@ class Bench:
         if measuring.cancelled():
             status, error = INTERRUPTED, "interrupted"
         elif (failure := measuring.exception()) is not None:
-            if not isinstance(failure, EngineUnavailableError | EngineBusyError | RequestFailedError | NoRoomError):
+            expected = EngineUnavailableError | EngineBusyError | RequestFailedError | NoRoomError | OSError
+            if not isinstance(failure, expected):
                 raise failure
-            status, error = 1, str(failure)
+            status, error = 1, unwritable(failure) if isinstance(failure, OSError) else str(failure)
         if error is not None:
             print(f"mlxpaged: {error}", file=sys.stderr, flush=True)
         written = self._report(interrupted=error is not None)
@@ -188,7 +189,8 @@ class Bench:
         return status if written else status or 1
 
     async def _measure(self) -> None:
-        """Raises EngineUnavailableError, EngineBusyError, RequestFailedError or NoRoomError."""
+        """Raises EngineUnavailableError, EngineBusyError, RequestFailedError or NoRoomError; OSError where nobody reads
+        what is printed."""
         self.engine.start()
         await self.engine.wait_loaded()
         info = self.engine.require_ready()
@@ -206,9 +208,14 @@ class Bench:
         if table is None:
             print("mlxpaged: nothing was measured", file=sys.stderr, flush=True)
         else:
-            if interrupted:
-                print("what was measured until then:", file=self._console.file)
-            self._console.print(table)
+            with self._console.capture() as rendered:  # what it prints itself, it gives up on without a word
+                self._console.print(table)
+            until = "what was measured until then:\n" if interrupted else ""
+            try:
+                print(until + rendered.get(), end="", file=self._console.file, flush=True)
+            except OSError as error:
+                print(f"mlxpaged: {unwritable(error)}", file=sys.stderr, flush=True)
+                return False
         if self._json is None:
             return True
         try:
@@ -217,6 +224,10 @@ class Bench:
             print(f"mlxpaged: --json {self._json}: {error.strerror or error}", file=sys.stderr, flush=True)
             return False
         return True
+
+
+def unwritable(error: OSError) -> str:
+    return f"the figures cannot be printed: {error.strerror or error}"
 
 
 def header(info: EngineInfo, measured: Comparison | Sweep) -> str:

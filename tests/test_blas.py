@@ -1,0 +1,44 @@
+"""Which BLAS is in use, and whether what is said of it is so. Each case is a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mlxpaged.blas import OPENBLAS, REFERENCE
+
+
+def openblas_is_installed() -> bool:
+    try:
+        ctypes.CDLL(OPENBLAS)
+    except OSError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not openblas_is_installed(), reason="needs OpenBLAS, on Linux")
+
+
+def described(*imports: str, preload: str = "") -> str:
+    code = "\n".join([*imports, "from mlxpaged import blas", "print(blas.describe())"])
+    variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    variables |= {"LD_PRELOAD": preload} if preload else {}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_openblas_is_loaded_where_it_is_installed() -> None:
+    assert described() == "OpenBLAS"
+    assert described("import mlxpaged", "import mlx.core") == "OpenBLAS"
+
+
+def test_where_mlx_came_first_nobody_is_told_to_install_what_is_there() -> None:
+    assert described("import mlx.core").startswith(f"{REFERENCE}; mlx was imported before mlxpaged")
+
+
+def test_what_was_loaded_before_both_is_in_use() -> None:
+    assert described("import mlx.core", preload=OPENBLAS) == "OpenBLAS"
