@@ -108,7 +108,7 @@ class Profile:
             (core.scheduler, "schedule", "scheduler"),
             (core.scheduler, "update", "scheduler"),
             (core.scheduler, "get_block_tables", "scheduler"),
-            (AttentionMetadata, "build", "metadata"),
+            (AttentionMetadata, "upload", "metadata"),
             (core.runner, "forward", "making the graph"),
             (core.sampler, "sample", "sampler"),
             (core.runner, "start_step", "device"),

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
-from mlxpaged.cache import BlockPool, BlockTable, BlockUsage, OutOfBlocksError, PrefixCache, PrefixHit, blocks_for
+from mlxpaged.cache import (
+    BlockPool,
+    BlockTable,
+    BlockUsage,
+    OutOfBlocksError,
+    PrefixCache,
+    PrefixHit,
+    TableRows,
+    blocks_for,
+)
 from mlxpaged.cache.prefix_cache import CachedBlock
 from mlxpaged.scheduler.batch import BlockMoves
 from mlxpaged.scheduler.sequence import LastLook, Sequence
@@ -34,6 +43,7 @@ class BlockManager:
     ) -> None:
         self.pool: BlockPool[CachedBlock] = BlockPool(num_blocks, block_size)
         self.prefix_cache = PrefixCache(self.pool, cache_seed) if prefix_caching else None
+        self.tables = TableRows()
         self.swap: BlockPool[None] | None = BlockPool(num_swap_slots, block_size) if num_swap_slots else None
         self.blocks_copied = self.blocks_swapped_out = self.blocks_swapped_in = 0
         self._loaded: list[int] = []  # swap slots that the step being made up reads
@@ -84,7 +94,7 @@ class BlockManager:
 
     def start(self, sequence: Sequence, reuse: Reuse) -> None:
         """Give a sequence its table, with everything that need not be computed. There must be room for it."""
-        table = BlockTable(self.pool, self.prefix_cache)
+        table = BlockTable(self.pool, self.tables, self.prefix_cache)
         computed = self.num_reused_tokens(sequence, reuse)
         if reuse.fork_of is not None:
             assert reuse.fork_of.block_table is not None
