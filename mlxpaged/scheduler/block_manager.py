@@ -132,6 +132,8 @@ class BlockManager:
         start = sequence.num_computed_tokens
         shared = table.is_shared(start)
         missing = table.blocks_missing(start + num_tokens) + shared
+        if not missing:
+            return
         if missing > self.pool.num_free:
             raise OutOfBlocksError(f"{missing} blocks wanted, {self.pool.num_free} free")
         if shared:
@@ -144,10 +146,13 @@ class BlockManager:
         same step may use them."""
         if self.prefix_cache is None:
             return
-        assert sequence.block_table is not None
+        table = sequence.block_table
+        assert table is not None
+        if sequence.num_computed_tokens // self.pool.block_size <= len(table.chain):
+            return  # as it is for all but one of a block's tokens
         num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
         self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, num_tokens)
-        sequence.block_table.publish(sequence.token_ids, num_tokens, sequence.block_keys)
+        table.publish(sequence.token_ids, num_tokens, sequence.block_keys)
 
     def retract(self, sequence: Sequence) -> set[int]:
         """Unpublish what the steps under way should have written. Returns these blocks: others may have taken them."""
