@@ -459,7 +459,7 @@ class EngineCore:
         elif reason is not None:
             text += running.stop_strings.finish()
         running.sent_chars += len(text)
-        logprobs = self._release_logprobs(running, reason, stopped) if running.held_logprobs else ()
+        logprobs = self._release_logprobs(running, reason, stopped)
         output = self._output(running, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
         if reason is not None:
             self._release(running)
