@@ -6,8 +6,9 @@ Decode: a step of the engine and a step of plain mlx-lm (its own KV cache, a sta
 in turn, so that whatever else the machine does falls on both. Prefill: one prompt, in turn as well. Attention: one
 layer of the pool beside MLX's attention over keys that lie in one piece. The figure to quote is the median of the
 ratios; at 1 both take as long, above it the engine is faster. The profile has the parts of a decode step at the largest
-batch; all but the device's are the host's. Without --model: the model of the comparison with other servers (80 million
-parameters, float32), made where it is missing.
+batch; all but the device's are the host's. Then the host's work alone, in CPU time, which other work on the machine
+hardly changes. Without --model: the model of the comparison with other servers (80 million parameters, float32), made
+where it is missing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +27,7 @@ from mlxpaged import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.attention import AttentionMetadata, LayerKVCache
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams
 from mlxpaged.engine.step import StepUnderWay
-from mlxpaged.models import load_model
+from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import LayerSpec, bytes_per_token
 from mlxpaged.models.loader import resolve_model
 
@@ -33,6 +35,7 @@ from mlxpaged.models.loader import resolve_model
 import mlx.core as mx
 from comparison.environments import CACHE
 from comparison.model import benchmark_model
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_weights
 
@@ -112,7 +115,7 @@ class Profile:
             (core.scheduler, "schedule", "scheduler"),
             (core.scheduler, "update", "scheduler"),
             (core.scheduler, "get_block_tables", "scheduler"),
-            (AttentionMetadata, "build", "metadata"),
+            (AttentionMetadata, "upload", "metadata"),
             (core.runner, "forward", "making the graph"),
             (core.sampler, "sample", "sampler"),
             (core.runner, "start_step", "device"),
@@ -140,6 +143,32 @@ class Profile:
         parts = self.seconds | {"other": total - sum(self.seconds.values())}
         for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
             yield f"  {part:24} {1e3 * seconds / steps:8.3f} ms {100 * seconds / total:6.2f} %"
+
+
+class NoModel(Module):
+    """Takes no time: the same logits for every token."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._logits = mx.random.normal((1, 1, vocab_size), key=mx.random.key(0))
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        return mx.broadcast_to(self._logits, (*tokens.shape, self._logits.shape[-1]))
+
+
+def host_times(served: ServedModel, batch: int, context: int, steps: int) -> list[float]:
+    """Seconds of CPU time that the engine's thread spends on each of some decode steps."""
+    served = replace(served, model=NoModel(served.vocab_size), rows=None, layers=served.layers[:1])
+    kv_bytes = bytes_per_token(served.layers) * batch * (context + steps + 64)
+    core = EngineCore(EngineConfig(model="nothing", max_num_seqs=batch, kv_cache_bytes=kv_bytes), served)
+    engine = Engine(core)
+    engine.prefill(make_prompts(batch, context, served.vocab_size), steps + 16)
+    times = []
+    for _ in range(steps):
+        start = time.thread_time()
+        engine.step()
+        times.append(time.thread_time() - start)
+    return times
 
 
 class AttentionLayer:
@@ -197,6 +226,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--prefill", type=int, nargs="+", default=[512])
     parser.add_argument("--attention", type=int, nargs="+", default=[2000], help="keys of a sequence (default 2000)")
+    parser.add_argument("--host", type=int, nargs="+", default=[16, 64], help="batches (default 16 64)")
     parser.add_argument("--steps", type=int, default=64)
     args = parser.parse_args()
     if min(*args.batch, *args.prefill, *args.attention, args.context, args.steps) < 1:
@@ -243,6 +273,10 @@ def main() -> None:
     print(f"\nprofile of a decode step at batch {batch}: {1e3 * total / args.steps:.2f} ms")
     for text in profile.report(total, args.steps):
         print(text)
+    print("\nCPU time of the engine's thread, where the model computes nothing:")
+    for batch in args.host:
+        median = statistics.median(host_times(served, batch, args.context, args.steps))
+        print(f"  decode, batch {batch:<10} {1e3 * median:8.3f} ms")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_the_benchmark_of_the_scheduler_measures() -> None:
 
 def test_the_benchmark_of_the_engine_measures() -> None:
     sizes = ("--batch", "1", "4", "--context", "1200", "--prefill", "16", "--attention", "40", "--steps", "4")
-    table, profile = run("engine.py", "--model", "demo", *sizes).split("\n\n")[1:]
+    table, profile, host = run("engine.py", "--model", "demo", "--host", "1", "3", *sizes).split("\n\n")[1:]
     rows = table.splitlines()[1:]
     assert [row[:22].strip() for row in rows] == [
         "prefill of 16",
@@ -45,3 +45,6 @@ def test_the_benchmark_of_the_engine_measures() -> None:
     parts = {line[:26].strip(): float(line.split()[-2]) for line in profile.splitlines()[1:]}
     assert {"device", "scheduler", "sampler", "metadata", "delivery", "other"} <= set(parts)
     assert sum(parts.values()) == pytest.approx(100, abs=0.1)
+    times = {line[:24].strip(): float(line.split()[-2]) for line in host.splitlines()[1:]}
+    assert list(times) == ["decode, batch 1", "decode, batch 3"]
+    assert min(times.values()) > 0

@@ -84,23 +84,45 @@ class AttentionMetadata:
             if blocks.max() > MAX_SLOT // block_size:
                 raise ValueError(f"sequence {i}: block id {blocks.max()} is out of range")
             tables[i, : len(table)] = blocks
+        meta, _ = cls.upload(list(query_lens), list(context_lens), tables, block_size)
+        return meta
+
+    @classmethod
+    def upload(
+        cls,
+        query_lens: list[int],
+        context_lens: list[int],
+        block_tables: IntArray,
+        block_size: int,
+        more: Sequence[IntArray] = (),
+    ) -> tuple[AttentionMetadata, list[mx.array]]:
+        """`build` without its checks, for a scheduler's numbers, its tables filled up with UNUSED. `more`: vectors that
+        go to the device in the same array; they are returned in their order.
+
+        Raises ValueError where a table is too short for its context: its tokens would be written into others' blocks.
+        """
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
+        last = (context - 1) // block_size
+        if last.max() >= block_tables.shape[1] or block_tables[np.arange(len(last)), last].min() < 0:
+            raise ValueError(f"block tables are too short for contexts of {context_lens} tokens")
         starts = np.concatenate(([0], np.cumsum(query))).astype(np.int32)
-        owner = np.repeat(np.arange(sequences), query)
+        owner = np.repeat(np.arange(len(query)), query)
         positions = (np.arange(starts[-1]) - starts[owner] + (context - query)[owner]).astype(np.int32)
-        slots = (tables[owner, positions // block_size] * block_size + positions % block_size).astype(np.int32)
-        parts = (positions, slots, starts, context, tables.reshape(-1))
-        uploaded = mx.split(mx.array(np.concatenate(parts)), np.cumsum([p.size for p in parts[:-1]]).tolist())
-        return cls(
+        slots = (block_tables[owner, positions // block_size] * block_size + positions % block_size).astype(np.int32)
+        parts = (positions, slots, starts, context, block_tables.reshape(-1), *more)
+        ends = np.cumsum([part.size for part in parts[:-1]]).tolist()
+        uploaded = list(mx.split(mx.array(np.concatenate(parts)), ends))
+        meta = cls(
             block_size=block_size,
             positions=uploaded[0],
             slot_mapping=uploaded[1],
             cu_seqlens_q=uploaded[2],
             context_lens=uploaded[3],
-            block_tables=uploaded[4].reshape(tables.shape),
-            host_query_lens=list(query_lens),
-            host_context_lens=list(context_lens),
-            host_block_tables=tables,
-            max_block=int(tables.max()),
+            block_tables=uploaded[4].reshape(block_tables.shape),
+            host_query_lens=query_lens,
+            host_context_lens=context_lens,
+            host_block_tables=block_tables,
+            max_block=int(block_tables.max()),
         )
+        return meta, uploaded[5:]

@@ -136,11 +136,11 @@ class Plan:
     """How a step's query tokens are attended: a launch for the decoding sequences and one for the chunks of each
     partition, or one sequence after the other where its keys become contiguous.
 
-    order: brings the outputs of the parts back into the order of the query tokens.
+    order: brings the outputs of the parts back into the order of the query tokens; None where there is one part.
     """
 
     parts: list[PagedPart | PromptChunk]
-    order: mx.array
+    order: mx.array | None
 
 
 class MetalPool:
@@ -201,7 +201,7 @@ class MetalPool:
             outputs.append(out)
             tokens.append(token)
         self._token = functools.reduce(mx.add, tokens)  # readers need not wait for each other, a writer for all
-        return mx.concatenate(outputs)[plan.order] if len(outputs) > 1 else outputs[0]
+        return outputs[0] if plan.order is None else mx.concatenate(outputs)[plan.order]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if set(sources) & set(targets):  # a thread might read a block that another one has overwritten already
@@ -254,6 +254,8 @@ class MetalPool:
             else:
                 work = make_work(meta, np.asarray(sequences), window, 1 if single else tile, partition)
                 parts.append(PagedPart(work, single))
+        if len(parts) == 1:
+            return Plan(parts, None)
         rows = [np.arange(starts[i], starts[i + 1]) for i in itertools.chain(*members.values())]
         return Plan(parts, mx.array(np.argsort(np.concatenate(rows)).astype(np.int32)))
 

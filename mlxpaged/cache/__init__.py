@@ -3,6 +3,7 @@
 from mlxpaged.cache.block_pool import BlockPool, BlockPoolError, BlockUsage, DoubleFreeError, OutOfBlocksError
 from mlxpaged.cache.block_table import BlockTable, blocks_for
 from mlxpaged.cache.prefix_cache import PrefixCache, PrefixHit
+from mlxpaged.cache.table_rows import TableRows
 
 __all__ = [
     "BlockPool",
@@ -13,5 +14,6 @@ __all__ = [
     "OutOfBlocksError",
     "PrefixCache",
     "PrefixHit",
+    "TableRows",
     "blocks_for",
 ]

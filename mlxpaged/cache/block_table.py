@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mlxpaged.cache.block_pool import BlockPool
 from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache, PrefixHit
+from mlxpaged.cache.table_rows import TableRows
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -18,11 +19,15 @@ class BlockTable:
 
     The table takes blocks when its sequence grows past a boundary and never ahead of need. `publish` makes its full
     blocks findable by other sequences; `release` gives everything back and leaves an empty table that can grow again.
+
+    `row`: its place in `rows`, where the same ids stand while it has any.
     """
 
-    def __init__(self, pool: BlockPool[CachedBlock], prefix_cache: PrefixCache | None = None) -> None:
+    def __init__(self, pool: BlockPool[CachedBlock], rows: TableRows, prefix_cache: PrefixCache | None = None) -> None:
         self.block_ids: list[int] = []
+        self.row: int | None = None
         self._pool = pool
+        self._rows = rows
         self._prefix_cache = prefix_cache
         self._chain: list[CachedBlock] = []  # what the leading full blocks contain, as far as published or adopted
 
@@ -35,7 +40,16 @@ class BlockTable:
 
     def grow(self, num_tokens: int) -> None:
         """Hold at least `num_tokens` tokens. Raises OutOfBlocksError and changes nothing where blocks run out."""
-        self.block_ids += self._pool.allocate(self.blocks_missing(num_tokens))
+        missing = self.blocks_missing(num_tokens)
+        if missing:
+            self._put(len(self.block_ids), self._pool.allocate(missing))
+
+    def _put(self, first: int, block_ids: list[int]) -> None:
+        """Whatever stood there from entry `first` on, the table ends with `block_ids` now."""
+        if self.row is None:
+            self.row = self._rows.take()
+        self.block_ids[first:] = block_ids
+        self._rows.write(self.row, first, block_ids)
 
     @property
     def chain(self) -> Sequence[CachedBlock]:
@@ -48,7 +62,7 @@ class BlockTable:
             self._pool.share(cached.block)
         first = len(self._chain)
         replaced = self.block_ids[first:]
-        self.block_ids[first:] = [cached.block for cached in hit.blocks]
+        self._put(first, [cached.block for cached in hit.blocks])
         self._chain += hit.blocks
         self._pool.release(reversed(replaced))
 
@@ -56,7 +70,7 @@ class BlockTable:
         """Start an empty table with the parent's blocks of `num_tokens` tokens; the last one may be partly full."""
         if self.block_ids:
             raise ValueError("only an empty table can become a fork")
-        self.block_ids = parent.block_ids[: blocks_for(num_tokens, self._pool.block_size)]
+        self._put(0, parent.block_ids[: blocks_for(num_tokens, self._pool.block_size)])
         for block in self.block_ids:
             self._pool.share(block)
         self._chain = parent._chain[: num_tokens // self._pool.block_size]
@@ -75,7 +89,7 @@ class BlockTable:
         source = self.block_ids[index]
         [target] = self._pool.allocate(1)
         self._pool.release([source])
-        self.block_ids[index] = target
+        self._put(index, [target, *self.block_ids[index + 1 :]])
         del self._chain[index:]
         return source, target
 
@@ -104,5 +118,7 @@ class BlockTable:
     def release(self) -> None:
         """Give every block back, the tail first, so that the tail of a prefix is evicted before its head."""
         self._pool.release(reversed(self.block_ids))
-        self.block_ids = []
+        if self.row is not None:
+            self._rows.give_back(self.row)
+        self.block_ids, self.row = [], None
         self._chain = []

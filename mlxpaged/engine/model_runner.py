@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from mlxpaged.attention import (
     StepContext,
     Tuning,
 )
+from mlxpaged.attention.metadata import IntArray
 from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import ServedModel
 from mlxpaged.scheduler import Batch, BlockMoves
@@ -33,21 +35,16 @@ class DrawnTokens:
     sequence_ids: Sequence[int]
 
 
-def input_ids(batch: Batch, token_ids: Sequence[int], drawn: DrawnTokens | None) -> mx.array:
-    """The batch's tokens [T], int32. Only a row's last token can be pending: it is taken from `drawn`."""
-    known = np.asarray(token_ids, dtype=np.int32)
-    if PENDING not in token_ids:
-        return mx.array(known)
-    assert drawn is not None
+def places_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, drawn: DrawnTokens) -> IntArray:
+    """For each of the batch's tokens [T] that is pending, its place in `drawn`. Only a row's last token can be, and
+    `last` says where these are."""
     place = {sequence_id: i for i, sequence_id in enumerate(drawn.sequence_ids)}
-    ends = np.cumsum([row.num_tokens for row in batch.rows]) - 1
-    source = np.zeros_like(known)
-    source[ends] = [
-        place[row.sequence.sequence_id] if token_ids[end] == PENDING else 0
-        for row, end in zip(batch.rows, ends.tolist(), strict=True)
+    pending = token_ids[last] == PENDING
+    places = np.zeros_like(token_ids)
+    places[last[pending]] = [
+        place[row.sequence.sequence_id] for row in itertools.compress(batch.rows, pending.tolist())
     ]
-    uploaded = mx.array(np.stack([known, source]))
-    return mx.where(uploaded[0] == PENDING, drawn.tokens[uploaded[1]], uploaded[0])
+    return places
 
 
 class ModelRunner:
@@ -112,42 +109,45 @@ class ModelRunner:
         """
         return self.backend == "metal"
 
-    def forward(
-        self, batch: Batch, block_tables: Mapping[int, Sequence[int]], drawn: DrawnTokens | None = None
-    ) -> mx.array:
+    def forward(self, batch: Batch, block_tables: IntArray, drawn: DrawnTokens | None = None) -> mx.array:
         """Logits [R, V] of the R rows that sample, in the order of the batch; not yet evaluated.
 
-        Writes the keys and values of the batch's tokens into their blocks. drawn: of the step under way, where tokens
-        of the batch are still pending.
+        Writes the keys and values of the batch's tokens into their blocks. block_tables: of its rows, as the metadata
+        wants them. drawn: of the step under way, where tokens of the batch are still pending. All that the device has
+        to know of the batch goes there in one array.
         """
         if threading.get_ident() != self._thread:
             raise RuntimeError("the model runs on the engine thread only")
-        token_ids: list[int] = []
-        last_rows = []
-        for row in batch.rows:
-            token_ids += row.sequence.token_ids[row.start : row.context_len]
-            if row.samples:
-                last_rows.append(len(token_ids) - 1)
-        meta = AttentionMetadata.build(
-            [row.num_tokens for row in batch.rows],
-            [row.context_len for row in batch.rows],
-            [block_tables[row.sequence.sequence_id] for row in batch.rows],
-            self._block_size,
-        )
+        rows = batch.rows
+        tokens: list[int] = []
+        for row in rows:
+            tokens += row.sequence.token_ids[row.start : row.start + row.num_tokens]
+        token_ids: IntArray = np.asarray(tokens, dtype=np.int32)
+        query_lens = [row.num_tokens for row in rows]
+        last = np.cumsum(query_lens, dtype=np.int32) - 1
+        wanted = last[[row.samples for row in rows]]
         # A step that samples nothing (a chunk in the middle of a prompt) still projects one row: the model has no way
         # to skip its head, and an empty selection would hand it an array without rows.
-        wanted = mx.array(np.asarray(last_rows or [len(token_ids) - 1], dtype=np.int32))
+        more = [token_ids, wanted if wanted.size else last[-1:]]
+        if PENDING in tokens:
+            assert drawn is not None
+            more.append(places_of_pending(batch, token_ids, last, drawn))
+        meta, (ids, wanted_rows, *places) = AttentionMetadata.upload(
+            query_lens, [row.start + row.num_tokens for row in rows], block_tables, self._block_size, more
+        )
+        if drawn is not None and places:
+            ids = mx.where(ids == PENDING, drawn.tokens[places[0]], ids)
         self._step.begin(meta)
         try:
             if self._rows is not None:
-                self._rows.rows = wanted
-            logits: mx.array = self._model(input_ids(batch, token_ids, drawn)[:, None], cache=self.layers)
+                self._rows.rows = wanted_rows
+            logits: mx.array = self._model(ids[:, None], cache=self.layers)
             self.model_calls += 1
         finally:
             self._step.end()
             if self._rows is not None:
                 self._rows.rows = None
-        return logits[:, -1] if self._rows is not None else logits[wanted, -1]
+        return logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
 
     def move_blocks(self, moves: BlockMoves) -> None:
         """Before the step that asked for them, behind those under way. Raises whatever disk and device do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.timeline import Timeline
@@ -38,13 +39,13 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """What one step adds to one answer. text may be empty while a character or a stop string may still be growing.
 
     finish_reason is set on the last output of a request, with it `error` where the answer is not complete, and
     `timeline` where the request asked for one. num_output_tokens counts all tokens so far, the one that ended the
-    answer included. stop_string: the one that ended the answer, if any.
+    answer included. stop_string: the one that ended the answer, if any. A tuple, since there is one for every token: it
+    is made in less than half of a frozen dataclass's time.
     """
 
     request_id: str

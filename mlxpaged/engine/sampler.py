@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -20,8 +20,7 @@ from mlxpaged.engine.request import TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """One row of logits. position: of the token that is drawn now. token_ids: prompt and answer, of which the tokens
     from `position` on, and the one before it while a step is under way, may be unknown. forbidden: tokens that must not
     be drawn now. mask: the tokens that may be, where a grammar says so."""
@@ -40,8 +39,7 @@ class SamplingRow:
         return self.params.plain and not self.forbidden and self.mask is None
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None = None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxpaged.cache.table_rows import IntArray
 from mlxpaged.engine.grammar import Grammars, Mask
 from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
 from mlxpaged.engine.running_request import RunningRequest
@@ -62,12 +63,12 @@ class StepDispatcher:
     def dispatch(
         self,
         batch: Batch,
-        block_tables: Mapping[int, ListOf[int]],
+        block_tables: IntArray,
         requests: Mapping[int, RunningRequest],
         before: StepUnderWay | None,
     ) -> StepUnderWay:
-        """Start a step. block_tables, requests: by sequence id. before: the step under way that draws its pending
-        tokens."""
+        """Start a step. block_tables[n, b]: of the batch's rows. requests: by sequence id. before: the step under way
+        that draws its pending tokens."""
         started = self._clock()
         logits = self._runner.forward(batch, block_tables, before.drawn if before is not None else None)
         sampling = [(requests[row.sequence.sequence_id], row.context_len) for row in batch.rows if row.samples]

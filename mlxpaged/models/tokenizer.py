@@ -52,6 +52,7 @@ class Tokenizer:
     def __init__(self, wrapped: Any) -> None:
         self._encoder = wrapped
         self._decoder = copy.deepcopy(wrapped._tokenizer)
+        self._token_text = functools.cache(self.token_text)
         self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
         added = self._decoder.added_tokens_decoder
         self._special_ids = frozenset(self._decoder.all_special_ids) | {
@@ -158,7 +159,8 @@ class Tokenizer:
         """think_tags, tool_tags: whether special tokens are shown that are part of those; with tool_tags also all
         inside of a call."""
         shown = [self._think_tokens] * think_tags + [self._tool_tokens] * tool_tags
-        return Detokenizer(self._decoder, self._special_ids, functools.reduce(ShownTokens.union, shown, ShownTokens()))
+        union = functools.reduce(ShownTokens.union, shown, ShownTokens())
+        return Detokenizer(self.text_with_specials, self._token_text, self._special_ids, union)
 
     def _tag_ids(self, tag: str) -> list[int]:
         return list(self._encoder.encode(tag, add_special_tokens=False)) if tag else []
@@ -191,14 +193,23 @@ class Detokenizer:
 
     A token's text can depend on its predecessor (spaces) and its character may need a successor (bytes of UTF-8). So
     the tokens since the last but one emission are decoded together, and held back while they end inside a character.
+    What was emitted last is nearly always one token: the text of those is kept (`token_text`), or each would be decoded
+    a second time as the next one's predecessor, at 2 microseconds.
     """
 
-    def __init__(self, decoder: Any, special_ids: frozenset[int], shown: ShownTokens) -> None:
-        self._decoder = decoder
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        token_text: Callable[[int], str],
+        special_ids: frozenset[int],
+        shown: ShownTokens,
+    ) -> None:
+        self._decode = decode
+        self._token_text = token_text
         self._special_ids = special_ids
         self._shown = shown
         self._in_call = False
-        self._context: list[int] = []  # the tokens emitted last
+        self._context: list[int] = []  # the tokens emitted last; special ones that are not shown are never here
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
@@ -219,12 +230,8 @@ class Detokenizer:
 
     def _emit(self, hold_incomplete: bool) -> str:
         text = self._decode(self._context + self._pending)
-        before = self._decode(self._context)
+        before = self._token_text(self._context[0]) if len(self._context) == 1 else self._decode(self._context)
         if hold_incomplete and (text.endswith(REPLACEMENT) or len(text) <= len(before)):
             return ""
         self._context, self._pending = self._pending, []
         return text[len(before) :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        # Special tokens that are not to be shown never get here.
-        return str(self._decoder.decode(token_ids, skip_special_tokens=False)) if token_ids else ""

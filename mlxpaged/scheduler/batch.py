@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.scheduler.step_cost import Costs
@@ -12,8 +13,7 @@ LEAST_CHUNK = 32
 """Tokens of a prompt in a step, however long that takes."""
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """Tokens `start` to `start + num_tokens` of a sequence; `samples` where the last of them is its last token."""
 
     sequence: Sequence

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
-from mlxpaged.cache import BlockPool, BlockTable, BlockUsage, OutOfBlocksError, PrefixCache, PrefixHit, blocks_for
+from mlxpaged.cache import (
+    BlockPool,
+    BlockTable,
+    BlockUsage,
+    OutOfBlocksError,
+    PrefixCache,
+    PrefixHit,
+    TableRows,
+    blocks_for,
+)
 from mlxpaged.cache.prefix_cache import CachedBlock
 from mlxpaged.scheduler.batch import BlockMoves
 from mlxpaged.scheduler.sequence import LastLook, Sequence
@@ -34,6 +43,7 @@ class BlockManager:
     ) -> None:
         self.pool: BlockPool[CachedBlock] = BlockPool(num_blocks, block_size)
         self.prefix_cache = PrefixCache(self.pool, cache_seed) if prefix_caching else None
+        self.tables = TableRows()
         self.swap: BlockPool[None] | None = BlockPool(num_swap_slots, block_size) if num_swap_slots else None
         self.blocks_copied = self.blocks_swapped_out = self.blocks_swapped_in = 0
         self._loaded: list[int] = []  # swap slots that the step being made up reads
@@ -84,7 +94,7 @@ class BlockManager:
 
     def start(self, sequence: Sequence, reuse: Reuse) -> None:
         """Give a sequence its table, with everything that need not be computed. There must be room for it."""
-        table = BlockTable(self.pool, self.prefix_cache)
+        table = BlockTable(self.pool, self.tables, self.prefix_cache)
         computed = self.num_reused_tokens(sequence, reuse)
         if reuse.fork_of is not None:
             assert reuse.fork_of.block_table is not None
@@ -122,6 +132,8 @@ class BlockManager:
         start = sequence.num_computed_tokens
         shared = table.is_shared(start)
         missing = table.blocks_missing(start + num_tokens) + shared
+        if not missing:
+            return
         if missing > self.pool.num_free:
             raise OutOfBlocksError(f"{missing} blocks wanted, {self.pool.num_free} free")
         if shared:
@@ -134,10 +146,13 @@ class BlockManager:
         same step may use them."""
         if self.prefix_cache is None:
             return
-        assert sequence.block_table is not None
+        table = sequence.block_table
+        assert table is not None
+        if sequence.num_computed_tokens // self.pool.block_size <= len(table.chain):
+            return  # as it is for all but one of a block's tokens
         num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
         self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, num_tokens)
-        sequence.block_table.publish(sequence.token_ids, num_tokens, sequence.block_keys)
+        table.publish(sequence.token_ids, num_tokens, sequence.block_keys)
 
     def retract(self, sequence: Sequence) -> set[int]:
         """Unpublish what the steps under way should have written. Returns these blocks: others may have taken them."""

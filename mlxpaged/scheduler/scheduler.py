@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from mlxpaged.cache import OutOfBlocksError
+from mlxpaged.cache.table_rows import IntArray
 from mlxpaged.scheduler.admission import Admission, AdmissionControl, gives_way
 from mlxpaged.scheduler.batch import Batch, StepPlan
 from mlxpaged.scheduler.block_manager import BlockManager
@@ -172,17 +173,17 @@ class Scheduler:
                 ended.append(self.finish(sequence.sequence_id, reason))
         return ended
 
-    def get_block_tables(self, sequence_ids: Iterable[int]) -> dict[int, list[int]]:
-        """Block ids per sequence, in order; the tables' own lists, which grow.
+    def get_block_tables(self, sequence_ids: Iterable[int]) -> IntArray:
+        """Block ids [n, b] of n sequences, in order; behind the end of those that have less than b stands -1.
 
         Raises UnknownSequenceError for an id without blocks."""
-        tables = {}
+        rows = []
         for sequence_id in sequence_ids:
             table = self.get(sequence_id).block_table
-            if table is None:
+            if table is None or table.row is None:
                 raise UnknownSequenceError(sequence_id)
-            tables[sequence_id] = table.block_ids
-        return tables
+            rows.append(table.row)
+        return self.blocks.tables.select(rows)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(

@@ -160,4 +160,4 @@ def test_every_forward_pass_runs_on_the_one_engine_thread(demo_server: RunningSe
 
 def test_a_forward_pass_on_another_thread_is_refused(demo_server: RunningServer) -> None:
     with pytest.raises(RuntimeError, match="engine thread"):
-        demo_server.core.runner.forward(None, {})  # type: ignore[arg-type]
+        demo_server.core.runner.forward(None, None)  # type: ignore[arg-type]

@@ -19,14 +19,14 @@ def fresh_server() -> Iterator[RunningServer]:
         yield server
 
 
-def watched(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[int, list[int]], int]]:
+def watched(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[list[int]], int]]:
     """(batch, block tables, blocks in use) of every forward pass."""
-    passes: list[tuple[Any, dict[int, list[int]], int]] = []
+    passes: list[tuple[Any, list[list[int]], int]] = []
     runner, pool = server.core.runner, server.core.scheduler.pool
     forward = runner.forward
 
     def watching(batch: Any, tables: Any, *rest: Any) -> Any:
-        passes.append((batch, {key: list(blocks) for key, blocks in tables.items()}, pool.usage().used))
+        passes.append((batch, tables.tolist(), pool.usage().used))
         return forward(batch, tables, *rest)
 
     monkeypatch.setattr(runner, "forward", watching)
@@ -51,7 +51,7 @@ def test_one_request_moves_every_counter(fresh_server: RunningServer, monkeypatc
     assert moved["mlxpaged_prompt_tokens_total"] == 100
     # 129 tokens have keys and values in the end: five blocks, taken as they were needed.
     assert [used for _, _, used in passes] == [2, 4] + [4] * 28 + [5]
-    tables = [next(iter(table.values())) for _, table, _ in passes]
+    tables = [table for _, (table,), _ in passes]
     assert all(len(table) == used for table, (_, _, used) in zip(tables, passes, strict=True))
     assert all(later[: len(table)] == table for table, later in itertools.pairwise(tables))
     assert moved["mlxpaged_kv_blocks|cached"] == 4
@@ -63,7 +63,7 @@ def test_one_request_moves_every_counter(fresh_server: RunningServer, monkeypatc
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
     assert metrics(fresh_server)["mlxpaged_prefix_hit_tokens_total"] - after["mlxpaged_prefix_hit_tokens_total"] == 96
     assert [batch.num_tokens for batch, _, _ in passes] == [4] + [1] * 29
-    assert next(iter(passes[0][1].values()))[:3] == tables[0][:2] + tables[1][2:3]
+    assert passes[0][1][0][:3] == tables[0][:2] + tables[1][2:3]
 
 
 def test_a_batch_decodes_one_token_per_sequence_and_step(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.cache import BlockPool, BlockTable, OutOfBlocksError, PrefixCache, blocks_for
+from mlxpaged.cache import BlockPool, BlockTable, OutOfBlocksError, PrefixCache, TableRows, blocks_for
 
 
 def make(num_blocks: int = 16, block_size: int = 4) -> tuple[BlockPool[Any], PrefixCache]:
@@ -23,7 +23,7 @@ def fill(table: BlockTable, cache: PrefixCache, tokens: list[int]) -> None:
 
 def test_growth_by_single_tokens_takes_a_block_at_each_boundary() -> None:
     pool, _ = make(block_size=4)
-    table = BlockTable(pool)
+    table = BlockTable(pool, TableRows())
     sizes = []
     for length in range(1, 18):
         table.grow(length)
@@ -34,14 +34,14 @@ def test_growth_by_single_tokens_takes_a_block_at_each_boundary() -> None:
 def test_growth_to_n_tokens_takes_ceil_n_over_32_blocks() -> None:
     for n in range(1, 201):
         pool: BlockPool[Any] = BlockPool(8)
-        table = BlockTable(pool)
+        table = BlockTable(pool, TableRows())
         table.grow(n)
         assert len(table) == -(-n // 32) == blocks_for(n, 32)
 
 
 def test_growth_beyond_the_pool_changes_nothing() -> None:
     pool, _ = make(num_blocks=2)
-    table = BlockTable(pool)
+    table = BlockTable(pool, TableRows())
     table.grow(4)
     with pytest.raises(OutOfBlocksError):
         table.grow(16)
@@ -50,7 +50,7 @@ def test_growth_beyond_the_pool_changes_nothing() -> None:
 
 def test_release_frees_the_tail_first_so_that_it_is_evicted_before_the_head() -> None:
     pool, cache = make(num_blocks=3)
-    table = BlockTable(pool, cache)
+    table = BlockTable(pool, TableRows(), cache)
     fill(table, cache, list(range(12)))
     head, middle, tail = table.block_ids
     table.release()
@@ -60,7 +60,7 @@ def test_release_frees_the_tail_first_so_that_it_is_evicted_before_the_head() ->
 
 def test_publish_offers_full_blocks_only_and_each_once() -> None:
     pool, cache = make()
-    table = BlockTable(pool, cache)
+    table = BlockTable(pool, TableRows(), cache)
     fill(table, cache, list(range(10)))
     assert [pool.content(block) is not None for block in table.block_ids] == [True, True, False]
     fill(table, cache, list(range(10)))
@@ -69,11 +69,11 @@ def test_publish_offers_full_blocks_only_and_each_once() -> None:
 
 def test_adopted_blocks_are_shared_with_a_reference_count_of_two() -> None:
     pool, cache = make()
-    first = BlockTable(pool, cache)
+    first = BlockTable(pool, TableRows(), cache)
     fill(first, cache, list(range(10)))
     keys: list[bytes] = []
     cache.extend_keys(keys, list(range(10)), 10)
-    second = BlockTable(pool, cache)
+    second = BlockTable(pool, TableRows(), cache)
     second.adopt(cache.match(keys, list(range(10))))
     assert second.block_ids == first.block_ids[:2]
     assert [pool.ref_count(block) for block in second.block_ids] == [2, 2]
@@ -84,10 +84,10 @@ def test_blocks_are_adopted_behind_the_chain_in_the_place_of_private_ones() -> N
     tokens = list(range(16))
     keys: list[bytes] = []
     cache.extend_keys(keys, tokens, len(tokens))
-    second = BlockTable(pool, cache)
+    second = BlockTable(pool, TableRows(), cache)
     second.grow(6)
     second.publish(tokens, 4, keys)
-    first = BlockTable(pool, cache)
+    first = BlockTable(pool, TableRows(), cache)
     fill(first, cache, tokens)
     hit = cache.match(keys, tokens, second.chain)
     assert [cached.block for cached in hit.blocks] == first.block_ids[1:]
@@ -98,7 +98,7 @@ def test_blocks_are_adopted_behind_the_chain_in_the_place_of_private_ones() -> N
 
 def test_a_fork_shares_every_block_and_copies_the_one_it_writes_into() -> None:
     pool, cache = make()
-    parent, fork = BlockTable(pool, cache), BlockTable(pool, cache)
+    parent, fork = BlockTable(pool, TableRows(), cache), BlockTable(pool, TableRows(), cache)
     fill(parent, cache, list(range(10)))
     before = list(parent.block_ids)
     fork.fork(parent, 9)
@@ -119,12 +119,12 @@ def test_a_fork_shares_every_block_and_copies_the_one_it_writes_into() -> None:
 
 def test_retract_unpublishes_own_blocks_but_not_adopted_ones() -> None:
     pool, cache = make()
-    first = BlockTable(pool, cache)
+    first = BlockTable(pool, TableRows(), cache)
     fill(first, cache, list(range(8)))
     keys: list[bytes] = []
     tokens = list(range(16))
     cache.extend_keys(keys, tokens, len(tokens))
-    second = BlockTable(pool, cache)
+    second = BlockTable(pool, TableRows(), cache)
     second.adopt(cache.match(keys, tokens))
     second.grow(16)
     second.publish(tokens, 16, keys)
@@ -136,7 +136,7 @@ def test_retract_unpublishes_own_blocks_but_not_adopted_ones() -> None:
 
 def test_retract_leaves_the_equal_blocks_of_another_alone() -> None:
     pool, cache = make()
-    first, second = BlockTable(pool, cache), BlockTable(pool, cache)
+    first, second = BlockTable(pool, TableRows(), cache), BlockTable(pool, TableRows(), cache)
     fill(first, cache, list(range(8)))
     fill(second, cache, list(range(8)))
     assert second.retract(0) == []
@@ -145,7 +145,7 @@ def test_retract_leaves_the_equal_blocks_of_another_alone() -> None:
 
 def test_a_private_copy_of_a_published_block_is_no_longer_part_of_the_chain() -> None:
     pool, cache = make()
-    parent, fork = BlockTable(pool, cache), BlockTable(pool, cache)
+    parent, fork = BlockTable(pool, TableRows(), cache), BlockTable(pool, TableRows(), cache)
     fill(parent, cache, list(range(12)))
     fork.fork(parent, 12)
     assert len(fork.chain) == 3
@@ -155,7 +155,7 @@ def test_a_private_copy_of_a_published_block_is_no_longer_part_of_the_chain() ->
 
 def test_a_fork_knows_what_its_full_blocks_contain_and_no_more() -> None:
     pool, cache = make()
-    parent, fork = BlockTable(pool, cache), BlockTable(pool, cache)
+    parent, fork = BlockTable(pool, TableRows(), cache), BlockTable(pool, TableRows(), cache)
     fill(parent, cache, list(range(12)))
     fork.fork(parent, 9)
     assert [cached.block for cached in fork.chain] == parent.block_ids[:2]

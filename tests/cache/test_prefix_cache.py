@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxpaged.cache import BlockPool, BlockTable, PrefixCache, prefix_cache
+from mlxpaged.cache import BlockPool, BlockTable, PrefixCache, TableRows, prefix_cache
 
 Tokens = list[int]
 
@@ -25,7 +25,7 @@ def keys_of(cache: PrefixCache, tokens: Tokens) -> list[bytes]:
 
 
 def store(pool: BlockPool[Any], cache: PrefixCache, tokens: Tokens) -> BlockTable:
-    table = BlockTable(pool, cache)
+    table = BlockTable(pool, TableRows(), cache)
     table.grow(len(tokens))
     table.publish(tokens, len(tokens), keys_of(cache, tokens))
     return table

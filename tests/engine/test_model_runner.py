@@ -9,12 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata
-from mlxpaged.engine import EngineConfig, EngineCore
-from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.attention import AttentionMetadata, metadata
+from mlxpaged.engine import EngineConfig, EngineCore, model_runner
+from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
 from mlxpaged.models import ServedModel
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
+from mlxpaged.scheduler.sequence import PENDING
 from tests.support import make_tiny_model, run_requests
 
 
@@ -38,14 +39,18 @@ def rows(*parts: tuple[list[int], int, int]) -> Batch:
     )
 
 
-TABLES = {0: [5, 2], 1: [0], 2: [7, 1, 3]}
+TABLES = [[5, 2, -1], [0, -1, -1], [7, 1, 3]]
 LONG = [9, 8, 7, 6, 5, 4, 3, 2, 1, 2]
+
+
+def forward(runner: ModelRunner, batch: Batch, tables: list[list[int]] = TABLES) -> mx.array:
+    return runner.forward(batch, np.array(tables[: len(batch)], dtype=np.int32))
 
 
 def test_logits_are_those_of_the_model_for_the_rows_that_sample_in_order(
     runner: ModelRunner, served: ServedModel
 ) -> None:
-    logits = runner.forward(rows((LONG, 0, 10), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20)), TABLES)
+    logits = forward(runner, rows((LONG, 0, 10), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20)))
     assert logits.shape == (2, served.vocab_size)
     model: Any = served.model
     expected = [model(mx.array([tokens]))[0, -1] for tokens in (LONG, [1] * 20)]
@@ -54,24 +59,23 @@ def test_logits_are_those_of_the_model_for_the_rows_that_sample_in_order(
 
 def test_a_step_calls_the_model_once_and_attention_once_per_layer(runner: ModelRunner) -> None:
     for step in range(1, 4):
-        mx.eval(runner.forward(rows((LONG, 0, 10), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20)), TABLES))
+        mx.eval(forward(runner, rows((LONG, 0, 10), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20))))
         runner.finish_step()
         assert runner.model_calls == step
         assert runner.attention_calls == 3 * step
 
 
-def test_a_step_builds_its_metadata_once_and_uploads_it_in_one_array(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_builds_its_metadata_once(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[AttentionMetadata] = []
-    original = AttentionMetadata.build
+    original = AttentionMetadata.upload
 
-    def build(*args: Any, **kwargs: Any) -> AttentionMetadata:
-        built.append(original(*args, **kwargs))
-        return built[-1]
+    def upload(*args: Any) -> tuple[AttentionMetadata, list[mx.array]]:
+        made = original(*args)
+        built.append(made[0])
+        return made
 
-    monkeypatch.setattr(AttentionMetadata, "build", build)
-    mx.eval(runner.forward(rows((LONG, 8, 2), ([4, 5, 6], 2, 1)), TABLES))
+    monkeypatch.setattr(AttentionMetadata, "upload", upload)
+    mx.eval(forward(runner, rows((LONG, 8, 2), ([4, 5, 6], 2, 1))))
     (meta,) = built
     assert meta.positions.tolist() == [8, 9, 2]
     assert meta.slot_mapping.tolist() == [16, 17, 2]
@@ -79,12 +83,50 @@ def test_a_step_builds_its_metadata_once_and_uploads_it_in_one_array(
     assert len(plans) == 1
 
 
+class CountingMlx:
+    """MLX as a module sees it, with a list of the arrays that it uploads."""
+
+    def __init__(self) -> None:
+        self.uploads: list[mx.array] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+    def array(self, *args: Any) -> mx.array:
+        self.uploads.append(mx.array(*args))
+        return self.uploads[-1]
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_whatever_the_device_has_to_know_of_a_step_is_one_upload(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, pending: bool
+) -> None:
+    tokens = [*LONG[:9], PENDING] if pending else LONG
+    batch = rows((tokens, 9, 1), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20))
+    drawn = DrawnTokens(mx.array([7, LONG[9]]), [5, 0])
+    expected = np.array(forward(runner, rows((LONG, 0, 10), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20))))
+    seen = CountingMlx()
+    monkeypatch.setattr(model_runner, "mx", seen)
+    monkeypatch.setattr(metadata, "mx", seen)
+    logits = runner.forward(batch, np.array(TABLES, np.int32), drawn)
+    assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 23 + 2 + 4 + 3 + 9,)]
+    np.testing.assert_allclose(np.array(logits), expected, atol=1e-4)
+
+
+def test_a_table_that_is_too_short_for_its_context_is_refused(runner: ModelRunner) -> None:
+    """A token behind its end would be written into whatever block -1 is."""
+    for tables in ([[5, -1]], [[5]]):
+        with pytest.raises(ValueError, match="too short"):
+            forward(runner, rows((LONG, 0, 10)), tables)
+    assert runner.model_calls == 0
+
+
 def test_a_step_that_samples_nothing_still_runs(runner: ModelRunner, served: ServedModel) -> None:
-    logits = runner.forward(rows((LONG, 0, 4)), TABLES)
+    logits = forward(runner, rows((LONG, 0, 4)))
     runner.finish_step()
     assert logits.shape[0] == 1
-    rest = runner.forward(rows((LONG, 4, 6)), TABLES)
-    other = ModelRunner(served, 8, 8, "auto").forward(rows((LONG, 0, 10)), TABLES)
+    rest = forward(runner, rows((LONG, 4, 6)))
+    other = forward(ModelRunner(served, 8, 8, "auto"), rows((LONG, 0, 10)))
     np.testing.assert_allclose(np.array(rest), np.array(other), atol=1e-4)
 
 
@@ -93,7 +135,7 @@ def test_another_thread_is_refused(runner: ModelRunner) -> None:
 
     def call() -> None:
         try:
-            runner.forward(rows((LONG, 0, 10)), TABLES)
+            forward(runner, rows((LONG, 0, 10)))
         except RuntimeError as error:
             errors.append(error)
 
@@ -111,7 +153,7 @@ def keys_of(runner: ModelRunner) -> list[Any]:
 def test_a_forward_that_raises_leaves_the_pools_and_the_next_step_intact(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = np.array(runner.forward(rows((LONG, 0, 10)), TABLES))
+    first = np.array(forward(runner, rows((LONG, 0, 10))))
     runner.finish_step()
     before = keys_of(runner)
     with monkeypatch.context() as patch:
@@ -121,16 +163,16 @@ def test_a_forward_that_raises_leaves_the_pools_and_the_next_step_intact(
 
         patch.setattr(type(runner.layers[1]), "attend", broken)
         with pytest.raises(RuntimeError, match="injected"):
-            runner.forward(rows(([4, 5, 6], 0, 3)), {0: [0]})
+            forward(runner, rows(([4, 5, 6], 0, 3)), [[0]])
     assert runner.recover()
     after = keys_of(runner)
     for layer_before, layer_after in zip(before, after, strict=True):
         np.testing.assert_array_equal(layer_before[[2, 5]], layer_after[[2, 5]])
-    np.testing.assert_allclose(np.array(runner.forward(rows((LONG, 0, 10)), TABLES)), first, atol=1e-6)
+    np.testing.assert_allclose(np.array(forward(runner, rows((LONG, 0, 10)))), first, atol=1e-6)
 
 
 def test_lost_pools_are_made_anew_and_reported(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = np.array(runner.forward(rows((LONG, 0, 10)), TABLES))
+    first = np.array(forward(runner, rows((LONG, 0, 10))))
     runner.finish_step()
     failures = iter([RuntimeError("device lost")])
     original = mx.eval
@@ -143,7 +185,7 @@ def test_lost_pools_are_made_anew_and_reported(runner: ModelRunner, monkeypatch:
     monkeypatch.setattr(mx, "eval", failing)
     assert not runner.recover()
     assert not any(keys.any() for keys in keys_of(runner))
-    np.testing.assert_allclose(np.array(runner.forward(rows((LONG, 0, 10)), TABLES)), first, atol=1e-6)
+    np.testing.assert_allclose(np.array(forward(runner, rows((LONG, 0, 10)))), first, atol=1e-6)
 
 
 def test_pools_keep_their_place_in_memory_from_step_to_step(runner: ModelRunner) -> None:
@@ -153,7 +195,7 @@ def test_pools_keep_their_place_in_memory_from_step_to_step(runner: ModelRunner)
 
     before = addresses()
     for start in range(4):
-        mx.eval(runner.forward(rows((LONG[: start + 1], start, 1), ([1] * 8, 0, 8 - start)), TABLES))
+        mx.eval(forward(runner, rows((LONG[: start + 1], start, 1), ([1] * 8, 0, 8 - start))))
         runner.finish_step()
     assert addresses() == before
 

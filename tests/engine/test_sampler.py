@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -309,7 +308,7 @@ def test_greedy_rows_are_the_same_beside_any_neighbour() -> None:
 def test_forbidden_tokens_are_not_drawn_and_the_neighbours_do_not_notice(params: dict[str, Any]) -> None:
     logits = logits_of(3)
     plain = sample(logits, [row(i, **params) for i in range(3)])
-    rows = [dataclasses.replace(row(i, **params), forbidden=[plain[1], VOCAB + 5] if i == 1 else ()) for i in range(3)]
+    rows = [row(i, **params)._replace(forbidden=[plain[1], VOCAB + 5] if i == 1 else ()) for i in range(3)]
     drawn = sample(logits, rows)
     assert (drawn[0], drawn[2]) == (plain[0], plain[2])
     assert drawn[1] != plain[1]
@@ -408,7 +407,7 @@ def test_a_mask_restricts_its_row_and_no_other(params: dict[str, Any]) -> None:
     mask = np.zeros(2, np.int32)
     for token in allowed:
         mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
-    rows = [dataclasses.replace(row(i, **params), mask=mask if i == 1 else None) for i in range(3)]
+    rows = [row(i, **params)._replace(mask=mask if i == 1 else None) for i in range(3)]
     drawn = sample(logits, rows)
     assert (drawn[0], drawn[2]) == (plain[0], plain[2])
     assert drawn[1] in allowed

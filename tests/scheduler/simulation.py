@@ -284,6 +284,14 @@ class Simulation:
         assert seq.finish_reason is not None
         self.ended[seq.sequence_id] = seq.finish_reason
 
+    def check_tables(self) -> None:
+        """What a step is given of the tables, kept from step to step, is what the tables say now."""
+        running = [seq for seq in unfinished(self.scheduler) if seq.block_table is not None and len(seq.block_table)]
+        tables = [seq.block_table.block_ids for seq in running if seq.block_table is not None]
+        width = max(map(len, tables), default=0)
+        kept = self.scheduler.get_block_tables([seq.sequence_id for seq in running])
+        assert kept.tolist() == [[*table, *[-1] * (width - len(table))] for table in tables]
+
     def check_books(self) -> None:
         """Blocks add up, reference counts equal the tables that hold them, and nobody writes into a shared block."""
         pool = self.scheduler.pool
@@ -299,6 +307,7 @@ class Simulation:
             slots.update(seq.swap_slots)
             if seq.block_table is not None:
                 holders.update(seq.block_table.block_ids)
+        self.check_tables()
         assert all(pool.ref_count(block) == holders[block] for block in range(pool.num_blocks))
         assert pool.shared(range(pool.num_blocks)) == {block for block, count in holders.items() if count > 1}
         for seq in self.scheduler.waiting:

@@ -104,8 +104,9 @@ def test_block_tables_name_the_exact_blocks_of_each_sequence() -> None:
     scheduler.add(sequence(1, 9))
     scheduler.add(sequence(2, 4))
     batch = scheduler.schedule()
-    assert scheduler.get_block_tables(batch.sequence_ids) == {1: [0, 1, 2], 2: [3]}
-    assert scheduler.get_block_tables([]) == {}
+    assert scheduler.get_block_tables(batch.sequence_ids).tolist() == [[0, 1, 2], [3, -1, -1]]
+    assert scheduler.get_block_tables([2]).tolist() == [[3]]
+    assert scheduler.get_block_tables([]).size == 0
 
 
 def test_block_tables_of_unknown_or_waiting_sequences_raise() -> None:
