@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncGenerator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST, ApiError, from_validation
@@ -31,18 +33,39 @@ async def read_json(request: Request, model: type[Model]) -> Model:
     body = bytearray()
     async for piece in pieces(request, server_of(request).http.max_body_bytes):
         body += piece
+    request.state.body_size = len(body)
+    return await server_of(request).prepare(request, lambda: parse(body, model))
+
+
+def parse(body: bytes | bytearray, model: type[Model]) -> Model:
+    """Raises ApiError 400.
+
+    In two steps: `model_validate_json` makes objects of whatever it complains of or hands to Python once more, and all
+    that in one go, while the time that Python takes for the second step is everybody's, 5 ms at a time.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # up to Python 3.11 it would search millions of new objects for rubbish, ten times as they grow
     try:
-        return model.model_validate_json(bytes(body))
+        value = from_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    finally:
+        if collects:
+            gc.enable()
+    return validate(value, model)
+
+
+def validate(value: Any, model: type[Model]) -> Model:
+    """Parsed JSON of the right shape. Raises ApiError 400."""
+    try:
+        return model.model_validate(value)
     except ValidationError as error:
         raise from_validation(error) from None
 
 
 def read_query(request: Request, model: type[Model]) -> Model:
     """The parameters of the URL. Raises ApiError 400 where they do not fit `model`."""
-    try:
-        return model.model_validate(dict(request.query_params))
-    except ValidationError as error:
-        raise from_validation(error) from None
+    return validate(dict(request.query_params), model)
 
 
 async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
