@@ -340,10 +340,13 @@ class AsyncEngine:
         self._replies.add(waiter)
         self._thread.send(command)
         try:
-            return await asyncio.wait_for(waiter, REPLY_SECONDS)
-        except asyncio.TimeoutError:
-            raise EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s") from None
+            # Not `wait_for`: up to Python 3.11 a cancellation that comes together with the reply is lost in it.
+            await asyncio.wait([waiter], timeout=REPLY_SECONDS)
+            if waiter.done():
+                return waiter.result()
+            raise EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s")
         finally:
+            waiter.cancel()
             self._replies.discard(waiter)
 
     async def drain(self, timeout: float) -> bool:
