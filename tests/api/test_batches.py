@@ -31,13 +31,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with server.client(timeout=DEADLINE) as client:
-        yield client
-    server.wait_idle(DEADLINE)
-
-
 def jsonl(bodies: Sequence[Any], url: str = COMPLETIONS) -> bytes:
     lines = [{"custom_id": f"line-{i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)]
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
