@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import time
-from collections.abc import AsyncGenerator
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST, ApiError, from_validation
@@ -31,18 +34,49 @@ async def read_json(request: Request, model: type[Model]) -> Model:
     body = bytearray()
     async for piece in pieces(request, server_of(request).http.max_body_bytes):
         body += piece
+    request.state.body_size = len(body)
+    return await server_of(request).prepare(request, lambda: parse(body, model))
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Nobody's garbage is collected meanwhile: the collector would go through what may be millions of new objects again
+    and again as they become more, in all for longer than making them takes, and nothing else runs while it does."""
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        return model.model_validate_json(bytes(body))
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@no_collection()
+def parse(body: bytes | bytearray, model: type[Model]) -> Model:
+    """Raises ApiError 400.
+
+    In two steps: `model_validate_json` makes objects of whatever it complains of or hands to Python once more, and all
+    that in one go, while the time that Python takes for the second step is everybody's, 5 ms at a time.
+    """
+    try:
+        value = from_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    return validate(value, model)
+
+
+@no_collection()
+def validate(value: Any, model: type[Model]) -> Model:
+    """Parsed JSON of the right shape. Raises ApiError 400."""
+    try:
+        return model.model_validate(value)
     except ValidationError as error:
         raise from_validation(error) from None
 
 
 def read_query(request: Request, model: type[Model]) -> Model:
     """The parameters of the URL. Raises ApiError 400 where they do not fit `model`."""
-    try:
-        return model.model_validate(dict(request.query_params))
-    except ValidationError as error:
-        raise from_validation(error) from None
+    return validate(dict(request.query_params), model)
 
 
 async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:

@@ -16,7 +16,7 @@ from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.generation import Generation, begin, check_text_length, check_token_ids
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.openai.terms import Terms, terms_of
-from mlxpaged.api.server import Server, server_of
+from mlxpaged.api.server import server_of
 from mlxpaged.engine import EngineInfo, Thinking
 from mlxpaged.models.tokenizer import RENDERING_OPTIONS
 
@@ -32,21 +32,26 @@ class Conversation:
     """For one of the answers."""
 
 
-async def start(request: Request, body: ChatRequest, id_prefix: str) -> Conversation:
-    """Raises what `Generation.submit` and `render` raise."""
+async def start(request: Request, ask: Callable[[], ChatRequest], id_prefix: str) -> Conversation:
+    """ask: makes the request of what the client sent; run where that takes as long as it is large. Raises what it and
+    `Generation.submit` and `render` raise."""
     server = server_of(request)
+    body = await server.prepare(request, ask)
     engine, info = server.ready(body.model)
     terms = terms_of(request, body, engine.config, id_prefix)
-    tools = body.offered_tools
     tags = info.tokenizer.tags
-    params = dataclasses.replace(
-        body.params(), think_tags=True, tool_tags=bool(tools), thinking_budget=body.thinking_limit
-    )
     with begin(server, engine, terms, body, num_prompts=1) as generation:
-        prompt = await render(server, info, body)
+        tools = await server.prepare(request, lambda: body.offered_tools)
+        params = dataclasses.replace(
+            await server.prepare(request, body.params),
+            think_tags=True,
+            tool_tags=bool(tools),
+            thinking_budget=body.thinking_limit,
+        )
+        prompt = await render(request, info, body)
         check_token_ids(info, params, "messages", [prompt])
         thinking = thinking_of(info, body, prompt)
-        form = answer_form(body, tags, thinking)
+        form = await server.prepare(request, lambda: answer_form(body, tags, thinking))
         await server.compile(info, form)
         params = dataclasses.replace(params, begins_thinking=thinking == "open", constraint=form)
         generation.submit("messages", [prompt], params)
@@ -54,8 +59,14 @@ async def start(request: Request, body: ChatRequest, id_prefix: str) -> Conversa
     return Conversation(info, terms, generation, lambda: AnswerParser(tags, thinking == "open", tools, one_call, form))
 
 
-async def render(server: Server, info: EngineInfo, body: ChatRequest) -> list[int]:
+async def render(request: Request, info: EngineInfo, body: ChatRequest) -> list[int]:
     """The prompt's tokens. Raises ApiError or ChatTemplateError."""
+    server = server_of(request)
+    return await server.tokenize(await server.prepare(request, lambda: rendering(info, body)))
+
+
+def rendering(info: EngineInfo, body: ChatRequest) -> Callable[[], list[int]]:
+    """What renders the prompt, for the tokenizer's thread. Raises ApiError."""
     tools, options = body.offered_tools, dict(body.chat_template_kwargs or {})
     check_template(info, body, options)
     options |= thinking_switch(info, body)
@@ -68,7 +79,7 @@ async def render(server: Server, info: EngineInfo, body: ChatRequest) -> list[in
     if continues:
         options["continue_final_message"] = True
     generation_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return await server.tokenize(lambda: info.tokenizer.apply_chat_template(messages, generation_prompt, **options))
+    return lambda: info.tokenizer.apply_chat_template(messages, generation_prompt, **options)
 
 
 def check_template(info: EngineInfo, body: ChatRequest, options: dict[str, Any]) -> None:

@@ -37,6 +37,13 @@ NO_RETRY = {"x-should-retry": "false"}
 
 MAX_MESSAGE, MAX_PARAM = 500, 100
 
+JSON_WORDS = {
+    "model_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be an array",
+}
+"""For pydantic's complaints in which it speaks of Python's types."""
+
 
 class ApiError(Exception):
     """An answer other than 200, to be shown to the client as it is."""
@@ -89,13 +96,11 @@ def from_validation(error: ValidationError) -> ApiError:
     """The most specific of pydantic's complaints, with the field's path as `param`."""
     worst = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
     path = [str(part) for part in worst["loc"] if not _is_union_branch(part)]
-    if worst["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {worst['ctx']['error']}", code="invalid_json")
     param = ".".join(path) or None
     if worst["type"] == "extra_forbidden":
         return ApiError(400, f"{param}: this parameter is not supported", param=param, code="unsupported_parameter")
-    message = worst["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {message}" if param else message, param=param)
+    message = JSON_WORDS.get(worst["type"], worst["msg"].removeprefix("Value error, "))
+    return ApiError(400, f"{param or 'the body'}: {message}", param=param)
 
 
 def _is_union_branch(part: int | str) -> bool:

@@ -60,7 +60,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request, TokenizeRequest)
     server = server_of(request)
     _, info = server.ready(body.model)
-    messages = [message.for_template() for message in body.messages or ()]
+    messages = await server.prepare(request, lambda: [message.for_template() for message in body.messages or ()])
     if sum(len(message["content"]) for message in messages) > MAX_CHARS:
         raise bad_parameter("messages", f"have more than {MAX_CHARS} characters")
 
@@ -79,7 +79,7 @@ async def detokenize(request: Request) -> Response:
     body = await read_json(request, DetokenizeRequest)
     server = server_of(request)
     _, info = server.ready(body.model)
-    largest = max(body.tokens, default=0)
+    largest = await server.prepare(request, lambda: max(body.tokens, default=0))
     if largest >= info.vocab_size:
         raise bad_parameter("tokens", f"token id {largest} is not in the vocabulary of {info.vocab_size} tokens")
     prompt = await server.tokenize(lambda: info.tokenizer.text_with_specials(body.tokens))

@@ -51,6 +51,7 @@ class HttpServer(uvicorn.Server):
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._tasks: list[asyncio.Task[None]] = []
+        self.servers = []  # uvicorn sets it as it starts; a signal can come before
 
     def run_until_signal(self) -> int:
         """Returns the process's exit status: 0 after a signal, 1 where the model cannot be served."""
@@ -77,6 +78,8 @@ class HttpServer(uvicorn.Server):
             if self._engine is not None:
                 self._engine.end_all("the server is shutting down")
             return
+        for server in self.servers:  # at once: uvicorn looks at `should_exit` ten times a second
+            server.close()
         running = self._engine.num_unfinished if self._engine else 0
         logger.info("%s: HTTP takes no new requests; %d get up to %.0f s", name, running, self._drain_timeout)
         self.should_exit = True

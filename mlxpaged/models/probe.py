@@ -21,6 +21,8 @@ from mlxpaged.models.head import RowSelection
 from mlxpaged.models.layers import LayerSpec
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2]
+MAX_TRIES = 8
+"""Of a model whose logits are all zero: as many places of its vocabulary are looked at."""
 MIN_COSINE = {mx.float32: 0.9999}
 MIN_COSINE_HALF = 0.98  # batch shapes change the rounding of half types, and with it an expert router's close calls
 
@@ -52,25 +54,25 @@ def probe(model: Module, layers: Sequence[LayerSpec], rows: RowSelection | None 
     """
     if rows is not None:
         rows.rows = None
-    expected = model(mx.array([TOKENS]), cache=make_prompt_cache(model))[0, -1].astype(mx.float32)
+    tokens, expected = telling_tokens(model)
     step = StepContext()
     caches = [
         ProbedLayer(LayerKVCache(3, spec.num_kv_heads, spec.head_dim, spec.dtype), step, spec.window) for spec in layers
     ]
-    head = len(TOKENS) - 1
-    run(model, caches, step, TOKENS[:head], AttentionMetadata.build([head], [head], [[2]]))
-    mixed = AttentionMetadata.build([len(TOKENS), 1], [len(TOKENS), len(TOKENS)], [[0], [2]])
+    head = len(tokens) - 1
+    run(model, caches, step, tokens[:head], AttentionMetadata.build([head], [head], [[2]]))
+    mixed = AttentionMetadata.build([len(tokens), 1], [len(tokens), len(tokens)], [[0], [2]])
     if rows is not None:
-        rows.rows = mx.array([len(TOKENS) - 1, len(TOKENS)])
-    got = run(model, caches, step, [*TOKENS, TOKENS[-1]], mixed)[:, 0].astype(mx.float32)
+        rows.rows = mx.array([len(tokens) - 1, len(tokens)])
+    got = run(model, caches, step, [*tokens, tokens[-1]], mixed)[:, 0].astype(mx.float32)
     if rows is not None:
         rows.rows = None
     calls, wanted = step.attention_calls, 2 * len(layers)
     if calls != wanted:
         raise UnsupportedModelError(f"only {calls} of {wanted} attention calls went through the paged KV cache")
-    if got.shape[0] != (len(TOKENS) + 1 if rows is None else 2):
+    if got.shape[0] != (len(tokens) + 1 if rows is None else 2):
         raise UnsupportedModelError(f"its output head returns {got.shape[0]} rows of logits")
-    last = got if rows is not None else got[len(TOKENS) - 1 :]
+    last = got if rows is not None else got[len(tokens) - 1 :]
     cosine = (last @ expected) / (mx.linalg.norm(last, axis=-1) * mx.linalg.norm(expected))
     worst = float(cosine.min())
     if not worst >= MIN_COSINE.get(layers[0].dtype, MIN_COSINE_HALF):
@@ -80,6 +82,24 @@ def probe(model: Module, layers: Sequence[LayerSpec], rows: RowSelection | None 
         for spec, cache in zip(layers, caches, strict=True)
     ]
     return Probed(int(expected.shape[0]), seen)
+
+
+def telling_tokens(model: Any) -> tuple[list[int], mx.array]:
+    """Tokens, and the logits after the last of them, [vocabulary], float32, from mlx-lm's caches: such that there is
+    something to compare. The rows of tokens that were never trained may be zero, and all that follows from them.
+
+    Raises UnsupportedModelError where there are none.
+    """
+    tokens = TOKENS
+    for i in range(1, MAX_TRIES + 1):
+        logits = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1].astype(mx.float32)
+        if not mx.isfinite(logits).all():
+            raise UnsupportedModelError("its logits are not finite")
+        if mx.any(logits):
+            return tokens, logits
+        vocab_size = logits.shape[0]
+        tokens = [(i * vocab_size // MAX_TRIES + token) % vocab_size for token in TOKENS]
+    raise UnsupportedModelError("its logits are all zero, wherever in its vocabulary a prompt is taken from")
 
 
 def run(

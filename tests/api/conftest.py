@@ -8,12 +8,24 @@ import pytest
 from openai import OpenAI
 
 from tests.api.helpers import DEADLINE
+from tests.scripted import scripted_server
 from tests.support import RunningServer
 
 
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The demo model, shared with other files; or, for a file with a SCRIPT, a model that writes what that says."""
+    script = getattr(request.module, "SCRIPT", None)
+    if script is None:
+        yield request.getfixturevalue("demo_server")
+    else:
+        with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", script) as server:
+            yield server
+
+
 @pytest.fixture
-def client(demo_server: RunningServer) -> Iterator[OpenAI]:
-    """The official client of the shared server; the server is idle and balanced after every test."""
-    with demo_server.client(timeout=DEADLINE) as client:
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    """The official client of the file's server, which is idle and balanced after every test."""
+    with server.client(timeout=DEADLINE) as client:
         yield client
-    demo_server.wait_idle(DEADLINE)
+    server.wait_idle(DEADLINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -107,7 +108,10 @@ def test_the_parts_do_not_depend_on_the_cuts(
         ("json_tools", '<tool_call>{"arguments": {"city": "Rome"}, "name": "weather"}</tool_call>'),
         ("json_tools", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>'),
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'),
-        ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]'),
+        pytest.param(
+            *("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]'),
+            marks=pytest.mark.skipif(version("mlx-lm") == "0.31.3", reason="mlx-lm reads it since 0.32"),
+        ),
         (
             "qwen3_coder",
             "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",

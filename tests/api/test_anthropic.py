@@ -15,7 +15,6 @@ from anthropic import Anthropic, AsyncAnthropic
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import DEADLINE, Background, StepGate, raw
 from tests.api.test_tools import CALL, ROME
-from tests.scripted import scripted_server
 from tests.support import RunningServer, running_server
 
 THOUGHT = "They want the weather."
@@ -35,12 +34,6 @@ TOOLS: list[Any] = [
     {"name": "weather", "description": "The weather.", "input_schema": {"type": "object", "properties": {"city": {}}}},
     {"name": "clock", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}},
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
-        yield server
 
 
 @pytest.fixture

@@ -30,12 +30,6 @@ TOOLS: list[Any] = [
 USER: Any = {"role": "user", "content": "Hello"}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
-        yield server
-
-
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[Anthropic]:
     with Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=DEADLINE) as client:

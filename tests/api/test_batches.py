@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Batch
 
-from mlxpaged.api import DataDirInUseError, HttpConfig, create_app
+from mlxpaged.api import DataDirInUseError, HttpConfig, conversation, create_app
 from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.batches import Store
-from mlxpaged.engine import EngineConfig
+from mlxpaged.api.openai.schema import ChatRequest
+from mlxpaged.engine import EngineConfig, EngineInfo
 from tests.api.helpers import DEADLINE, Background, StepGate, answer_text, ask, post, raw, run_on, write_keys
 from tests.support import RunningServer, running_server, wait_until
 
@@ -29,13 +31,6 @@ CONFIG = EngineConfig(kv_cache_bytes=16_000_000, max_num_seqs=4)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with running_server(CONFIG, data_dir=tmp_path_factory.mktemp("data") / "new") as server:
         yield server
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with server.client(timeout=DEADLINE) as client:
-        yield client
-    server.wait_idle(DEADLINE)
 
 
 def jsonl(bodies: Sequence[Any], url: str = COMPLETIONS) -> bytes:
@@ -104,6 +99,21 @@ def test_lines_may_be_responses(client: OpenAI, server: RunningServer) -> None:
         assert (server.app.state.responses.get(response_id) is not None) == stored
     errors = lines_of(client, batch.error_file_id).values()
     assert {line["response"]["body"]["error"]["param"] for line in errors} == {"tools.0.type", "stream"}
+
+
+def test_a_large_line_is_read_off_the_event_loop(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, rendering = [], conversation.rendering
+
+    def recorded(info: EngineInfo, body: ChatRequest) -> Any:
+        threads.append(threading.current_thread().name)
+        return rendering(info, body)
+
+    monkeypatch.setattr(conversation, "rendering", recorded)
+    bodies = [ask("What is 17 + 25?", max_tokens=4), ask("word " * 20_000)]
+    done = ended(client, submit(client, jsonl(bodies, CHAT), CHAT))
+    assert done.request_counts is not None
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+    assert sorted(name.startswith("mlxpaged-body") for name in threads) == [False, True]
 
 
 def test_a_line_that_fails_fails_alone(client: OpenAI) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +70,6 @@ SHORT = {"1": 4, "264": 4}
 """Where the script does not get its way: rather a quotation mark, or the end of thinking, than other random text."""
 NAMED = {"type": "function", "function": {"name": "weather"}}
 JSON = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with server.client(timeout=DEADLINE) as client:
-        yield client
-    server.wait_idle(DEADLINE)
 
 
 def ask(text: str, **fields: Any) -> dict[str, Any]:

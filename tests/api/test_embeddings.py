@@ -72,12 +72,6 @@ def _leaves_nothing(server: RunningServer) -> Iterator[None]:
     wait_until(lambda: waiting(server) == 0)  # a client's timeout can come before the step's end
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with server.client(timeout=DEADLINE) as client:
-        yield client
-
-
 def reference(path: Path, inputs: list[list[int]], dimensions: int = 64) -> Any:
     """Straight with mlx-lm, one by one: the last token's state, cut, of length 1."""
     model, _ = load_plain_model(path.with_name(f"{path.name}-whole"))

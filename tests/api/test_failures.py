@@ -252,9 +252,12 @@ def test_an_engine_that_dies_with_swapped_requests_reports_no_block_in_use(demo_
                 raise RuntimeError("injected death")
             return schedule()
 
-        scheduler.schedule = dying  # type: ignore[method-assign]
         bodies = [run_on(random_tokens(40, i), 90) for i in range(4)]
-        pending = [Background.post(server, COMPLETIONS, body) for body in bodies]
+        with StepGate(server) as gate:
+            pending = [Background.post(server, COMPLETIONS, body) for body in bodies]
+            wait_until(lambda: server.engine.num_unfinished == len(bodies))
+            scheduler.schedule = dying  # type: ignore[method-assign]
+            gate.open()
         assert [request.result().status_code for request in pending] == [503] * 4
         after = metrics(server)
         for place in ("kv", "swap"):

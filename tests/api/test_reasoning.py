@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from openai import BadRequestError, OpenAI
 
 from tests.api.helpers import DEADLINE
 from tests.api.test_tools import CALL, ROME, question, streamed
-from tests.scripted import scripted_server
 from tests.support import RunningServer
 
 THOUGHT = "They ask for 2 < 3. Simple."
@@ -23,19 +21,6 @@ SCRIPT = {
     "<think>I wonder": " a little.</think>Done.",
     "The answer is": " 42.",
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with server.client(timeout=DEADLINE) as client:
-        yield client
-    server.wait_idle(DEADLINE)
 
 
 def ask(client: OpenAI, text: str | list[Any], **extra: Any) -> tuple[str, str, int]:

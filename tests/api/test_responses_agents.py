@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -16,7 +15,6 @@ from pydantic import BaseModel, TypeAdapter
 
 from tests.api.helpers import DEADLINE, raw
 from tests.api.test_tools import CALL, ROME
-from tests.scripted import scripted_server
 from tests.support import RunningServer
 
 THOUGHT = "They ask for 2 < 3. Simple."
@@ -48,19 +46,6 @@ TIME: dict[str, Any] = {
     "tools": [{"type": "function", "name": "now", "description": "The time.", "strict": False, "parameters": {}}],
 }
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with server.client(timeout=DEADLINE) as client:
-        yield client
-    server.wait_idle(DEADLINE)
 
 
 def question(text: Any, **fields: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ do something else."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -13,10 +12,7 @@ from openai import BadRequestError, OpenAI, pydantic_function_tool
 from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel
 
-from tests.api.helpers import DEADLINE
-from tests.api.test_demands import CITY, SCRIPT, THOUGHT
-from tests.scripted import scripted_server
-from tests.support import RunningServer
+from tests.api.test_demands import CITY, SCRIPT, THOUGHT  # noqa: F401  (SCRIPT is for the server)
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -25,19 +21,6 @@ def tool(name: str, parameters: dict[str, Any] | None = None, **fields: Any) -> 
 
 TOOLS = [tool("weather", CITY), tool("clock")]
 CLOCK = {"type": "function", "name": "clock"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with server.client(timeout=DEADLINE) as client:
-        yield client
-    server.wait_idle(DEADLINE)
 
 
 def ask(question: str, **fields: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,19 +39,6 @@ MISTRAL = {
     "Both?": f"Wait.[TOOL_CALLS]clock[ARGS]{{}}[TOOL_CALLS]weather[ARGS]{ROME}",
 }
 GEMMA = {"Rome?": "<start_function_call>call:weather{city:<escape>Rome<escape>}<end_function_call>"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with server.client(timeout=DEADLINE) as client:
-        yield client
-    server.wait_idle(DEADLINE)
 
 
 def question(text: str, **fields: Any) -> dict[str, Any]:

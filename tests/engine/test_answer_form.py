@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from mlxpaged.engine import (
     AnswerForm,
     CallForm,
     Constraint,
-    EngineConfig,
     EngineCore,
     GrammarError,
     Request,
@@ -24,11 +22,10 @@ from mlxpaged.engine import (
 from mlxpaged.engine.answer_grammar import lark
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.step import StepUnderWay
 from mlxpaged.models import ServedModel, load_model
-from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.scheduler import FinishReason
+from tests.engine.helpers import finish, let_steps_fail, make_core
 from tests.scripted import make_scripted_model
-from tests.support import poison_new_blocks
 
 OBJECT = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
 SCHEMA = Constraint("json_schema", json.dumps(OBJECT), "tools.0")
@@ -54,13 +51,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return load_model(str(make_scripted_model(tmp_path_factory.mktemp("model"), "json_tools")))
 
 
-def make_core(served: ServedModel, blocks: int = 100, **options: Any) -> EngineCore:
-    cache = blocks * 32 * bytes_per_token(served.layers)
-    core = EngineCore(EngineConfig(kv_cache_bytes=cache, **options), served)
-    poison_new_blocks(core)
-    return core
-
-
 def add_mix(core: EngineCore) -> None:
     """Two of every form, the second one a fork of the first, and as many free ones."""
     for i, (name, (form, _)) in enumerate(FORMS.items()):
@@ -79,19 +69,12 @@ def add_mix(core: EngineCore) -> None:
                 )
 
 
-def finish(core: EngineCore) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    reasons = {}
-    while core.has_work():
-        for output in core.step():
-            assert output.error is None, output.error
-            texts[output.request_id] = texts.get(output.request_id, "") + output.text
-            reasons[output.request_id] = output.finish_reason
-    assert core.scheduler.pool.usage().used == 0
+def texts_of(core: EngineCore) -> dict[str, str]:
+    texts, reasons = finish(core)
     for name, (_, pattern) in FORMS.items():
         for copy in range(2):
             request_id = f"held {name} {copy}"
-            if reasons[request_id] is not None and reasons[request_id].value == "stop":
+            if reasons[request_id] is FinishReason.STOP:
                 assert re.fullmatch(pattern, texts[request_id]), f"{name}: {texts[request_id]!r}"
     return texts
 
@@ -100,7 +83,7 @@ def finish(core: EngineCore) -> dict[str, str]:
 def expected(served: ServedModel) -> dict[str, str]:
     core = make_core(served)
     add_mix(core)
-    texts = finish(core)
+    texts = texts_of(core)
     assert sum("<tool_call>" in text for text in texts.values()) >= 4
     return texts
 
@@ -116,18 +99,10 @@ def test_answers_do_not_depend_on_overlap_preemption_forks_or_failures(
     swap: int,
 ) -> None:
     monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
-    rng, read = random.Random(1), StepUnderWay.read
-
-    def sometimes_failing(step: StepUnderWay) -> Any:
-        if len(step.batch.rows) > 1 and rng.random() < 0.1:
-            raise RuntimeError("injected")
-        return read(step)
-
-    monkeypatch.setattr(StepUnderWay, "read", sometimes_failing)
-    space = swap * 32 * bytes_per_token(served.layers)
-    core = make_core(served, blocks, swap_space_bytes=space, max_num_batched_tokens=64)
+    let_steps_fail(monkeypatch)
+    core = make_core(served, blocks, swap, max_num_batched_tokens=64)
     add_mix(core)
-    assert finish(core) == expected
+    assert texts_of(core) == expected
     assert (core.stats().scheduler.preemptions_total > 0) or blocks == 100
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import time
 from typing import Any
@@ -10,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxpaged.engine import Constraint, EngineConfig, EngineCore, GrammarError, Request, SamplingParams
+from mlxpaged.engine import Constraint, EngineCore, GrammarError, Request, SamplingParams
 from mlxpaged.engine.grammar import KEPT
 from mlxpaged.engine.json_schema import disjoint_one_of_as_any_of
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.step import StepUnderWay
 from mlxpaged.models import ServedModel, load_model
-from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.scheduler import FinishReason
-from tests.support import make_tiny_model, poison_new_blocks
+from tests.engine.helpers import finish, let_steps_fail, make_core
+from tests.support import make_tiny_model
 
 LINES = Constraint("regex", "([a-z]{2} [0-9]{2}\n){1,9}")
 
@@ -28,27 +26,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return load_model(str(make_tiny_model(tmp_path_factory.mktemp("llama"), "llama", eos_token_id=2)))
 
 
-def make_core(served: ServedModel, blocks: int = 100, **options: Any) -> EngineCore:
-    cache = blocks * 32 * bytes_per_token(served.layers)
-    core = EngineCore(EngineConfig(kv_cache_bytes=cache, **options), served)
-    poison_new_blocks(core)
-    return core
-
-
 def add(core: EngineCore, name: str, prompt: list[int], constraint: Constraint | None, **params: Any) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 40, "ignore_eos": True} | params
     core.add(Request(name, prompt, SamplingParams(constraint=constraint, **options), time.monotonic()))
 
 
-def finish(core: EngineCore) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    while core.has_work():
-        for output in core.step():
-            assert output.error is None, output.error
-            texts[output.request_id] = texts.get(output.request_id, "") + output.text
-            if output.finish_reason is FinishReason.STOP and output.request_id.startswith("held"):
-                assert re.fullmatch(LINES.text, texts[output.request_id])
-    assert core.scheduler.pool.usage().used == 0
+def texts_of(core: EngineCore) -> dict[str, str]:
+    texts, reasons = finish(core)
+    for name, text in texts.items():
+        if name.startswith("held") and reasons[name] is FinishReason.STOP:
+            assert re.fullmatch(LINES.text, text)
     return texts
 
 
@@ -67,7 +54,7 @@ def add_mix(core: EngineCore) -> None:
 def expected(served: ServedModel) -> dict[str, str]:
     core = make_core(served)
     add_mix(core)
-    return finish(core)
+    return texts_of(core)
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
@@ -83,18 +70,10 @@ def test_answers_do_not_depend_on_overlap_preemption_or_failures(
     swap: int,
 ) -> None:
     monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
-    rng, read = random.Random(1), StepUnderWay.read
-
-    def sometimes_failing(step: StepUnderWay) -> Any:
-        if len(step.batch.rows) > 1 and rng.random() < 0.1:
-            raise RuntimeError("injected")
-        return read(step)
-
-    monkeypatch.setattr(StepUnderWay, "read", sometimes_failing)
-    space = swap * 32 * bytes_per_token(served.layers)
-    core = make_core(served, blocks, swap_space_bytes=space, prefill_mode=mode, max_num_batched_tokens=64)
+    let_steps_fail(monkeypatch)
+    core = make_core(served, blocks, swap, prefill_mode=mode, max_num_batched_tokens=64)
     add_mix(core)
-    assert finish(core) == expected
+    assert texts_of(core) == expected
     stats = core.stats().scheduler
     assert (stats.preemptions_total > 0) or blocks == 100
     assert (stats.blocks_swapped_out_total > 0) == (swap > 0)
@@ -122,11 +101,11 @@ def test_a_held_one_alone_goes_on_without_look_ahead(served: ServedModel, monkey
     monkeypatch.setattr(ModelRunner, "overlaps", True)
     core = make_core(served)
     add(core, "held", [4, 5, 6], LINES)
-    alone = finish(core)
+    alone = texts_of(core)
     monkeypatch.setattr(ModelRunner, "overlaps", False)
     core = make_core(served)
     add(core, "held", [4, 5, 6], LINES)
-    assert alone == finish(core) != {}
+    assert alone == texts_of(core) != {}
 
 
 def test_compiled_constraints_are_kept_but_not_for_ever(served: ServedModel) -> None:

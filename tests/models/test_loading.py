@@ -94,6 +94,37 @@ def test_a_model_whose_masks_and_caches_disagree_about_the_window_is_refused(
         load_model(str(path))
 
 
+def with_embeddings(path: Path, rows: mx.array) -> Path:
+    """The model with its rows of embeddings multiplied by those numbers, [vocabulary]."""
+    weights: dict[str, mx.array] = mx.load(str(path / "model.safetensors"))  # type: ignore[assignment]
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * rows[:, None]
+    mx.save_safetensors(str(path / "model.safetensors"), weights)
+    return path
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("first", [10, 3 * demo_vocab_size() // 4])
+def test_a_model_is_served_whose_first_tokens_were_never_trained(tmp_path: Path, first: int, tied: bool) -> None:
+    """Their rows of zeros give logits of zeros, from which nothing can be told."""
+    trained = (mx.arange(demo_vocab_size()) >= first).astype(mx.float32)
+    path = with_embeddings(make_tiny_model(tmp_path / "m", "llama", tie_word_embeddings=tied), trained)
+    served = load_model(str(path))
+    plain = load_plain_model(path)[0]
+    prompt = list(range(demo_vocab_size() - 30, demo_vocab_size() - 10))
+    [tokens] = run_requests(EngineCore(EngineConfig(str(path), kv_cache_bytes=1_000_000), served), [prompt])
+    logits = plain(mx.array([prompt + tokens]), cache=make_prompt_cache(plain))[0]
+    assert tokens == mx.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist()
+
+
+@pytest.mark.parametrize(("factor", "reason"), [(0.0, "all zero"), (mx.nan, "not finite")])
+def test_a_model_whose_logits_say_nothing_is_refused(tmp_path: Path, factor: float, reason: str) -> None:
+    path = with_embeddings(make_tiny_model(tmp_path / "m", "llama"), mx.full((demo_vocab_size(),), factor))
+    with pytest.raises(
+        UnsupportedModelError, match=f"llama models are not supported yet, because its logits.*{reason}"
+    ):
+        load_model(str(path))
+
+
 def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no such directory: .*/nowhere"):
         load_model(str(tmp_path / "nowhere"))

@@ -32,7 +32,7 @@ async def create(request: Request) -> Response:
 async def respond(request: Request, body: MessagesRequest) -> Response:
     _, info = server_of(request).ready(body.model)
     with own_words(body):
-        conversation = await start(request, chat_request(body, info.tokenizer), "msg")
+        conversation = await start(request, lambda: chat_request(body, info.tokenizer), "msg")
     reply = MessageReply(conversation, body.omits_thinking)
     if body.stream:
         return EventStream(reply.events(), conversation.generation.close)
@@ -48,7 +48,8 @@ async def count(request: Request, body: CountTokensRequest) -> Response:
     server = server_of(request)
     _, info = server.ready(body.model)
     with own_words(body):
-        prompt = await render(server, info, chat_request(body, info.tokenizer))
+        asked = await server.prepare(request, lambda: chat_request(body, info.tokenizer))
+        prompt = await render(request, info, asked)
     return JSONResponse({"input_tokens": len(prompt)})
 
 

@@ -56,6 +56,9 @@ def chat_request(body: CountTokensRequest, tokenizer: Tokenizer) -> ChatRequest:
             add_system(messages, message, tokenizer)
         else:
             messages.append(assistant(message))
+    for said in messages:
+        if said["role"] == "user":
+            said["content"] = "\n".join(said["content"])
     choice = body.tool_choice
     fields: dict[str, Any] = {
         "model": body.model,
@@ -160,16 +163,17 @@ def add_system(messages: list[dict[str, Any]], message: SystemMessage, tokenizer
 
 
 def add_user(messages: list[dict[str, Any]], message: UserMessage) -> None:
-    """Results become messages of their tools; texts that follow each other, also over several messages, one."""
+    """Results become messages of their tools; texts that follow each other, also over several messages, one. Those of
+    a user are left as a list: half a million that are appended one by one take seconds."""
     blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             text = (ERROR if block.is_error else "") + text_of(block.content)
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += f"\n{block.text}"
+            messages[-1]["content"].append(block.text)
         else:
-            messages.append({"role": "user", "content": block.text})
+            messages.append({"role": "user", "content": [block.text]})
 
 
 def assistant(message: AssistantMessage) -> dict[str, Any]:

@@ -10,12 +10,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxpaged.api.batches.lines import InputLine, LinePlace, check_lines, read_line
+from mlxpaged.api.batches.lines import LinePlace, check_lines, read_line
 from mlxpaged.api.batches.records import (
     BatchRecord,
     LineErrors,
@@ -25,7 +24,8 @@ from mlxpaged.api.batches.records import (
     RequestCounts,
 )
 from mlxpaged.api.batches.store import Store
-from mlxpaged.api.errors import ApiError, bad_parameter, from_engine, from_validation
+from mlxpaged.api.body import validate
+from mlxpaged.api.errors import ApiError, bad_parameter, from_engine
 from mlxpaged.api.openai import chat, completions
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
@@ -173,12 +173,8 @@ class BatchLane:
 
     async def _parse(self, batch: BatchRecord, place: LinePlace) -> LineBody:
         """The request of a line, with the terms of a batch. Raises ApiError."""
-        line: InputLine = await asyncio.to_thread(read_line, self._store.content(batch.input_file_id), place)
-        model, _ = ENDPOINTS[batch.endpoint]
-        try:
-            body = model.model_validate_json(json.dumps(line.body))
-        except ValidationError as error:
-            raise from_validation(error) from None
+        path, (model, _) = self._store.content(batch.input_file_id), ENDPOINTS[batch.endpoint]
+        body = await asyncio.to_thread(lambda: validate(read_line(path, place).body, model))
         if body.stream:
             raise bad_parameter("stream", "must be false in a batch")
         if body.service_tier == "priority":
@@ -208,7 +204,8 @@ class BatchLane:
             failure = LineFailure(code="api_key_removed", message=message)
             self._append(batch, OutputLine(id=new_id("batch_req"), custom_id=place.custom_id, error=failure))
             return
-        request = Request(scope | {"app": self._app, "state": {"request_id": new_id("req"), "caller": caller}})
+        state = {"request_id": new_id("req"), "caller": caller, "body_size": place.size}
+        request = Request(scope | {"app": self._app, "state": state})
         _, respond = ENDPOINTS[batch.endpoint]
         try:
             while True:

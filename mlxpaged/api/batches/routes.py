@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -16,9 +16,9 @@ from mlxpaged.api.access.caller import may_use, owner_of
 from mlxpaged.api.batches.lane import BatchLane, now
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.store import Store
-from mlxpaged.api.body import pieces, read_json, read_query
-from mlxpaged.api.errors import ApiError, bad_parameter, from_validation
-from mlxpaged.api.openai.body import Body
+from mlxpaged.api.body import pieces, read_json, read_query, validate
+from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.openai.body import Body, Labels
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.server import server_of
@@ -42,7 +42,7 @@ class BatchCreate(Body):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[mhd]$")]
-    metadata: dict[str, str] | None = None
+    metadata: Labels | None = None
 
 
 class BatchList(BaseModel):
@@ -78,10 +78,7 @@ async def create_file(request: Request) -> Response:
     store = store_of(request)
     form = await read_form(request)
     try:
-        try:
-            upload = FileUpload.model_validate(dict(form))
-        except ValidationError as error:
-            raise from_validation(error) from None
+        upload = validate(dict(form), FileUpload)
         record = FileRecord(
             owner=owner_of(request),
             id=new_id("file"),

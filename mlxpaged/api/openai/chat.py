@@ -26,7 +26,7 @@ async def create(request: Request) -> Response:
 
 
 async def respond(request: Request, body: ChatRequest) -> Response:
-    conversation = await start(request, body, "chatcmpl")
+    conversation = await start(request, lambda: body, "chatcmpl")
     reply = ChatReply(conversation, body)
     if body.stream:
         return EventStream(reply.events(), conversation.generation.close)

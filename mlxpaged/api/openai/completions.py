@@ -29,10 +29,12 @@ async def respond(request: Request, body: CompletionRequest) -> Response:
     server = server_of(request)
     engine, info = server.ready(body.model)
     terms = terms_of(request, body, engine.config, "cmpl")
-    params = body.params()
+    params = await server.prepare(request, body.params)
 
     def encode() -> list[list[int]]:
-        return [info.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
+        prompts = [info.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
+        check_token_ids(info, params, "prompt", prompts)
+        return prompts
 
     def echoes() -> list[str]:
         return [p if isinstance(p, str) else info.tokenizer.decode(p) for p in body.prompts()]
@@ -41,7 +43,6 @@ async def respond(request: Request, body: CompletionRequest) -> Response:
     reply = CompletionReply(info, body, terms)
     with begin(server, engine, terms, body, num_prompts=len(body.prompts())) as generation:
         prompts = await server.tokenize(encode)
-        check_token_ids(info, params, "prompt", prompts)
         await server.compile(info, params.constraint)
         if body.echo:
             reply.echoes = await server.tokenize(echoes)

@@ -89,7 +89,7 @@ async def respond(request: Request, body: EmbeddingsRequest) -> Response:
     try:
         with engine.reserve(1) as arrival_time:
             inputs = await tokens_of(server, model, body.input)
-            check_tokens(model, inputs)
+            await server.prepare(request, lambda: check_tokens(model, inputs))
         if opened.cancelled:
             raise RequestCancelledError("the request was cancelled")
         num_tokens = sum(map(len, inputs))

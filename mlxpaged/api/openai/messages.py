@@ -23,7 +23,7 @@ class Message(Body):
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST)] | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     reasoning_content: str | None = None
     # LiteLLM's notes on an answer, which it sends back with it; they say nothing that other fields do not.
     provider_specific_fields: dict[str, Any] | None = None

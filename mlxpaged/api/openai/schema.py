@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body
+from mlxpaged.api.openai.body import Body, Labels, until_first_fault
 from mlxpaged.api.openai.messages import MAX_LIST, Message
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
 from mlxpaged.api.openai.tools import MAX_TOOLS, AllowedChoice, NamedTool, Tool, ToolChoice
@@ -17,13 +17,19 @@ from mlxpaged.engine import Constraint, SamplingParams
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_BIAS = 100
 MAX_TOKEN_ID_DIGITS = 9
 MAX_CHOICES = 16
 """Answers to one prompt."""
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Seconds = Annotated[float, Field(gt=0)]
+
+
+def fits_bias(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MAX_BIAS
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -48,7 +54,7 @@ class SamplingFields(StructuredFields):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], until_first_fault(fits_bias)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: list[str] | None = None  # as `_stop_is_a_list` leaves it
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
@@ -58,7 +64,7 @@ class SamplingFields(StructuredFields):
     stream_options: StreamOptions | None = None
     # Accepted for what they are: labels that change nothing.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Labels | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -160,7 +166,7 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     # Not supported beyond the value that asks for nothing.
     store: Literal[False] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, fail_fast=True)] | None = None
     verbosity: Literal["medium"] | None = None
 
     @model_validator(mode="after")

@@ -41,7 +41,7 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
         raise DuplicateRequestError(f"a response with the id {given} is stored")
     earlier, items = whole_conversation(request, body)
     with own_names(body):
-        conversation = await start(request, chat_request(body, [*earlier, *items]), "resp")
+        conversation = await start(request, lambda: chat_request(body, [*earlier, *items]), "resp")
 
     def keep(response: dict[str, Any]) -> None:
         if body.kept:
@@ -63,7 +63,8 @@ async def count(request: Request, body: InputTokensRequest) -> Response:
     _, info = server.ready(body.model)
     earlier, items = whole_conversation(request, body)
     with own_names(body):
-        prompt = await render(server, info, chat_request(body, [*earlier, *items]))
+        asked = await server.prepare(request, lambda: chat_request(body, [*earlier, *items]))
+        prompt = await render(request, info, asked)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
 

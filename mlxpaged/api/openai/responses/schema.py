@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body, one_of
+from mlxpaged.api.openai.body import Body, Labels, one_of
 from mlxpaged.api.openai.messages import MAX_LIST
 from mlxpaged.api.openai.responses.items import InputItem, MessageItem
 from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
@@ -16,6 +16,7 @@ from mlxpaged.api.openai.structured import JsonSchema
 from mlxpaged.api.openai.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 class ResponseStreamOptions(Body):
@@ -86,13 +87,13 @@ class ResponseRequest(InputTokensRequest):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Probability, Field(gt=0)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     # Accepted for what they are: labels that change nothing, and a limit on the calls of tools that are not here.
-    metadata: dict[str, str] | None = None
-    client_metadata: dict[str, str] | None = None  # Codex's
+    metadata: Labels | None = None
+    client_metadata: Labels | None = None  # Codex's
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -26,7 +26,7 @@ class FunctionTool(Body):
     strict: bool | None = None
     output_schema: None = None
     defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
 
 
 class NamespacedTool(FunctionTool):

@@ -1,0 +1,49 @@
+"""What the tests of constrained answers share: an engine of few blocks, steps that fail, and texts to the end."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.engine.step import StepUnderWay
+from mlxpaged.models import ServedModel
+from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.scheduler import FinishReason
+from tests.support import poison_new_blocks
+
+
+def make_core(served: ServedModel, blocks: int = 100, swap_blocks: int = 0, **options: Any) -> EngineCore:
+    """Blocks are poisoned whenever they are handed out."""
+    block = 32 * bytes_per_token(served.layers)
+    config = EngineConfig(kv_cache_bytes=blocks * block, swap_space_bytes=swap_blocks * block, **options)
+    core = EngineCore(config, served)
+    poison_new_blocks(core)
+    return core
+
+
+def let_steps_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, every tenth step of several rows, by chance."""
+    rng, read = random.Random(1), StepUnderWay.read
+
+    def sometimes_failing(step: StepUnderWay) -> Any:
+        if len(step.batch.rows) > 1 and rng.random() < 0.1:
+            raise RuntimeError("injected")
+        return read(step)
+
+    monkeypatch.setattr(StepUnderWay, "read", sometimes_failing)
+
+
+def finish(core: EngineCore) -> tuple[dict[str, str], dict[str, FinishReason | None]]:
+    """Step until nothing is left. Returns texts and finish reasons, by request."""
+    texts: dict[str, str] = {}
+    reasons: dict[str, FinishReason | None] = {}
+    while core.has_work():
+        for output in core.step():
+            assert output.error is None, output.error
+            texts[output.request_id] = texts.get(output.request_id, "") + output.text
+            reasons[output.request_id] = output.finish_reason
+    assert core.scheduler.pool.usage().used == 0
+    return texts, reasons
