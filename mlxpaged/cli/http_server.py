@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -110,6 +111,8 @@ class HttpServer(uvicorn.Server):
                 self._exit_status = 1
                 self.should_exit = True
             return
+        gc.collect()
+        gc.freeze()  # the libraries' hundred thousand objects stay: a full collection would hold every stream up
         if engine.info is not None and not self.should_exit:
             print(banner(engine.info, engine.config, self.url, self._needs_key), flush=True)
 
