@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_weights
 from mlx_lm.utils import load_tokenizer
 
-from mlxpaged.models.activations import route_activation
+from mlxpaged.models.cpu import suit_cpu
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
@@ -102,7 +102,7 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
     model.eval()
     try:
         specs = layer_specs(model)
-        route_activation(model)
+        suit_cpu(model)
         probed = probe(model, specs)
         rows = select_rows_before_head(model, probed.vocab_size, lambda rows: is_head(model, probed.layers, rows))
     except UnsupportedModelError as error:

@@ -13,7 +13,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.activations import swiglu
 
 from mlxpaged.models import load_model
-from mlxpaged.models.activations import route_activation
+from mlxpaged.models.cpu import route_activation, suit_cpu
 from mlxpaged.models.loader import DEMO_MODEL
 
 GATES = np.concatenate([np.linspace(-120, 120, 4001), [0.0, -0.0, 1e-30, -1e-30, 3e38, -3e38, -1e4]]).astype(np.float32)
@@ -58,8 +58,28 @@ def test_half_types_are_left_to_the_model(monkeypatch: pytest.MonkeyPatch, dtype
     assert mx.array_equal(got, swiglu(gate, x))
 
 
+def strides(array: mx.array) -> tuple[int, ...]:
+    return memoryview(array).strides  # type: ignore[arg-type]
+
+
+def test_linear_weights_are_stored_by_input() -> None:
+    model, other = tiny(), tiny()
+    other.update(model.parameters())
+    suit_cpu(model)
+    moved, kept = model.layers[0].mlp.down_proj.weight, other.layers[0].mlp.down_proj.weight
+    assert moved.shape == kept.shape
+    assert mx.array_equal(moved, kept)
+    assert (strides(moved), strides(kept)) == ((4, 32), (32, 4))
+    embedding = model.model.embed_tokens.weight  # tied to the head, and read row by row
+    assert strides(embedding) == (32, 4)
+    tokens = mx.array([[1, 2, 3]])
+    assert mx.allclose(model(tokens), other(tokens), rtol=1e-5, atol=1e-6)
+
+
 def test_a_gpu_keeps_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlx_lm.models.llama, "swiglu", swiglu)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert route_activation(tiny()) == 0
+    model = tiny()
+    suit_cpu(model)
     assert mlx_lm.models.llama.swiglu is swiglu
+    assert strides(model.layers[0].mlp.down_proj.weight) == (32, 4)
