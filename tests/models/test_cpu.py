@@ -10,13 +10,17 @@ import mlx_lm.models.llama
 import numpy as np
 import pytest
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
 from mlx_lm.models.activations import swiglu
 
 from mlxpaged.models import load_model
-from mlxpaged.models.cpu import route_activation, suit_cpu
+from mlxpaged.models.cpu import LEAST_ROWS, ROW_TILE, TiledLinear, route_activation, suit_cpu
 from mlxpaged.models.loader import DEMO_MODEL
 
 GATES = np.concatenate([np.linspace(-120, 120, 4001), [0.0, -0.0, 1e-30, -1e-30, 3e38, -3e38, -1e4]]).astype(np.float32)
+
+
+original = Linear.__call__
 
 
 def tiny() -> Module:
@@ -72,8 +76,25 @@ def test_linear_weights_are_stored_by_input() -> None:
     assert (strides(moved), strides(kept)) == ((4, 32), (32, 4))
     embedding = model.model.embed_tokens.weight  # tied to the head, and read row by row
     assert strides(embedding) == (32, 4)
+    assert type(model.layers[0].mlp.down_proj) is TiledLinear
     tokens = mx.array([[1, 2, 3]])
     assert mx.allclose(model(tokens), other(tokens), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (4, 1), (2, 9), (16, 1), (17, 1), (3, 5, 3), (48,), (0, 1)], ids=str)
+def test_rows_are_filled_up_to_whole_tiles(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], bias: bool) -> None:
+    layer = Linear(8, 5, bias=bias)
+    x = mx.random.normal((*shape, 8))
+    expected = layer(x)
+    computed = []
+    monkeypatch.setattr(Linear, "__call__", lambda self, x: computed.append(x.size // 8) or original(self, x))
+    layer.__class__ = TiledLinear
+    got = layer(x)
+    assert got.shape == (*shape, 5)
+    assert mx.allclose(got, expected, rtol=1e-5, atol=1e-6)
+    rows = x.size // 8
+    assert computed == [rows if rows < LEAST_ROWS else -(-rows // ROW_TILE) * ROW_TILE]
 
 
 def test_a_gpu_keeps_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +104,4 @@ def test_a_gpu_keeps_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     suit_cpu(model)
     assert mlx_lm.models.llama.swiglu is swiglu
     assert strides(model.layers[0].mlp.down_proj.weight) == (32, 4)
+    assert type(model.layers[0].mlp.down_proj) is Linear
