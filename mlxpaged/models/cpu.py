@@ -1,10 +1,12 @@
 """What makes a model's own operations faster on MLX's CPU, where they are not what they are on a GPU.
 
-The gated activation of most models: MLX's CPU takes 14 ns for an element of a sigmoid, one at a time and on one core,
-and 4 for a power; in an 80-million model on two cores that was a quarter of a step. The layout of the weights: a product
-with one row reads a matrix that is stored [in, out] in three quarters of the time. The number of rows: OpenBLAS works
-in tiles of 16 and takes longer for a part of one than for a whole: 76 rows take 1.4 times what 80 do, 12 twice what 16
-do. A GPU has none of these, so nothing is changed there.
+- The gated activation of most models: MLX's CPU takes 14 ns for an element of a sigmoid, one at a time and on one core,
+  and 4 for a power; in an 80-million model on two cores that was a quarter of a step.
+- The layout of weights: a product with one row reads a matrix stored [in, out] in three quarters of the time.
+- The number of rows: OpenBLAS works in tiles of 16 and takes longer for a part of one than for a whole: 76 rows take
+  1.4 times what 80 do, 12 twice what 16 do.
+
+A GPU has none of these, so nothing is changed there.
 """
 
 from __future__ import annotations
