@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from mlxpaged.attention import AttentionMetadata, LayerKVCache
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams
 from mlxpaged.engine.step import StepUnderWay
 from mlxpaged.models import ServedModel, load_model
+from mlxpaged.models.cpu import swiglu_by_powers, swiglu_of_mlx_lm
 from mlxpaged.models.layers import LayerSpec, bytes_per_token
 from mlxpaged.models.loader import resolve_model
 
@@ -51,12 +53,24 @@ class Bare:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._modules = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()}]
+
+    def _logits(self, tokens: mx.array) -> mx.array:
+        """With mlx-lm's own activation, in the place of which the engine's model has put another one."""
+        routed = [module for module in self._modules if getattr(module, "swiglu", None) is swiglu_by_powers]
+        for module in routed:
+            module.swiglu = swiglu_of_mlx_lm
+        try:
+            return self._model(tokens, cache=self._cache)
+        finally:
+            for module in routed:
+                module.swiglu = swiglu_by_powers
 
     def prefill(self, prompts: list[list[int]]) -> float:
         """Seconds."""
         self._cache = make_prompt_cache(self._model)
         start = time.perf_counter()
-        logits = self._model(mx.array(prompts), cache=self._cache)
+        logits = self._logits(mx.array(prompts))
         self._tokens = mx.argmax(logits[:, -1], axis=-1)
         mx.eval(self._tokens, [layer.state for layer in self._cache])
         return time.perf_counter() - start
@@ -64,7 +78,7 @@ class Bare:
     def step(self) -> float:
         """Seconds of one token for every sequence."""
         start = time.perf_counter()
-        logits = self._model(self._tokens[:, None], cache=self._cache)
+        logits = self._logits(self._tokens[:, None])
         self._tokens = mx.argmax(logits[:, -1], axis=-1)
         mx.eval(self._tokens)
         self._tokens.tolist()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -38,20 +39,36 @@ async def read_json(request: Request, model: type[Model]) -> Model:
     return await server_of(request).prepare(request, lambda: parse(body, model))
 
 
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
+class NoCollection(contextlib.ContextDecorator):
     """Nobody's garbage is collected meanwhile: the collector would go through what may be millions of new objects again
-    and again as they become more, in all for longer than making them takes, and nothing else runs while it does."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+    and again as they become more, in all for longer than making them takes, and nothing else runs while it does.
+
+    Entered by several threads at once; the last one out gives the collector back as the first one found it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._collects = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._collects = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._collects:
+                gc.enable()
 
 
-@no_collection()
+no_collection = NoCollection()
+
+
+@no_collection
 def parse(body: bytes | bytearray, model: type[Model]) -> Model:
     """Raises ApiError 400.
 
@@ -65,7 +82,7 @@ def parse(body: bytes | bytearray, model: type[Model]) -> Model:
     return validate(value, model)
 
 
-@no_collection()
+@no_collection
 def validate(value: Any, model: type[Model]) -> Model:
     """Parsed JSON of the right shape. Raises ApiError 400."""
     try:

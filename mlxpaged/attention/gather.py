@@ -159,7 +159,7 @@ def attend_shared(
     stacked = queries.swapaxes(0, 1).reshape(num_kv_heads, m * group, dim)
     keys, values = (contiguous(blocks, run.blocks) for blocks in (key_blocks, value_blocks))
     weights, peak, total = powers(binary_scores(stacked @ keys.swapaxes(-1, -2), options.softcap))
-    out = weights.astype(values.dtype) @ values
+    out = weighted_sum(weights, total, values)
     out, peak, total = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in (out, peak, total))
     return out, peak, total
 
@@ -256,9 +256,17 @@ def attend_tile(queries: mx.array, keys: mx.array, values: mx.array, first: int,
     scores = tail if masked == start else mx.concatenate([scores[..., : masked - start], tail], axis=-1)
     sinks = None if options.sinks is None else options.sinks.astype(mx.float32).reshape(num_kv_heads, group, 1, 1)
     weights, _, total = powers(scores, None if sinks is None else sinks * LOG2E)
-    out = weights.astype(values.dtype).reshape(num_kv_heads, group * length, -1) @ values[:, start:end]
-    out = out.astype(mx.float32).reshape(num_kv_heads, group, length, dim) / total
+    weights, total = (array.reshape(num_kv_heads, group * length, -1) for array in (weights, total))
+    out = weighted_sum(weights, total, values[:, start:end]) / total
     return out.astype(queries.dtype).reshape(num_heads, length, dim).swapaxes(0, 1)
+
+
+def weighted_sum(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
+    """`weights @ values` in float32; total: of the weights. The product is of the values' type, and the sum over many
+    keys may pass what float16 holds, 65,504: there their mean is taken first."""
+    if values.dtype == mx.float16:
+        return ((weights / total).astype(mx.float16) @ values).astype(mx.float32) * total
+    return (weights.astype(values.dtype) @ values).astype(mx.float32)
 
 
 def visible_keys(query_at: mx.array, key_at: mx.array, window: int | None) -> mx.array:

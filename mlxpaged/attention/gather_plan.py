@@ -165,8 +165,11 @@ def shared_runs(tables: IntArray, first: IntArray, last: IntArray) -> list[tuple
     while branches:
         branch, begin = branches.pop()
         branch = branch[last[branch] > begin]
-        for block in duplicates(tables[branch, begin]):
-            sharing = branch[tables[branch, begin] == block]
+        if len(branch) == 0 or len(branch) * int(last[branch].max() - begin) < LEAST_SHARED:
+            continue
+        column = tables[branch, begin]
+        for block in duplicates(column):
+            sharing = branch[column == block]
             columns = tables[sharing, begin : last[sharing].min()]
             same = (columns == columns[0]).all(axis=0)
             end = begin + (len(same) if same.all() else int(same.argmin()))

@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
+from mlx_lm.models import activations
 
-ACTIVATION = "swiglu"
+from mlxpaged import blas
+
+swiglu_of_mlx_lm = activations.swiglu
 
 ROW_TILE = 16
-"""Rows that a BLAS routine computes together: its kernel's 4, 8 or 16, for each of two to four threads."""
+"""Rows that OpenBLAS computes together: its kernel's 4, 8 or 16, for each of two to four threads."""
 LEAST_ROWS = 4
 """Fewer cost less than a tile."""
-
-Gated = Callable[[mx.array, mx.array], mx.array]
 
 
 class TiledLinear(Linear):
@@ -42,9 +42,11 @@ class TiledLinear(Linear):
 
 
 def suit_cpu(model: Module) -> None:
-    """On a CPU, give the model the activation and the linear layers that are fastest there."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        route_activation(model)
+    """On a CPU, give the model the activation that is fastest there, and with OpenBLAS the linear layers."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        return
+    route_activation(model)
+    if blas.loaded is not None:
         suit_linear_layers(model)
 
 
@@ -57,25 +59,19 @@ def suit_linear_layers(model: Module) -> None:
             module.__class__ = TiledLinear
 
 
-def route_activation(model: Module) -> int:
-    """Let every module that defines a layer of `model` compute `swiglu` by powers. Returns how many do.
+def route_activation(model: Module) -> None:
+    """Let every module that defines a layer of `model` compute mlx-lm's `swiglu` by powers.
 
-    Models call a module-level function, as they do for attention: other models of the same module get it too.
+    Models call a module-level function, as they do for attention: other models of the same module get it too. A
+    function of the model's own by that name is another one.
     """
-    names = {type(module).__module__ for _, module in model.named_modules()}
-    modules = [sys.modules[name] for name in names if hasattr(sys.modules[name], ACTIVATION)]
-    for module in modules:
-        original = getattr(module, ACTIVATION)
-        if not getattr(original, "takes_powers", False):
-            setattr(module, ACTIVATION, _by_powers(original))
-    return len(modules)
+    for module in {type(module).__module__ for module in model.modules()} & sys.modules.keys():
+        if getattr(sys.modules[module], "swiglu", None) is swiglu_of_mlx_lm:
+            sys.modules[module].swiglu = swiglu_by_powers
 
 
-def _by_powers(original: Gated) -> Gated:
-    def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-        if gate.dtype != mx.float32 or x.dtype != mx.float32:
-            return original(gate, x)
-        return gate / (1 + mx.power(2.0, gate * -math.log2(math.e))) * x
-
-    swiglu.takes_powers = True  # type: ignore[attr-defined]
-    return swiglu
+def swiglu_by_powers(gate: mx.array, x: mx.array) -> mx.array:
+    """`gate * sigmoid(gate) * x`, of float32 by powers of two; half types as mlx-lm does."""
+    if gate.dtype != mx.float32 or x.dtype != mx.float32:
+        return swiglu_of_mlx_lm(gate, x)
+    return gate / (1 + mx.power(2.0, gate * -math.log2(math.e))) * x

@@ -27,7 +27,7 @@ from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.layers import LayerSpec, layer_specs
-from mlxpaged.models.probe import probe
+from mlxpaged.models.probe import Reference, make_reference, probe
 from mlxpaged.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -102,9 +102,12 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
     model.eval()
     try:
         specs = layer_specs(model)
+        reference = make_reference(model)
         suit_cpu(model)
-        probed = probe(model, specs)
-        rows = select_rows_before_head(model, probed.vocab_size, lambda rows: is_head(model, probed.layers, rows))
+        probed = probe(model, specs, reference)
+        rows = select_rows_before_head(
+            model, probed.vocab_size, lambda rows: is_head(model, probed.layers, reference, rows)
+        )
     except UnsupportedModelError as error:
         kind = config.get("model_type", "this")
         raise UnsupportedModelError(
@@ -137,6 +140,7 @@ def load_embedding_model(name: str, served_name: str | None, max_tokens: int) ->
         except Exception as error:  # as in `load_model`
             raise UnsupportedModelError(f"it cannot be loaded: {error}") from error
         model.eval()
+        suit_cpu(model)
         context, vocab_size = context_length(config), config.get("vocab_size")
         if not isinstance(vocab_size, int):
             raise UnsupportedModelError("its config.json states no vocab_size")
@@ -153,10 +157,10 @@ def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
     return embedding_model(served.name, served.model, served.tokenizer, spec, *sizes)
 
 
-def is_head(model: Module, layers: list[LayerSpec], rows: RowSelection) -> bool:
+def is_head(model: Module, layers: list[LayerSpec], reference: Reference, rows: RowSelection) -> bool:
     """Whether the model still computes the same logits, for the selected rows alone."""
     try:
-        probe(model, layers, rows)
+        probe(model, layers, reference, rows)
     except UnsupportedModelError:
         return False
     return True

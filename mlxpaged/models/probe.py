@@ -47,14 +47,20 @@ class Probed:
     layers: list[LayerSpec]
 
 
-def probe(model: Module, layers: Sequence[LayerSpec], rows: RowSelection | None = None) -> Probed:
-    """Compare both ways, the second sequence of the paged batch decoding while the first is prefilled.
+@dataclass(frozen=True)
+class Reference:
+    """Tokens, and the logits after the last of them, [vocabulary], float32."""
+
+    tokens: list[int]
+    logits: mx.array
+
+
+def probe(model: Module, layers: Sequence[LayerSpec], reference: Reference, rows: RowSelection | None = None) -> Probed:
+    """Compare with the reference, the second sequence of the paged batch decoding while the first is prefilled.
 
     With `rows`, only the last token's row is projected. Raises UnsupportedModelError where the two disagree.
     """
-    if rows is not None:
-        rows.rows = None
-    tokens, expected = telling_tokens(model)
+    tokens, expected = reference.tokens, reference.logits
     step = StepContext()
     caches = [
         ProbedLayer(LayerKVCache(3, spec.num_kv_heads, spec.head_dim, spec.dtype), step, spec.window) for spec in layers
@@ -84,9 +90,9 @@ def probe(model: Module, layers: Sequence[LayerSpec], rows: RowSelection | None 
     return Probed(int(expected.shape[0]), seen)
 
 
-def telling_tokens(model: Any) -> tuple[list[int], mx.array]:
-    """Tokens, and the logits after the last of them, [vocabulary], float32, from mlx-lm's caches: such that there is
-    something to compare. The rows of tokens that were never trained may be zero, and all that follows from them.
+def make_reference(model: Any) -> Reference:
+    """Of the model as mlx-lm loads it, with mlx-lm's caches: such tokens that there is something to compare. The rows
+    of tokens that were never trained may be zero, and all that follows from them.
 
     Raises UnsupportedModelError where there are none.
     """
@@ -96,7 +102,7 @@ def telling_tokens(model: Any) -> tuple[list[int], mx.array]:
         if not mx.isfinite(logits).all():
             raise UnsupportedModelError("its logits are not finite")
         if mx.any(logits):
-            return tokens, logits
+            return Reference(tokens, logits)
         vocab_size = logits.shape[0]
         tokens = [(i * vocab_size // MAX_TRIES + token) % vocab_size for token in TOKENS]
     raise UnsupportedModelError("its logits are all zero, wherever in its vocabulary a prompt is taken from")

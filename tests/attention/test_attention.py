@@ -306,6 +306,19 @@ def test_a_short_or_small_run_is_not_worth_it() -> None:
     assert decode_runs(scene) == [([0, 1], scene.tables[0][10:27])]
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_many_large_values_do_not_pass_what_a_half_type_holds(dtype: mx.Dtype) -> None:
+    """Equal scores: their weights are all 1, and add up to more than 65,504 before they are divided by their sum."""
+    scene = Scene(Shape(dtype=dtype), [(1, 3000), (1, 3000), (9, 3000)])
+    for i in range(3):
+        scene.keys[i], scene.values[i] = 0 * scene.keys[i], 0 * scene.values[i] + 40.0
+    for i in (1, 2):
+        share(scene, i, 0, 93)
+    scene.write_all()
+    assert decode_runs(scene)
+    assert np.abs(scene.attend() - 40.0).max() < 0.5
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize("extras", [Extras(), Extras(window=300), Extras(sinks=True), Extras(softcap=2.0)], ids=str)
 def test_one_long_context_beside_short_ones_is_not_padded_to(extras: Extras, dtype: mx.Dtype) -> None:

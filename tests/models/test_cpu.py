@@ -1,9 +1,8 @@
-"""The gated activation by powers of two: the same numbers as the model's own."""
+"""What a model computes differently on a CPU: the same numbers as its own."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm.models.llama
@@ -11,12 +10,13 @@ import numpy as np
 import pytest
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
-from mlx_lm.models.activations import swiglu
 
+from mlxpaged import blas
 from mlxpaged.models import load_model
-from mlxpaged.models.cpu import LEAST_ROWS, ROW_TILE, TiledLinear, route_activation, suit_cpu
-from mlxpaged.models.loader import DEMO_MODEL
+from mlxpaged.models.cpu import LEAST_ROWS, ROW_TILE, TiledLinear, suit_cpu, swiglu_by_powers, swiglu_of_mlx_lm
+from tests.support import make_tiny_model
 
+on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU's model is changed")
 GATES = np.concatenate([np.linspace(-120, 120, 4001), [0.0, -0.0, 1e-30, -1e-30, 3e38, -3e38, -1e4]]).astype(np.float32)
 
 
@@ -29,44 +29,52 @@ def tiny() -> Module:
     return mlx_lm.models.llama.Model(args)
 
 
-def routed(monkeypatch: pytest.MonkeyPatch) -> Callable[[mx.array, mx.array], mx.array]:
-    """mlx-lm's own function, routed as a loaded model's is."""
-    monkeypatch.setattr(mlx_lm.models.llama, "swiglu", swiglu)
-    assert route_activation(tiny()) == 1
-    function: Callable[[mx.array, mx.array], mx.array] = mlx_lm.models.llama.swiglu
-    return function
+@pytest.fixture(autouse=True)
+def unrouted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mlx-lm has it, whatever model was loaded before."""
+    monkeypatch.setattr(mlx_lm.models.llama, "swiglu", swiglu_of_mlx_lm)
 
 
-def test_a_loaded_model_takes_powers() -> None:
-    module = sys.modules[type(load_model(DEMO_MODEL).model.layers[0].mlp).__module__]
-    assert getattr(module.swiglu, "takes_powers", False) is (mx.default_device() == mx.Device(mx.cpu))
+@on_cpu
+def test_a_loaded_model_takes_powers(tmp_path: Path) -> None:
+    load_model(str(make_tiny_model(tmp_path / "m", "llama")))
+    assert mlx_lm.models.llama.swiglu is swiglu_by_powers
 
 
-@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU's activation is replaced")
-def test_it_is_swiglu_to_the_last_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_swiglu_to_the_last_digits() -> None:
     x = np.linspace(0.5, 1, GATES.size, dtype=np.float32)
     gates = GATES.astype(np.float64)
     with np.errstate(over="ignore"):
         expected = gates / (1 + np.exp(-gates)) * x
-    got = np.array(routed(monkeypatch)(mx.array(GATES), mx.array(x)))
+    got = np.array(swiglu_by_powers(mx.array(GATES), mx.array(x)))
     near = np.abs(GATES) < 30
     np.testing.assert_allclose(got[near], expected[near], rtol=3e-6)
     np.testing.assert_allclose(got, expected, rtol=3e-6, atol=1e-11)  # where a power rounds, nothing is left of it
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_half_types_are_left_to_the_model(monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype) -> None:
+def test_half_types_are_left_to_the_model(dtype: mx.Dtype) -> None:
     gate, x = mx.linspace(-8, 8, 64).astype(dtype), mx.linspace(-1, 1, 64).astype(dtype)
-    got = routed(monkeypatch)(gate, x)
+    got = swiglu_by_powers(gate, x)
     assert got.dtype == dtype
-    assert mx.array_equal(got, swiglu(gate, x))
+    assert mx.array_equal(got, swiglu_of_mlx_lm(gate, x))
+
+
+def test_a_models_own_function_of_that_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In mlx-lm 0.31, gpt-oss has one that takes its arguments the other way round."""
+    own = lambda x_linear, x_glu: x_linear * x_glu  # noqa: E731
+    monkeypatch.setattr(mlx_lm.models.llama, "swiglu", own)
+    suit_cpu(tiny())
+    assert mlx_lm.models.llama.swiglu is own
 
 
 def strides(array: mx.array) -> tuple[int, ...]:
     return memoryview(array).strides  # type: ignore[arg-type]
 
 
-def test_linear_weights_are_stored_by_input() -> None:
+@on_cpu
+def test_linear_weights_are_stored_by_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blas, "loaded", "OpenBLAS")
     model, other = tiny(), tiny()
     other.update(model.parameters())
     suit_cpu(model)
@@ -97,11 +105,19 @@ def test_rows_are_filled_up_to_whole_tiles(monkeypatch: pytest.MonkeyPatch, shap
     assert computed == [rows if rows < LEAST_ROWS else -(-rows // ROW_TILE) * ROW_TILE]
 
 
+@on_cpu
+def test_another_blas_gets_the_rows_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reference BLAS of MLX's wheel a row that is filled in costs as much as any other."""
+    monkeypatch.setattr(blas, "loaded", None)
+    model = tiny()
+    suit_cpu(model)
+    assert type(model.layers[0].mlp.down_proj) is Linear
+
+
 def test_a_gpu_keeps_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlx_lm.models.llama, "swiglu", swiglu)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     model = tiny()
     suit_cpu(model)
-    assert mlx_lm.models.llama.swiglu is swiglu
+    assert mlx_lm.models.llama.swiglu is swiglu_of_mlx_lm
     assert strides(model.layers[0].mlp.down_proj.weight) == (32, 4)
     assert type(model.layers[0].mlp.down_proj) is Linear

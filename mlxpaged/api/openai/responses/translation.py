@@ -72,23 +72,29 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
 
     So are the instructions and the system messages that follow them: most templates know one, at the beginning.
     """
-    messages = [] if instructions is None else [{"role": "system", "content": instructions}]
+    system = [] if instructions is None else [instructions]
+    messages: list[dict[str, Any]] = []
     before: Item | None = None
     for item in items:
         if isinstance(item, FunctionCallOutput):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
         elif isinstance(item, MessageItem) and item.role != "assistant":
             text = text_of(item.content)
-            if item.role != "user" and [message["role"] for message in messages] == ["system"]:
-                messages[0]["content"] += f"\n\n{text}"
+            if item.role != "user" and not messages:
+                system.append(text)
             else:
                 messages.append({"role": "user" if item.role == "user" else "system", "content": text})
         else:
             if not goes_on(before, item):
-                messages.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant", "content": []})
             add_to_answer(messages[-1], item)
         before = item
-    return messages
+    for message in messages:
+        if message["role"] == "assistant":
+            message["content"] = "".join(message["content"])
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "\n".join(message["reasoning_content"]) or None
+    return [{"role": "system", "content": "\n\n".join(system)}, *messages] if system else messages
 
 
 def goes_on(before: Item | None, item: Item) -> bool:
@@ -99,15 +105,17 @@ def goes_on(before: Item | None, item: Item) -> bool:
 
 
 def add_to_answer(message: dict[str, Any], item: Item) -> None:
+    """content and reasoning_content are lists of their parts until the answer is complete."""
     match item:
         case ReasoningItem():
-            thoughts = [message["reasoning_content"]] if message.get("reasoning_content") else []
-            message["reasoning_content"] = "\n".join([*thoughts, item.text]) or None
+            thoughts = message.setdefault("reasoning_content", [])
+            if thoughts or item.text:
+                thoughts.append(item.text)
         case FunctionCall():
             function = {"name": full_name(item.namespace, item.name), "arguments": item.arguments}
             message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         case MessageItem():
-            message["content"] += text_of(item.content)
+            message["content"].append(text_of(item.content))
 
 
 def check_calls(earlier: Sequence[Item], items: Sequence[Item]) -> None:
