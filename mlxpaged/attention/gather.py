@@ -104,7 +104,7 @@ def attend_decodes(
     """[n, Hq, D] -> [n, Hq, D]: every part by itself, then the parts of each sequence put together."""
     n, num_heads, dim = queries.shape
     num_kv_heads = key_blocks.shape[1]
-    grouped = (queries * options.scale).reshape(n, num_kv_heads, num_heads // num_kv_heads, dim)
+    grouped = scaled(queries, options).reshape(n, num_kv_heads, num_heads // num_kv_heads, dim)
     parts = [attend_pairs(grouped, key_blocks, value_blocks, plan, options)]
     parts += [attend_shared(grouped[run.members], key_blocks, value_blocks, run, options) for run in plan.shared]
     out, peak, total = (mx.concatenate(list(same)) if len(same) > 1 else same[0] for same in zip(*parts, strict=True))
@@ -247,13 +247,12 @@ def attend_tile(queries: mx.array, keys: mx.array, values: mx.array, first: int,
     num_kv_heads, end = keys.shape[0], first + length
     start = 0 if options.window is None else max(0, first + 1 - options.window)
     group = num_heads // num_kv_heads
-    grouped = (queries * options.scale).swapaxes(0, 1).reshape(num_kv_heads, group * length, dim)
+    grouped = scaled(queries, options).swapaxes(0, 1).reshape(num_kv_heads, group * length, dim)
     scores = binary_scores(grouped @ keys[:, start:end].swapaxes(-1, -2), options.softcap)
     scores = scores.reshape(num_kv_heads, group, length, end - start)
     masked = start if options.window is not None else first  # without a window, all of them see what is before them
     visible = visible_keys(mx.arange(first, end), mx.arange(masked, end), options.window)
-    tail = mx.where(visible, scores[..., masked - start :], -mx.inf)
-    scores = tail if masked == start else mx.concatenate([scores[..., : masked - start], tail], axis=-1)
+    scores[..., masked - start :] = mx.where(visible, scores[..., masked - start :], -mx.inf)
     sinks = None if options.sinks is None else options.sinks.astype(mx.float32).reshape(num_kv_heads, group, 1, 1)
     weights, _, total = powers(scores, None if sinks is None else sinks * LOG2E)
     weights, total = (array.reshape(num_kv_heads, group * length, -1) for array in (weights, total))
@@ -275,10 +274,17 @@ def visible_keys(query_at: mx.array, key_at: mx.array, window: int | None) -> mx
     return visible if window is None else visible & (key_at > query_at[:, None] - window)
 
 
+def scaled(queries: mx.array, options: Options) -> mx.array:
+    """What `binary_scores` wants the products of. Half types would lose digits by log2(e)."""
+    is_exact = queries.dtype == mx.float32 and options.softcap is None
+    return queries * (options.scale * LOG2E if is_exact else options.scale)
+
+
 def binary_scores(products: mx.array, softcap: float | None) -> mx.array:
-    """From scaled products of queries and keys to float32 scores whose powers of two are the weights."""
-    scores = products.astype(mx.float32)
-    return scores * LOG2E if softcap is None else (softcap * LOG2E) * mx.tanh(scores / softcap)
+    """From products of keys and `scaled` queries to float32 scores whose powers of two are the weights."""
+    if softcap is not None:
+        return (softcap * LOG2E) * mx.tanh(products.astype(mx.float32) / softcap)
+    return products if products.dtype == mx.float32 else products.astype(mx.float32) * LOG2E
 
 
 def powers(scores: mx.array, sinks: mx.array | None = None) -> tuple[mx.array, mx.array, mx.array]:
