@@ -53,7 +53,9 @@ class Bare:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._modules = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()}]
+        self._modules: list[Any] = [
+            sys.modules[name] for name in {type(module).__module__ for module in model.modules()}
+        ]
 
     def _logits(self, tokens: mx.array) -> mx.array:
         """With mlx-lm's own activation, in the place of which the engine's model has put another one."""
@@ -61,7 +63,8 @@ class Bare:
         for module in routed:
             module.swiglu = swiglu_of_mlx_lm
         try:
-            return self._model(tokens, cache=self._cache)
+            logits: mx.array = self._model(tokens, cache=self._cache)
+            return logits
         finally:
             for module in routed:
                 module.swiglu = swiglu_by_powers

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -21,7 +23,7 @@ from mlx_lm.models import activations
 
 from mlxpaged import blas
 
-swiglu_of_mlx_lm = activations.swiglu
+swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
 ROW_TILE = 16
 """Rows that OpenBLAS computes together: its kernel's 4, 8 or 16, for each of two to four threads."""
@@ -65,9 +67,10 @@ def route_activation(model: Module) -> None:
     Models call a module-level function, as they do for attention: other models of the same module get it too. A
     function of the model's own by that name is another one.
     """
-    for module in {type(module).__module__ for module in model.modules()} & sys.modules.keys():
-        if getattr(sys.modules[module], "swiglu", None) is swiglu_of_mlx_lm:
-            sys.modules[module].swiglu = swiglu_by_powers
+    for name in {type(module).__module__ for module in model.modules()} & sys.modules.keys():
+        module: Any = sys.modules[name]
+        if getattr(module, "swiglu", None) is swiglu_of_mlx_lm:
+            module.swiglu = swiglu_by_powers
 
 
 def swiglu_by_powers(gate: mx.array, x: mx.array) -> mx.array:
