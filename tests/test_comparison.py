@@ -366,7 +366,12 @@ def test_an_interrupt_while_a_server_is_stopped_kills_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("before", "ends"), [("SIG_DFL", True), ("SIG_IGN", False)])
 def test_the_end_of_the_terminal_is_an_interrupt_except_under_nohup(before: str, ends: bool) -> None:
-    lines = ["import signal", f"signal.signal(signal.SIGHUP, signal.{before})", "import compare", "compare.interrupt_on_signals()"]
+    lines = [
+        "import signal",
+        f"signal.signal(signal.SIGHUP, signal.{before})",
+        "import compare",
+        "compare.interrupt_on_signals()",
+    ]
     code = "\n".join([*lines, "signal.raise_signal(signal.SIGHUP)", "print('goes on')"])
     directory = Path(__file__).parent.parent / "benchmarks"
     done = subprocess.run([sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, timeout=60)
