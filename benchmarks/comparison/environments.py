@@ -98,15 +98,16 @@ def make_environment(name: str, packages: tuple[str, ...], cache: Path) -> Path:
     return python
 
 
-def server_variables() -> dict[str, str]:
-    """Environment variables of every server: the same BLAS first, and nothing from the network or to it."""
+def server_variables(name: str | None = None) -> dict[str, str]:
+    """Environment variables of a server: the same BLAS for all, and nothing from the network or to it. mlxpaged loads
+    OpenBLAS by itself, in its own way; that it has is looked up in the process, as it is for the others."""
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("MLXPAGED_") and name not in ("PYTHONPATH", "VIRTUAL_ENV")
     }
     variables = inherited | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
-    if LINUX:
+    if LINUX and name != "mlxpaged":
         variables["LD_PRELOAD"] = OPENBLAS
     return variables
 

@@ -84,7 +84,7 @@ def running(name: str, python: Path, model: Path, log: Path, ready_seconds: floa
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=server_variables(),
+            env=server_variables(name),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

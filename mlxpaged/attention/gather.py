@@ -16,8 +16,10 @@ import math
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from mlxpaged.attention.gather_plan import Decodes, Plan, PromptChunk, SharedRun, make_plan
+from mlxpaged.attention.lanes import lanes
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Options
 
@@ -50,6 +52,9 @@ class GatherPool:
         rows = rows_of_slots(meta, self._shape[1])
         self._keys[rows] = keys
         self._values[rows] = values
+        behind = rows_behind(meta, self._shape[1])
+        if behind is not None:
+            self._values[behind] = mx.zeros((), values.dtype)
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         return attend(queries, self._keys.reshape(self._shape), self._values.reshape(self._shape), meta, options)
@@ -82,6 +87,26 @@ def rows_of_slots(meta: AttentionMetadata, num_kv_heads: int) -> mx.array:
     return rows
 
 
+def rows_behind(meta: AttentionMetadata, num_kv_heads: int) -> mx.array | None:
+    """Rows of a [block, kv_head, slot] pool behind the contexts in blocks that begin with this step, if there are any.
+
+    Decoding reads such a block whole. Its weights there are zero, but that does not remove the NaN which an earlier
+    owner may have left among the values.
+    """
+    key = ("behind", num_kv_heads)
+    if key not in meta.derived:
+        context, query = np.asarray(meta.host_context_lens), np.asarray(meta.host_query_lens)
+        last, filled = (context - 1) // meta.block_size, (context - 1) % meta.block_size + 1
+        begins = np.flatnonzero((context - query <= last * meta.block_size) & (filled < meta.block_size))
+        blocks = meta.host_block_tables[begins, last[begins]]
+        slots, heads = np.arange(meta.block_size), np.arange(num_kv_heads)
+        rows = (blocks[:, None, None] * num_kv_heads + heads[:, None]) * meta.block_size + slots
+        rows = rows[np.broadcast_to(slots >= filled[begins, None, None], rows.shape)]
+        meta.derived[key] = mx.array(rows.astype(np.int32)) if rows.size else None
+    behind: mx.array | None = meta.derived[key]
+    return behind
+
+
 def attend(
     queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, meta: AttentionMetadata, options: Options
 ) -> mx.array:
@@ -107,7 +132,7 @@ def attend_decodes(
     grouped = scaled(queries, options).reshape(n, num_kv_heads, num_heads // num_kv_heads, dim)
     parts = [attend_pairs(grouped, key_blocks, value_blocks, plan, options)]
     parts += [attend_shared(grouped[run.members], key_blocks, value_blocks, run, options) for run in plan.shared]
-    out, peak, total = (mx.concatenate(list(same)) if len(same) > 1 else same[0] for same in zip(*parts, strict=True))
+    out, peak, total = join(parts)
     if plan.owner is not None:
         out, peak, total = add_up(out, peak, total, plan.owner, n)
     elif plan.parts is None:
@@ -126,29 +151,16 @@ def attend_pairs(
     the sum of weights, both [P, Hkv, group, 1]."""
     _, num_kv_heads, group, dim = queries.shape
     size = key_blocks.shape[2]
-    scaled = queries.reshape(-1, group, dim)
     keys = key_blocks.reshape(-1, size, dim).swapaxes(-1, -2)
-    scores = binary_scores(matmul_at(scaled, plan.queries, keys, plan.blocks), options.softcap)
-    scores = scores.reshape(-1, num_kv_heads, group, size)
-    first = scores.shape[0] - plan.edge_blocks.shape[0]  # of the edges
-    if first == 0:
-        scores = mx.where(plan.visible[:, None, None, :], scores, -mx.inf)
-    elif first < scores.shape[0]:
-        scores[first:] = mx.where(plan.visible[:, None, None, :], scores[first:], -mx.inf)
+    values = value_blocks.reshape(-1, size, dim)
+    products = matmul_at(queries.reshape(-1, group, dim), plan.queries, keys, plan.blocks)
+    scores = binary_scores(products, options.softcap).reshape(-1, num_kv_heads, group, size)
+    if plan.edges is not None and plan.visible is not None:
+        scores[plan.edges] = mx.where(plan.visible, scores[plan.edges], -mx.inf)
     weights, peak, total = powers(scores)
-    weights = weights.astype(value_blocks.dtype)
-    outputs = []
-    if first:
-        left = weights[:first].reshape(-1, group, size)
-        at = mx.arange(left.shape[0], dtype=mx.uint32)
-        values = value_blocks.reshape(-1, size, dim)
-        outputs.append(matmul_at(left, at, values, plan.blocks[: left.shape[0]]).reshape(-1, num_kv_heads, group, dim))
-    if first < scores.shape[0]:
-        # A weight of zero does not remove the NaN that an earlier owner may have left behind the context.
-        values = mx.where(plan.visible[:, None, :, None], value_blocks[plan.edge_blocks], mx.zeros((), weights.dtype))
-        outputs.append(weights[first:] @ values)
-    out = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
-    return out, peak, total
+    at = mx.arange(plan.blocks.shape[0], dtype=mx.uint32)
+    out = matmul_at(weights.astype(values.dtype).reshape(-1, group, size), at, values, plan.blocks)
+    return out.reshape(-1, num_kv_heads, group, dim), peak, total
 
 
 def attend_shared(
@@ -158,9 +170,9 @@ def attend_shared(
     m, num_kv_heads, group, dim = queries.shape
     stacked = queries.swapaxes(0, 1).reshape(num_kv_heads, m * group, dim)
     keys, values = (contiguous(blocks, run.blocks) for blocks in (key_blocks, value_blocks))
-    weights, peak, total = powers(binary_scores(stacked @ keys.swapaxes(-1, -2), options.softcap))
-    out = weighted_sum(weights, total, values)
-    out, peak, total = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in (out, peak, total))
+    scores = binary_scores(stacked @ keys.swapaxes(-1, -2), options.softcap)
+    sums = weighted_sums(scores[:, None], values)
+    out, peak, total = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in sums)
     return out, peak, total
 
 
@@ -221,10 +233,12 @@ def attend_contiguous(
     """[L, Hq, D] -> [L, Hq, D], over the chunk's keys and values [Hkv, num_keys, D]."""
     length, num_keys = queries.shape[0], chunk.num_keys
     if options.softcap is not None or not has_fused_attention():
-        tiles = [
-            attend_tile(queries[i : i + TILE], keys, values, num_keys - length + i, options)
-            for i in range(0, length, TILE)
-        ]
+        tiles: list[mx.array] = []
+        for i in range(0, length, TILE):
+            tile = queries[i : i + TILE]
+            if tiles:  # one after the other: MLX would begin them all, and their lanes would wait for each other
+                tile = mx.depends(tile, tiles[-1])
+            tiles.append(attend_tile(tile, keys, values, num_keys - length + i, options))
         return mx.concatenate(tiles) if len(tiles) > 1 else tiles[0]
     visible: mx.array | str = "causal"
     if options.window is not None:
@@ -252,12 +266,38 @@ def attend_tile(queries: mx.array, keys: mx.array, values: mx.array, first: int,
     scores = scores.reshape(num_kv_heads, group, length, end - start)
     masked = start if options.window is not None else first  # without a window, all of them see what is before them
     visible = visible_keys(mx.arange(first, end), mx.arange(masked, end), options.window)
-    scores[..., masked - start :] = mx.where(visible, scores[..., masked - start :], -mx.inf)
     sinks = None if options.sinks is None else options.sinks.astype(mx.float32).reshape(num_kv_heads, group, 1, 1)
-    weights, _, total = powers(scores, None if sinks is None else sinks * LOG2E)
-    weights, total = (array.reshape(num_kv_heads, group * length, -1) for array in (weights, total))
-    out = weighted_sum(weights, total, values[:, start:end]) / total
-    return out.astype(queries.dtype).reshape(num_heads, length, dim).swapaxes(0, 1)
+    binary_sinks = None if sinks is None else sinks * LOG2E
+    out, _, total = weighted_sums(scores, values[:, start:end], visible, binary_sinks)
+    return (out / total).astype(queries.dtype).reshape(num_heads, length, dim).swapaxes(0, 1)
+
+
+def weighted_sums(
+    scores: mx.array, values: mx.array, visible: mx.array | None = None, sinks: mx.array | None = None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Scores [Hkv, group, L, keys] and values [Hkv, keys, D] to weighted sums [Hkv, group * L, D] in float32, with the
+    weights' peaks and totals [Hkv, group * L, 1]. visible[L, k]: of the last k keys; the others all are."""
+
+    def weigh(heads: slice) -> tuple[mx.array, ...]:
+        some = scores[heads]
+        if visible is not None:
+            some[..., -visible.shape[1] :] = mx.where(visible, some[..., -visible.shape[1] :], -mx.inf)
+        parts = powers(some, None if sinks is None else sinks[heads])
+        return tuple(part.reshape(part.shape[0], -1, part.shape[-1]) for part in parts)
+
+    weighted = []
+    for heads, on in lanes(scores.shape[0], scores.size):
+        with on:
+            weighted.append((*weigh(heads), values[heads]))
+    return join([(weighted_sum(weights, total, some), peak, total) for weights, peak, total, some in weighted])
+
+
+def join(parts: Sequence[tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array, mx.array]:
+    """Along the first axis, each of the three."""
+    if len(parts) == 1:
+        return parts[0]
+    first, second, third = (mx.concatenate(list(same)) for same in zip(*parts, strict=True))
+    return first, second, third
 
 
 def weighted_sum(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:

@@ -10,9 +10,6 @@ import numpy.typing as npt
 
 from mlxpaged.attention.metadata import AttentionMetadata, IntArray
 
-FEW_PAIRS = 16
-"""Of a sequence and a block: where a step has no more, a copy of their values costs less than telling them apart."""
-
 MOST_PADDING = 4
 """Times the parts of attention there are: where rows of as many as the longest sequence has would hold more, as one
 long context beside many short ones makes them, parts are added up one by one, which takes eight times as long each."""
@@ -33,20 +30,20 @@ class SharedRun:
 class Decodes:
     """The n sequences with one query token each, and their P pairs of a sequence and one of its blocks.
 
-    The last E pairs are edges: blocks of which only a part is visible, at the end of a context or of a window, or all
-    where they are few. The others come before them. rows[n]: the sequences' places among the step's query tokens.
-    queries[P * Hkv], blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block,
-    Hkv]. edge_blocks[E]; visible[E, slot]. Blocks in a shared run make no pairs. The parts of attention are the pairs,
-    then every member of every run. parts[n, b]: those of each sequence; where padding[n, b, 1, 1, 1] is set, one of its
-    own that does not count. parts is None where that is their order, padding where there is none. Where most would be
-    padding, owner[P'] has the sequence of every part, and parts and padding are None.
+    rows[n]: the sequences' places among the step's query tokens. queries[P * Hkv], blocks[P * Hkv]: of every pair and
+    KV head, the place among [n, Hkv] and among the pool's [block, Hkv]. edges[E]: the pairs of whose blocks only a part
+    is visible, at the end of a context or of a window; visible[E, 1, 1, slot]. Blocks in a shared run make no pairs.
+    The parts of attention are the pairs, then every member of every run. parts[n, b]: those of each sequence; where
+    padding[n, b, 1, 1, 1] is set, one of its own that does not count. parts is None where that is their order, padding
+    where there is none. Where most would be padding, owner[P'] has the sequence of every part, and parts and padding
+    are None.
     """
 
     rows: mx.array | slice
     queries: mx.array
     blocks: mx.array
-    edge_blocks: mx.array
-    visible: mx.array
+    edges: mx.array | None
+    visible: mx.array | None
     shared: list[SharedRun]
     parts: mx.array | None
     padding: mx.array | None
@@ -117,11 +114,8 @@ def decodes(
     owner, column = np.nonzero(paired)
     position = column[:, None] * size + np.arange(size)
     visible = (position < context[owner, None]) & (position >= first[owner, None])
-    is_edge = ~visible.all(axis=1) | (len(owner) <= FEW_PAIRS)
-    order = np.argsort(is_edge, kind="stable")
-    edges = order[len(order) - int(is_edge.sum()) :]
-    block = tables[owner, column]
-    owners = np.concatenate([owner[order], *(sharing for sharing, _, _ in runs)])
+    edges = np.flatnonzero(~visible.all(axis=1))
+    owners = np.concatenate([owner, *(sharing for sharing, _, _ in runs)])
     parts, padding = group_parts(owners, len(members))
     is_skewed = parts.size > MOST_PADDING * len(owners)
     in_order = not padding.any() and bool((np.diff(parts.reshape(-1)) == 1).all())
@@ -129,10 +123,10 @@ def decodes(
     rows = starts[members]
     return Decodes(
         rows=slice(0, len(members)) if rows[-1] < len(members) else mx.array(rows.astype(np.int32)),
-        queries=mx.array((owner[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
-        blocks=mx.array((block[order, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
-        edge_blocks=mx.array(block[edges].astype(np.int32)),
-        visible=mx.array(visible[edges]),
+        queries=mx.array((owner[:, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
+        blocks=mx.array((tables[owner, column, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
+        edges=mx.array(edges.astype(np.int32)) if len(edges) else None,
+        visible=mx.array(visible[edges][:, None, None]) if len(edges) else None,
         shared=[
             SharedRun(mx.array(sharing.astype(np.int32)), mx.array(tables[sharing[0], begin:end]))
             for sharing, begin, end in runs

@@ -22,6 +22,8 @@ from mlx.nn.layers.linear import Linear
 from mlx_lm.models import activations
 
 from mlxpaged import blas
+from mlxpaged.attention.lanes import lanes
+from mlxpaged.models.rope_tables import turn_by_tables
 
 swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
@@ -48,6 +50,7 @@ def suit_cpu(model: Module) -> None:
     if mx.default_device() != mx.Device(mx.cpu):
         return
     route_activation(model)
+    turn_by_tables(model)
     if blas.loaded is not None:
         suit_linear_layers(model)
 
@@ -77,4 +80,9 @@ def swiglu_by_powers(gate: mx.array, x: mx.array) -> mx.array:
     """`gate * sigmoid(gate) * x`, of float32 by powers of two; half types as mlx-lm does."""
     if gate.dtype != mx.float32 or x.dtype != mx.float32:
         return swiglu_of_mlx_lm(gate, x)
-    return gate / (1 + mx.power(2.0, gate * -math.log2(math.e))) * x
+    gate = mx.depends(gate, x)  # a product beside the lanes would take their cores
+    parts = []
+    for rows, on in lanes(gate.shape[0], gate.size):
+        with on:
+            parts.append(gate[rows] / (1 + mx.power(2.0, gate[rows] * -math.log2(math.e))) * x[rows])
+    return mx.concatenate(parts) if len(parts) > 1 else parts[0]
