@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from mlxpaged.blas import OPENBLAS, REFERENCE
+from mlxpaged.blas import OPENBLAS, REFERENCE, SLEEP_AT_ONCE
 
 WITH_ROUTINES = r"OpenBLAS \(\w+\)"
 """Such as Haswell."""
@@ -46,3 +46,13 @@ def test_where_mlx_came_first_nobody_is_told_to_install_what_is_there() -> None:
 
 def test_what_was_loaded_before_both_is_in_use() -> None:
     assert re.fullmatch(WITH_ROUTINES, described("import mlx.core", preload=OPENBLAS))
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "10"), ("26", "26")])
+def test_its_threads_sleep_at_once_unless_told_otherwise(given: str | None, expected: str) -> None:
+    """A thread that waits awake yields some hundred thousand times a second: 20 ms a product, by default."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", SLEEP_AT_ONCE[0])}
+    variables |= {SLEEP_AT_ONCE[0]: given} if given else {}
+    code = "import mlxpaged, os; print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected

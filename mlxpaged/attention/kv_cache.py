@@ -148,7 +148,8 @@ class LayerKVCache:
         return self._pool.read_blocks(ids)
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
-        """Overwrite whole blocks with what `read_blocks` returned, here or from a cache of the same layout."""
+        """Overwrite whole blocks with what `read_blocks` returned, here or from a cache of the same layout and
+        backend."""
         self._check_targets(ids)
         expected = (len(ids), self.num_kv_heads, self.block_size, self.head_dim)
         if keys.shape != expected or values.shape != expected:

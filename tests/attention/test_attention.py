@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache, resolve_backend
+from mlxpaged.attention import AttentionMetadata, LayerKVCache, lanes, resolve_backend
 from mlxpaged.attention.gather_plan import make_plan
 
 Array = npt.NDArray[np.float64]
@@ -227,6 +227,40 @@ def test_foreign_unused_and_stale_rows_never_reach_the_output() -> None:
             got = scene.attend(extras)[starts[i] : starts[i + 1]]
             np.testing.assert_allclose(got, expected[starts[i] : starts[i + 1]], atol=1e-6)
             scene.write_all()
+
+
+def test_a_block_is_decoded_whole_and_what_its_last_owner_left_does_not_show() -> None:
+    """NaN among the values behind a context: of a prompt, of a chunk that ends in a new block, of a decoded token that
+    begins one, and while it fills up."""
+    kv = LayerKVCache(4, 2, 16, mx.float32)
+    nan = mx.full((4, 2, 32, 16), mx.nan)
+    kv.write_blocks(range(4), nan, nan)
+    rng = np.random.default_rng(0)
+    keys, values = (mx.array(rng.normal(size=(101, 2, 16)).astype(np.float32)) for _ in range(2))
+    end = 0
+    for query_len in (20, 50, 26, 1, 1, 1, 1, 1):
+        begin, end = end, end + query_len
+        meta = AttentionMetadata.build([query_len], [end], [[2, 0, 3, 1]])
+        kv.write(keys[begin:end], values[begin:end], meta)
+        query = mx.array(rng.normal(size=(1, 4, 16)).astype(np.float32))
+        out = kv.attend(query, AttentionMetadata.build([1], [end], [[2, 0, 3, 1]]), scale=0.25)
+        own = [np.array(array[:end], dtype=np.float64) for array in (keys, values)]
+        expected = reference_attention(np.array(query, dtype=np.float64), *own, 0.25, Extras(), None)
+        np.testing.assert_allclose(np.array(out), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("extras", [Extras(), Extras(window=40), Extras(softcap=5.0), Extras(sinks=True)], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
+def test_lanes_change_no_number(kv_heads: int, extras: Extras, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(Shape(2 * kv_heads, kv_heads), [(1, 70), (100, 130), (5, 5), *[(1, 200)] * 4])
+    share(scene, 4, 3, 6)
+    scene.write_all()
+    monkeypatch.setattr(lanes, "LEAST_ELEMENTS", 10**9)
+    alone = scene.attend(extras)
+    monkeypatch.setattr(lanes, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(lanes, "cores", lambda: 4)
+    np.testing.assert_array_equal(scene.attend(extras), alone)
+    scene.check(extras)
 
 
 def test_blocks_reserved_behind_the_context_are_not_read() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpaged.attention import AttentionShape, LayerKVCache, Limits
+from mlxpaged.attention import AttentionMetadata, AttentionShape, LayerKVCache, Limits
 from mlxpaged.attention.tuner import POOL_BYTES, candidates, classes_of, workload_of
 from mlxpaged.attention.tuning import (
     CONTIGUOUS,
@@ -172,8 +172,9 @@ def everywhere(choice: Choice) -> Tuning:
 def gather_error(case: Case) -> float:
     """Largest difference from the gather backend."""
     kv = LayerKVCache(case.kv.num_blocks, case.kv_heads, case.head_dim, case.dtype, case.block_size, "gather")
-    blocks = range(case.kv.num_blocks)
-    kv.write_blocks(blocks, *case.kv.read_blocks(blocks))
+    contexts = [context for _, context in case.lens]
+    tokens = AttentionMetadata.build(contexts, contexts, case.tables, case.block_size)
+    kv.write(case.array(np.concatenate(case.keys)), case.array(np.concatenate(case.values)), tokens)
     expected = kv.attend(case.array(np.concatenate(case.queries)), case.meta, **case.options)
     return float(np.abs(case.attend() - np.array(expected.astype(mx.float32))).max())
 

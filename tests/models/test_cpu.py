@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.positional_encoding import RoPE
 
 from mlxpaged import blas
+from mlxpaged.attention import lanes
 from mlxpaged.models import load_model
 from mlxpaged.models.cpu import LEAST_ROWS, ROW_TILE, TiledLinear, suit_cpu, swiglu_by_powers, swiglu_of_mlx_lm
+from mlxpaged.models.rope_tables import TabledRoPE
 from tests.support import make_tiny_model
 
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU's model is changed")
@@ -52,6 +55,16 @@ def test_it_is_swiglu_to_the_last_digits() -> None:
     np.testing.assert_allclose(got, expected, rtol=3e-6, atol=1e-11)  # where a power rounds, nothing is left of it
 
 
+@on_cpu
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_lanes_change_no_number(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    gate, x = mx.random.normal((rows, 1, 32)), mx.random.normal((rows, 1, 32))
+    alone = swiglu_by_powers(gate, x)
+    monkeypatch.setattr(lanes, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(lanes, "cores", lambda: 4)
+    assert mx.array_equal(swiglu_by_powers(gate, x), alone)
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_types_are_left_to_the_model(dtype: mx.Dtype) -> None:
     gate, x = mx.linspace(-8, 8, 64).astype(dtype), mx.linspace(-1, 1, 64).astype(dtype)
@@ -85,6 +98,7 @@ def test_linear_weights_are_stored_by_input(monkeypatch: pytest.MonkeyPatch) -> 
     embedding = model.model.embed_tokens.weight  # tied to the head, and read row by row
     assert strides(embedding) == (32, 4)
     assert type(model.layers[0].mlp.down_proj) is TiledLinear
+    assert isinstance(model.layers[0].self_attn.rope, TabledRoPE)
     tokens = mx.array([[1, 2, 3]])
     assert mx.allclose(model(tokens), other(tokens), rtol=1e-5, atol=1e-6)
 
@@ -121,3 +135,4 @@ def test_a_gpu_keeps_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mlx_lm.models.llama.swiglu is swiglu_of_mlx_lm
     assert strides(model.layers[0].mlp.down_proj.weight) == (32, 4)
     assert type(model.layers[0].mlp.down_proj) is Linear
+    assert type(model.layers[0].self_attn.rope) is RoPE
