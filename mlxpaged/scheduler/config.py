@@ -11,9 +11,9 @@ from mlxpaged.cache import BlockUsage
 PrefillMode = Literal["mixed", "separate"]
 PREFILL_MODES: tuple[str, ...] = get_args(PrefillMode)
 
-DECODE_MULTIPLE = 3.0
-"""Of a step's time without prompts: streams keep a third of their pace while a prompt is computed, and two thirds of
-the device's time are its. docs/performance.md has what a larger limit brought and cost."""
+DECODE_MULTIPLE = 4.0
+"""Of a step's time without prompts: streams keep a quarter of their pace while a prompt is computed, and three quarters
+of the device's time are its. docs/performance.md has what a larger limit brought and cost."""
 
 LEAST_STEP_SECONDS = 0.05
 """Twenty tokens a second are faster than anybody reads: on a fast device prompts need not be cut smaller."""
