@@ -158,8 +158,8 @@ def attend_pairs(
     if plan.edges is not None and plan.visible is not None:
         scores[plan.edges] = mx.where(plan.visible, scores[plan.edges], -mx.inf)
     weights, peak, total = powers(scores)
-    at = mx.arange(plan.blocks.shape[0], dtype=mx.uint32)
-    out = matmul_at(weights.astype(values.dtype).reshape(-1, group, size), at, values, plan.blocks)
+    weights = weights.astype(values.dtype).reshape(-1, group, size)
+    out = matmul_at(weights, plan.order, values, plan.blocks)
     return out.reshape(-1, num_kv_heads, group, dim), peak, total
 
 

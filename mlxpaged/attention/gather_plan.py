@@ -31,17 +31,18 @@ class Decodes:
     """The n sequences with one query token each, and their P pairs of a sequence and one of its blocks.
 
     rows[n]: the sequences' places among the step's query tokens. queries[P * Hkv], blocks[P * Hkv]: of every pair and
-    KV head, the place among [n, Hkv] and among the pool's [block, Hkv]. edges[E]: the pairs of whose blocks only a part
-    is visible, at the end of a context or of a window; visible[E, 1, 1, slot]. Blocks in a shared run make no pairs.
-    The parts of attention are the pairs, then every member of every run. parts[n, b]: those of each sequence; where
-    padding[n, b, 1, 1, 1] is set, one of its own that does not count. parts is None where that is their order, padding
-    where there is none. Where most would be padding, owner[P'] has the sequence of every part, and parts and padding
-    are None.
+    KV head, the place among [n, Hkv] and among the pool's [block, Hkv]; order[P * Hkv]: 0, 1, 2 and so on. edges[E]:
+    the pairs of whose blocks only a part is visible, at the end of a context or of a window; visible[E, 1, 1, slot].
+    Blocks in a shared run make no pairs. The parts of attention are the pairs, then every member of every run.
+    parts[n, b]: those of each sequence; where padding[n, b, 1, 1, 1] is set, one of its own that does not count. parts
+    is None where that is their order, padding where there is none. Where most would be padding, owner[P'] has the
+    sequence of every part, and parts and padding are None.
     """
 
     rows: mx.array | slice
     queries: mx.array
     blocks: mx.array
+    order: mx.array
     edges: mx.array | None
     visible: mx.array | None
     shared: list[SharedRun]
@@ -125,6 +126,7 @@ def decodes(
         rows=slice(0, len(members)) if rows[-1] < len(members) else mx.array(rows.astype(np.int32)),
         queries=mx.array((owner[:, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
         blocks=mx.array((tables[owner, column, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
+        order=mx.arange(len(owner) * num_kv_heads, dtype=mx.uint32),
         edges=mx.array(edges.astype(np.int32)) if len(edges) else None,
         visible=mx.array(visible[edges][:, None, None]) if len(edges) else None,
         shared=[

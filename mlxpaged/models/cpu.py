@@ -80,9 +80,16 @@ def swiglu_by_powers(gate: mx.array, x: mx.array) -> mx.array:
     """`gate * sigmoid(gate) * x`, of float32 by powers of two; half types as mlx-lm does."""
     if gate.dtype != mx.float32 or x.dtype != mx.float32:
         return swiglu_of_mlx_lm(gate, x)
+    shares = lanes(gate.shape[0], gate.size)
+    if len(shares) == 1:
+        return gated(gate, x)
     gate = mx.depends(gate, x)  # a product beside the lanes would take their cores
     parts = []
-    for rows, on in lanes(gate.shape[0], gate.size):
+    for rows, on in shares:
         with on:
-            parts.append(gate[rows] / (1 + mx.power(2.0, gate[rows] * -math.log2(math.e))) * x[rows])
-    return mx.concatenate(parts) if len(parts) > 1 else parts[0]
+            parts.append(gated(gate[rows], x[rows]))
+    return mx.concatenate(parts)
+
+
+def gated(gate: mx.array, x: mx.array) -> mx.array:
+    return gate / (1 + mx.power(2.0, gate * -math.log2(math.e))) * x
