@@ -238,10 +238,9 @@ def test_a_long_prompt_where_little_is_known_of_any_is_learned_in_a_few_steps() 
     assert min(steps[2:-1]) >= 0.75 * limit
 
 
-@MACHINES
-def test_where_a_prompt_is_cut_the_rows_are_whole_tiles(machine: Costs) -> None:
+def test_where_a_prompt_is_cut_the_rows_are_whole_tiles() -> None:
     """Or the fewest that it goes on with."""
-    timed = with_streams(machine)
+    timed = with_streams(SLOW_CPU)
     prompt = sequence(200, 3000, max_tokens=2)
     timed.add(prompt)
     steps = []
