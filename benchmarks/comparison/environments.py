@@ -104,7 +104,7 @@ def server_variables(name: str | None = None) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("MLXPAGED_") and name not in ("PYTHONPATH", "VIRTUAL_ENV")
+        if not name.startswith("MLXPAGED_") and name not in ("PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD")
     }
     variables = inherited | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     if LINUX and name != "mlxpaged":

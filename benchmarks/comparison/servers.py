@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .environments import LINUX, OPENBLAS, server_variables, telling_line
+from .environments import LINUX, server_variables, telling_line
 
 READY_SECONDS = 300
 STOP_SECONDS = 20
@@ -65,7 +66,7 @@ class Server:
         if not LINUX:
             return None
         maps = Path(f"/proc/{self.process.pid}/maps")
-        return OPENBLAS.split(".")[0] in maps.read_text() if maps.exists() else None
+        return re.search(r"/libopenblasp?[-.]", maps.read_text()) is not None if maps.exists() else None
 
 
 def free_port() -> int:

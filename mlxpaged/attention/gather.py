@@ -148,7 +148,10 @@ def attend_pairs(
     queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, plan: Decodes, options: Options
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Queries [n, Hkv, group, D]: for each pair the weighted sum of values [P, Hkv, group, D], the highest score and
-    the sum of weights, both [P, Hkv, group, 1]."""
+    the sum of weights, both [P, Hkv, group, 1].
+
+    Blocks are read whole: values behind a context are zero (`rows_behind`), those before a window its own sequence's.
+    """
     _, num_kv_heads, group, dim = queries.shape
     size = key_blocks.shape[2]
     keys = key_blocks.reshape(-1, size, dim).swapaxes(-1, -2)

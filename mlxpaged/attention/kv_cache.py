@@ -111,7 +111,8 @@ class LayerKVCache:
 
         window: a query sees only the last `window` keys, its own included. softcap: scores become
         `softcap * tanh(scores / softcap)`. sinks[num_q_heads]: a logit per head that takes part in the softmax and
-        carries no value. The step's keys must have been written.
+        carries no value. The step's keys must have been written, and those before them, by `write` of the same
+        backend: it leaves the rest of a block as its `attend` wants it.
         """
         self._check_meta(meta)
         if queries.ndim != 3 or queries.shape[0] != meta.num_tokens or queries.shape[2] != self.head_dim:

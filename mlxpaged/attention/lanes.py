@@ -23,7 +23,8 @@ MOST_LANES = 4
 
 
 class _Streams(threading.local):
-    """Those beside the default stream; a stream belongs to the thread that made it."""
+    """Those beside the default stream. A stream belongs to the thread that made it; MLX keeps both to the process's
+    end, so an engine that is started again leaves as many threads behind as it had streams."""
 
     def __init__(self) -> None:
         self.made: list[mx.Stream] = []

@@ -2,6 +2,8 @@
 
 - The gated activation of most models: MLX's CPU takes 14 ns for an element of a sigmoid, one at a time and on one core,
   and 4 for a power; in an 80-million model on two cores that was a quarter of a step.
+  It is shared out among the cores (mlxpaged/attention/lanes.py).
+- Rope: rope_tables.py.
 - The layout of weights: a product with one row reads a matrix stored [in, out] in three quarters of the time.
 - The number of rows: OpenBLAS works in tiles of 16 and takes longer for a part of one than for a whole: 76 rows take
   1.4 times what 80 do, 12 twice what 16 do.
@@ -46,7 +48,7 @@ class TiledLinear(Linear):
 
 
 def suit_cpu(model: Module) -> None:
-    """On a CPU, give the model the activation that is fastest there, and with OpenBLAS the linear layers."""
+    """On a CPU, give the model the activation and the ropes that are fastest there; with OpenBLAS the linear layers."""
     if mx.default_device() != mx.Device(mx.cpu):
         return
     route_activation(model)

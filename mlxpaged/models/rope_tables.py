@@ -18,7 +18,8 @@ from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
 
 class Turns:
-    """Cosines and sines [T, 1, 1, dims] of the positions [T] that came last, for all modules that turn alike."""
+    """Cosines and sines [T, 1, 1, dims] of the positions [T] that came last, for all modules that turn alike. They are
+    known by the array, whose numbers must not be changed in place."""
 
     def __init__(self) -> None:
         self._positions: mx.array | None = None
@@ -34,7 +35,7 @@ class Turns:
         return self._tables
 
 
-class TabledRoPE(Module):
+class TurnsByTables(Module):
     """Comes before a model's own class: turns rows of one token each, [T, heads, 1, D] with T offsets, by tables."""
 
     turns: Turns
@@ -42,7 +43,7 @@ class TabledRoPE(Module):
 
     def __call__(self, x: mx.array, offset: Any = 0, **more: Any) -> mx.array:
         own: Callable[..., mx.array] = super().__call__
-        is_a_step = isinstance(offset, mx.array) and offset.ndim == 1 and x.ndim == 4 and x.shape[2] == 1
+        is_a_step = isinstance(offset, mx.array) and x.ndim == 4 and x.shape[2] == 1 and offset.shape == x.shape[:1]
         if not is_a_step or x.dtype != mx.float32 or more:
             return own(x, offset=offset, **more)
         cosines, sines = self.turns.at(offset, self.dims, own)
@@ -52,8 +53,8 @@ class TabledRoPE(Module):
         return turned if self.dims == x.shape[-1] else mx.concatenate([turned, x[..., self.dims :]], axis=-1)
 
 
-TABLED: dict[Any, type[TabledRoPE]] = {
-    own: type(f"Tabled{own.__name__}", (TabledRoPE, own), {}) for own in (RoPE, Llama3RoPE, YarnRoPE)
+TABLED: dict[Any, type[TurnsByTables]] = {
+    own: type(f"Tabled{own.__name__}", (TurnsByTables, own), {}) for own in (RoPE, Llama3RoPE, YarnRoPE)
 }
 """Of the ropes that turn the first `dims` elements of a vector, its first half against its second."""
 

@@ -13,8 +13,8 @@ LEAST_CHUNK = 32
 """Tokens of a prompt in a step, however long that takes."""
 
 ROW_TILE = 16
-"""A chunk is cut where the step's rows are a multiple of it: matrix products compute as many together, or several times
-so many. docs/performance.md has what that saves."""
+"""A chunk that would take too long is cut where the step's rows are a multiple of it: matrix products compute as many
+together, or several times so many. docs/performance.md has what that saves."""
 
 
 class ScheduledSequence(NamedTuple):

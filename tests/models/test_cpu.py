@@ -16,7 +16,7 @@ from mlxpaged import blas
 from mlxpaged.attention import lanes
 from mlxpaged.models import load_model
 from mlxpaged.models.cpu import LEAST_ROWS, ROW_TILE, TiledLinear, suit_cpu, swiglu_by_powers, swiglu_of_mlx_lm
-from mlxpaged.models.rope_tables import TabledRoPE
+from mlxpaged.models.rope_tables import TurnsByTables
 from tests.support import make_tiny_model
 
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU's model is changed")
@@ -98,7 +98,7 @@ def test_linear_weights_are_stored_by_input(monkeypatch: pytest.MonkeyPatch) -> 
     embedding = model.model.embed_tokens.weight  # tied to the head, and read row by row
     assert strides(embedding) == (32, 4)
     assert type(model.layers[0].mlp.down_proj) is TiledLinear
-    assert isinstance(model.layers[0].self_attn.rope, TabledRoPE)
+    assert isinstance(model.layers[0].self_attn.rope, TurnsByTables)
     tokens = mx.array([[1, 2, 3]])
     assert mx.allclose(model(tokens), other(tokens), rtol=1e-5, atol=1e-6)
 

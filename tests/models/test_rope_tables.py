@@ -9,7 +9,7 @@ import pytest
 from mlx import nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlxpaged.models.rope_tables import TabledRoPE, turn_by_tables
+from mlxpaged.models.rope_tables import TurnsByTables, turn_by_tables
 
 POSITIONS = [0, 5, 100, 4000, 20000]
 LLAMA3 = {
@@ -55,7 +55,7 @@ def test_they_turn_as_the_models_own(rope: Any) -> None:
     offsets = mx.array(POSITIONS)
     step, one = rope(rows(), offset=offsets), rope(rows(1, 7), offset=3)
     turn_by_tables(Model(rope))
-    assert isinstance(rope, TabledRoPE)
+    assert isinstance(rope, TurnsByTables)
     assert mx.allclose(rope(rows(), offset=offsets), step, rtol=1e-6, atol=1e-6)
     assert mx.allclose(rope(rows(), offset=offsets + 0), step, rtol=1e-6, atol=1e-6), "of another array that is equal"
     assert not mx.allclose(rope(rows(), offset=offsets + 1), step, rtol=1e-6, atol=1e-6)
