@@ -235,7 +235,7 @@ def test_a_long_prompt_where_little_is_known_of_any_is_learned_in_a_few_steps() 
     steps = prompt_steps(timed, 200, 3000)
     limit = DECODE_MULTIPLE * SLOW_CPU.decode_seconds([80] * 8)
     assert max(steps) <= 1.2 * limit
-    assert min(steps[2:-1]) >= 0.75 * limit
+    assert min(steps[2:-1]) >= 0.8 * limit - SLOW_CPU.chunk_seconds(0, ROW_TILE)  # cut at whole tiles
 
 
 def test_where_a_prompt_is_cut_the_rows_are_whole_tiles() -> None:
