@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.comparison import run as comparison
 from benchmarks.comparison.client import Answer, Client
-from benchmarks.comparison.environments import SetupError
+from benchmarks.comparison.environments import OPENBLAS, SetupError, server_variables
 from benchmarks.comparison.loads import CAPACITY, Run, Sizes, make_loads
 from benchmarks.comparison.metrics import Figures, measure, percentile
 from benchmarks.comparison.model import WORDS, Texts, make_model, make_tokenizer
@@ -455,3 +455,10 @@ def test_the_rate_of_a_repetition_is_summed_before_the_median_is_taken(tmp_path:
             )
             results["runs"].append({"server": server, "load": "C", "problem": None, "figures": figures.__dict__})
     assert "| C | tok/s, in and out | 5.00 |" in markdown(results)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Mac has its own BLAS")
+def test_the_peers_get_openblas_and_mlxpaged_finds_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "what-the-caller-has.so")
+    assert server_variables("mlx-lm")["LD_PRELOAD"] == OPENBLAS
+    assert "LD_PRELOAD" not in server_variables("mlxpaged")

@@ -90,3 +90,10 @@ def test_tables_are_made_once_for_all_that_turn_alike(monkeypatch: pytest.Monkey
         each(rows(), offset=offsets)
     assert len(made) == 2
     assert mx.allclose(other(rows(), offset=offsets), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_offsets_that_do_not_fit_the_rows_are_refused_as_by_the_models_own() -> None:
+    rope = nn.RoPE(16)
+    turn_by_tables(Model(rope))
+    with pytest.raises(ValueError, match="offset"):
+        rope(rows(1), offset=mx.array(POSITIONS))
