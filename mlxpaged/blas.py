@@ -1,10 +1,9 @@
 """Linux only: give MLX's CPU backend a fast BLAS and memory that is not returned to the system after every operation.
 
 MLX's Linux wheel links a reference BLAS (2.6 to 8 GFLOP/s where OpenBLAS does over 100). Loading the system's OpenBLAS
-first makes the dynamic linker prefer its symbols. Its threads stay awake for 20 ms after a product and ask for another,
-on cores that MLX's other operations and the server's other threads could use; they are told to sleep at once. MLX's CPU
-allocator is plain malloc, and glibc maps and unmaps every large temporary: page faults doubled the time of attention at
-16 sequences x 2,000 tokens.
+first makes the dynamic linker prefer its symbols. It computes each product on the thread that asks for it: the cores
+are shared out above it, by mlxpaged/attention/lanes.py. MLX's CPU allocator is plain malloc, and glibc maps and unmaps
+every large temporary: page faults doubled the time of attention at 16 sequences x 2,000 tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ M_TRIM_THRESHOLD = -1  # from glibc's malloc.h
 M_MMAP_THRESHOLD = -3
 
 OPENBLAS = "libopenblas.so.0"
-SLEEP_AT_ONCE = ("OPENBLAS_THREAD_TIMEOUT", "10")
-"""Looked up as it is loaded. The base-2 logarithm of the processor's ticks that a thread waits awake; 26 by default."""
 REFERENCE = "the reference BLAS of MLX's wheel"
 INSTALL = "install OpenBLAS for a many times faster CPU path (Debian, Ubuntu: apt install libopenblas0)"
 TOO_LATE = "mlx was imported before mlxpaged, which could have loaded a faster one first"
@@ -39,10 +36,10 @@ def prepare() -> None:
     late = "mlx.core" in sys.modules
     if late:
         hint = TOO_LATE
-    os.environ.setdefault(*SLEEP_AT_ONCE)
     with contextlib.suppress(OSError):
         library = ctypes.CDLL(OPENBLAS, mode=ctypes.RTLD_GLOBAL | (os.RTLD_NOLOAD if late else 0))
         loaded = f"OpenBLAS{routines(library)}"
+        use_threads(1)
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # not glibc
@@ -59,6 +56,15 @@ def routines(openblas: ctypes.CDLL) -> str:
         return ""
     core_name.restype = ctypes.c_char_p
     return f" ({core_name().decode()})"
+
+
+def use_threads(count: int) -> None:
+    """So many for each product from now on, of a size that is worth it; nothing where OpenBLAS is not in use.
+
+    One, but for what is not shared out by lanes, such as a model of mlx-lm's own that is measured beside ours.
+    """
+    if loaded is not None:
+        ctypes.CDLL(OPENBLAS).openblas_set_num_threads(count)
 
 
 def describe() -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is imported)
-from mlxpaged.attention import tuner
+from mlxpaged.attention import lanes, tuner
 from mlxpaged.engine import EngineConfig
 from tests.support import RunningServer, running_server
 
@@ -18,6 +18,13 @@ def _nothing_is_measured() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "can_measure", lambda: False)
         yield
+
+
+@pytest.fixture
+def many_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever can be shared out on a CPU is, however small it is and however few the cores are."""
+    monkeypatch.setattr(lanes, "HAND_OVER", 1e-12)
+    monkeypatch.setattr(lanes, "cores", lambda: 3)
 
 
 @pytest.fixture(scope="session")

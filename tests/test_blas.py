@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from mlxpaged.blas import OPENBLAS, REFERENCE, SLEEP_AT_ONCE
+from mlxpaged.blas import OPENBLAS, REFERENCE
 
 WITH_ROUTINES = r"OpenBLAS \(\w+\)"
 """Such as Haswell."""
@@ -27,12 +27,17 @@ def openblas_is_installed() -> bool:
 pytestmark = pytest.mark.skipif(not openblas_is_installed(), reason="needs OpenBLAS, on Linux")
 
 
-def described(*imports: str, preload: str = "") -> str:
-    code = "\n".join([*imports, "from mlxpaged import blas", "print(blas.describe())"])
-    variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    variables |= {"LD_PRELOAD": preload} if preload else {}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+def run(*lines: str, preload: str = "", **variables: str | None) -> str:
+    """What a Python of its own prints. Variables that are None are unset there."""
+    given = os.environ | {"LD_PRELOAD": preload or None} | variables
+    env = {name: value for name, value in given.items() if value is not None}
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def described(*imports: str, preload: str = "") -> str:
+    return run(*imports, "from mlxpaged import blas", "print(blas.describe())", preload=preload)
 
 
 def test_openblas_is_loaded_where_it_is_installed() -> None:
@@ -48,11 +53,15 @@ def test_what_was_loaded_before_both_is_in_use() -> None:
     assert re.fullmatch(WITH_ROUTINES, described("import mlx.core", preload=OPENBLAS))
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "10"), ("26", "26")])
-def test_its_threads_sleep_at_once_unless_told_otherwise(given: str | None, expected: str) -> None:
-    """A thread that waits awake yields some hundred thousand times a second: 20 ms a product, by default."""
-    variables = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", SLEEP_AT_ONCE[0])}
-    variables |= {SLEEP_AT_ONCE[0]: given} if given else {}
-    code = "import mlxpaged, os; print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == expected
+THREADS = f"import ctypes; print(ctypes.CDLL({OPENBLAS!r}).openblas_get_num_threads())"
+
+
+@pytest.mark.parametrize("variable", [None, "3"])
+@pytest.mark.parametrize(("first", "preload"), [("", ""), ("import mlx.core", OPENBLAS)], ids=["loaded", "preloaded"])
+def test_a_product_is_computed_by_who_asks_for_it(variable: str | None, first: str, preload: str) -> None:
+    """Whatever OpenBLAS would choose by itself: its threads and the lanes would be more than there are cores."""
+    assert run(first, "import mlxpaged", THREADS, preload=preload, OPENBLAS_NUM_THREADS=variable) == "1"
+
+
+def test_products_of_others_may_have_more() -> None:
+    assert run("from mlxpaged import blas", "blas.use_threads(2)", THREADS) == "2"

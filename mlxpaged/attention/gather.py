@@ -7,7 +7,8 @@ a system prompt's, are attended by all of these at once, and count as one part o
 over their many queries: their keys become contiguous; so do the keys of shared blocks.
 
 Powers of two take the place of exponentials: the scores are scaled by log2(e) first. On a CPU, MLX takes 9 ns for exp
-and 3 ns for a power, and attention spends more time on these than on its products.
+and 3 ns for a power, and attention spends more time on these than on its products. There all of it is shared out among
+the cores (lanes.py): decoding by pairs, prompts and shared blocks by KV heads.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention.gather_plan import Decodes, Plan, PromptChunk, SharedRun, make_plan
-from mlxpaged.attention.lanes import lanes
+from mlxpaged.attention.gather_plan import Decodes, Pairs, Plan, PromptChunk, SharedRun, make_plan
+from mlxpaged.attention.lanes import contexts, lanes
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Options
 
@@ -27,6 +28,9 @@ LOG2E = math.log2(math.e)
 
 TILE = 64
 """Queries of a prompt that are attended together: enough for fast products, and few keys in vain."""
+
+SCORE = 10e-9
+"""Seconds for a query and a key, on one core: their product, its power, and the product with the value."""
 
 
 class GatherPool:
@@ -130,7 +134,10 @@ def attend_decodes(
     n, num_heads, dim = queries.shape
     num_kv_heads = key_blocks.shape[1]
     grouped = scaled(queries, options).reshape(n, num_kv_heads, num_heads // num_kv_heads, dim)
-    parts = [attend_pairs(grouped, key_blocks, value_blocks, plan, options)]
+    parts = []
+    for pairs, on in zip(plan.pairs, contexts(len(plan.pairs)), strict=True):
+        with on:
+            parts.append(attend_pairs(grouped, key_blocks, value_blocks, pairs, options))
     parts += [attend_shared(grouped[run.members], key_blocks, value_blocks, run, options) for run in plan.shared]
     out, peak, total = join(parts)
     if plan.owner is not None:
@@ -145,7 +152,7 @@ def attend_decodes(
 
 
 def attend_pairs(
-    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, plan: Decodes, options: Options
+    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, plan: Pairs, options: Options
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Queries [n, Hkv, group, D]: for each pair the weighted sum of values [P, Hkv, group, D], the highest score and
     the sum of weights, both [P, Hkv, group, 1].
@@ -172,10 +179,13 @@ def attend_shared(
     """As `attend_pairs`, for each of the run's m members: queries [m, Hkv, group, D]."""
     m, num_kv_heads, group, dim = queries.shape
     stacked = queries.swapaxes(0, 1).reshape(num_kv_heads, m * group, dim)
-    keys, values = (contiguous(blocks, run.blocks) for blocks in (key_blocks, value_blocks))
-    scores = binary_scores(stacked @ keys.swapaxes(-1, -2), options.softcap)
-    sums = weighted_sums(scores[:, None], values)
-    out, peak, total = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in sums)
+    parts = []
+    for heads, on in lanes(num_kv_heads, m * group * num_kv_heads * run.num_keys * SCORE):
+        with on:
+            keys, values = (contiguous(blocks, run.blocks, heads) for blocks in (key_blocks, value_blocks))
+            scores = binary_scores(stacked[heads] @ keys.swapaxes(-1, -2), options.softcap)
+            parts.append(weighted_sums(scores[:, None], values))
+    out, peak, total = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in join(parts))
     return out, peak, total
 
 
@@ -215,13 +225,26 @@ def attend_chunk(
     queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, chunk: PromptChunk, options: Options
 ) -> mx.array:
     """[L, Hq, D] -> [L, Hq, D], over keys made contiguous."""
-    keys, values = (contiguous(blocks, chunk.blocks)[:, : chunk.num_keys] for blocks in (key_blocks, value_blocks))
-    return attend_contiguous(queries, keys, values, chunk, options)
+    length, num_heads, _ = queries.shape
+    num_kv_heads = key_blocks.shape[1]
+    group = num_heads // num_kv_heads
+    outputs = []
+    for heads, on in lanes(num_kv_heads, num_heads * length * chunk.num_keys * SCORE):
+        with on:
+            keys, values = (
+                contiguous(blocks, chunk.blocks, heads)[:, : chunk.num_keys] for blocks in (key_blocks, value_blocks)
+            )
+            own = slice(heads.start * group, heads.stop * group)
+            sinks = None if options.sinks is None else options.sinks[own]
+            outputs.append(attend_contiguous(queries[:, own], keys, values, chunk, options._replace(sinks=sinks)))
+    return mx.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
 
 
-def contiguous(blocks: mx.array, ids: mx.array) -> mx.array:
-    """[num_blocks, Hkv, slot, D] -> [Hkv, len(ids) * slot, D], a copy."""
-    return blocks[ids].swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])
+def contiguous(blocks: mx.array, ids: mx.array, heads: slice) -> mx.array:
+    """[num_blocks, Hkv, slot, D] -> [heads, len(ids) * slot, D], a copy."""
+    _, num_kv_heads, size, dim = blocks.shape
+    places = ids * num_kv_heads + mx.arange(heads.start, heads.stop)[:, None]
+    return blocks.reshape(-1, size, dim)[places].reshape(len(places), -1, dim)
 
 
 def has_fused_attention() -> bool:
@@ -239,7 +262,7 @@ def attend_contiguous(
         tiles: list[mx.array] = []
         for i in range(0, length, TILE):
             tile = queries[i : i + TILE]
-            if tiles:  # one after the other: MLX would begin them all, and their lanes would wait for each other
+            if tiles:  # one after the other: MLX would begin them all, each with memory of its own
                 tile = mx.depends(tile, tiles[-1])
             tiles.append(attend_tile(tile, keys, values, num_keys - length + i, options))
         return mx.concatenate(tiles) if len(tiles) > 1 else tiles[0]
@@ -281,18 +304,10 @@ def weighted_sums(
     """Scores [Hkv, group, L, keys] and values [Hkv, keys, D] to weighted sums [Hkv, group * L, D] in float32, with the
     weights' peaks and totals [Hkv, group * L, 1]. visible[L, k]: of the last k keys; the others all are."""
 
-    def weigh(heads: slice) -> tuple[mx.array, ...]:
-        some = scores[heads]
-        if visible is not None:
-            some[..., -visible.shape[1] :] = mx.where(visible, some[..., -visible.shape[1] :], -mx.inf)
-        parts = powers(some, None if sinks is None else sinks[heads])
-        return tuple(part.reshape(part.shape[0], -1, part.shape[-1]) for part in parts)
-
-    weighted = []
-    for heads, on in lanes(scores.shape[0], scores.size):
-        with on:
-            weighted.append((*weigh(heads), values[heads]))
-    return join([(weighted_sum(weights, total, some), peak, total) for weights, peak, total, some in weighted])
+    if visible is not None:
+        scores[..., -visible.shape[1] :] = mx.where(visible, scores[..., -visible.shape[1] :], -mx.inf)
+    weights, peak, total = (part.reshape(part.shape[0], -1, part.shape[-1]) for part in powers(scores, sinks))
+    return weighted_sum(weights, total, values), peak, total
 
 
 def join(parts: Sequence[tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array, mx.array]:

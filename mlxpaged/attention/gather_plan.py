@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlxpaged.attention import lanes
 from mlxpaged.attention.metadata import AttentionMetadata, IntArray
 
 MOST_PADDING = 4
@@ -17,6 +18,9 @@ long context beside many short ones makes them, parts are added up one by one, w
 LEAST_SHARED = 32
 """Of a sequence and a block: shared blocks that stand for fewer pairs cost less as pairs."""
 
+PAIR = 1e-6
+"""Seconds that a pair takes for each KV head, on one core."""
+
 
 @dataclass(frozen=True)
 class SharedRun:
@@ -24,27 +28,38 @@ class SharedRun:
 
     members: mx.array
     blocks: mx.array
+    num_keys: int
 
 
 @dataclass(frozen=True)
-class Decodes:
-    """The n sequences with one query token each, and their P pairs of a sequence and one of its blocks.
+class Pairs:
+    """P pairs of a sequence and one of its blocks, which are attended on one lane.
 
-    rows[n]: the sequences' places among the step's query tokens. queries[P * Hkv], blocks[P * Hkv]: of every pair and
-    KV head, the place among [n, Hkv] and among the pool's [block, Hkv]; order[P * Hkv]: 0, 1, 2 and so on. edges[E]:
-    the pairs of whose blocks only a part is visible, at the end of a context or of a window; visible[E, 1, 1, slot].
-    Blocks in a shared run make no pairs. The parts of attention are the pairs, then every member of every run.
-    parts[n, b]: those of each sequence; where padding[n, b, 1, 1, 1] is set, one of its own that does not count. parts
-    is None where that is their order, padding where there is none. Where most would be padding, owner[P'] has the
-    sequence of every part, and parts and padding are None.
+    queries[P * Hkv], blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block,
+    Hkv]; order[P * Hkv]: 0, 1, 2 and so on. edges[E]: the pairs of whose blocks only a part is visible, at the end of a
+    context or of a window; visible[E, 1, 1, slot].
     """
 
-    rows: mx.array | slice
     queries: mx.array
     blocks: mx.array
     order: mx.array
     edges: mx.array | None
     visible: mx.array | None
+
+
+@dataclass(frozen=True)
+class Decodes:
+    """The n sequences with one query token each.
+
+    rows[n]: the sequences' places among the step's query tokens. pairs: one for each lane, in the order of the
+    sequences. Blocks in a shared run make no pairs. The parts of attention are the pairs, then every member of every
+    run. parts[n, b]: those of each sequence; where padding[n, b, 1, 1, 1] is set, one of its own that does not count.
+    parts is None where that is their order, padding where there is none. Where most would be padding, owner[P'] has the
+    sequence of every part, and parts and padding are None.
+    """
+
+    rows: mx.array | slice
+    pairs: list[Pairs]
     shared: list[SharedRun]
     parts: mx.array | None
     padding: mx.array | None
@@ -112,30 +127,39 @@ def decodes(
     runs = shared_runs(tables, -(-first // size), (context - 1) // size)  # which leave every sequence its last block
     for sharing, begin, end in runs:
         paired[sharing, begin:end] = False
-    owner, column = np.nonzero(paired)
+    owner, column = (at.astype(np.int32) for at in np.nonzero(paired))
     position = column[:, None] * size + np.arange(size)
     visible = (position < context[owner, None]) & (position >= first[owner, None])
-    edges = np.flatnonzero(~visible.all(axis=1))
     owners = np.concatenate([owner, *(sharing for sharing, _, _ in runs)])
     parts, padding = group_parts(owners, len(members))
     is_skewed = parts.size > MOST_PADDING * len(owners)
     in_order = not padding.any() and bool((np.diff(parts.reshape(-1)) == 1).all())
-    heads = np.arange(num_kv_heads)
     rows = starts[members]
     return Decodes(
         rows=slice(0, len(members)) if rows[-1] < len(members) else mx.array(rows.astype(np.int32)),
-        queries=mx.array((owner[:, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
-        blocks=mx.array((tables[owner, column, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
-        order=mx.arange(len(owner) * num_kv_heads, dtype=mx.uint32),
-        edges=mx.array(edges.astype(np.int32)) if len(edges) else None,
-        visible=mx.array(visible[edges][:, None, None]) if len(edges) else None,
+        pairs=[
+            pairs(owner[share], tables[owner[share], column[share]], visible[share], num_kv_heads)
+            for share, _ in lanes.lanes(len(owner), len(owner) * num_kv_heads * PAIR)
+        ],
         shared=[
-            SharedRun(mx.array(sharing.astype(np.int32)), mx.array(tables[sharing[0], begin:end]))
+            SharedRun(mx.array(sharing.astype(np.int32)), mx.array(tables[sharing[0], begin:end]), (end - begin) * size)
             for sharing, begin, end in runs
         ],
         parts=None if is_skewed or in_order else mx.array(parts),
         padding=mx.array(padding[:, :, None, None, None]) if padding.any() and not is_skewed else None,
         owner=mx.array(owners.astype(np.int32)) if is_skewed else None,
+    )
+
+
+def pairs(owner: IntArray, blocks: IntArray, visible: npt.NDArray[np.bool_], num_kv_heads: int) -> Pairs:
+    heads = np.arange(num_kv_heads)
+    edges = np.flatnonzero(~visible.all(axis=1))
+    return Pairs(
+        queries=mx.array((owner[:, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
+        blocks=mx.array((blocks[:, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
+        order=mx.arange(len(owner) * num_kv_heads, dtype=mx.uint32),
+        edges=mx.array(edges.astype(np.int32)) if len(edges) else None,
+        visible=mx.array(visible[edges][:, None, None]) if len(edges) else None,
     )
 
 

@@ -1,51 +1,92 @@
-"""Elementwise work on all of a CPU's cores.
+"""One operation's work on all of a CPU's cores.
 
-MLX's CPU runs the operations of a stream on one thread, and of those only the BLAS's products use several. Where an
-operation takes long by its elements, halves of them on two streams take little more than half of the time: powers of
-two of 400,000 scores 1.65 ms on one stream, 0.97 on two. Products stay on one stream: two at once, of several threads
-each, hold each other up.
+MLX's CPU runs the operations of a stream on one thread. Parts of an operation on as many streams as there are cores
+take little more than their share of the time: the reason why no library below has to use several threads by itself
+(mlxpaged/blas.py), which for the few rows of a decode step none of them does well.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import math
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import mlx.core as mx
 
-LEAST_ELEMENTS = 25_000
-"""Of a lane: 0.1 ms of powers. A lane costs some 0.03 ms, to hand its work over and to wait for it."""
-MOST_LANES = 4
+HAND_OVER = 30e-6
+"""Seconds that a lane costs, to hand its work over and to wait for it."""
+
+ELEMENT = 4e-9
+"""Seconds for a power of two or a sigmoid of one element; other elementwise work is much faster."""
 
 
-class _Streams(threading.local):
-    """Those beside the default stream. A stream belongs to the thread that made it; MLX keeps both to the process's
-    end, so an engine that is started again leaves as many threads behind as it had streams."""
+class _Local(threading.local):
+    """streams: those beside the default stream. A stream belongs to the thread that made it; MLX keeps both to the
+    process's end, so an engine that is started again leaves as many threads behind as it had streams. inside: whether
+    operations are being made for a lane, where no others begin."""
 
     def __init__(self) -> None:
-        self.made: list[mx.Stream] = []
+        self.streams: list[mx.Stream] = []
+        self.inside = False
 
 
-_streams = _Streams()
+_local = _Local()
 
 
-def lanes(length: int, elements: int) -> list[tuple[slice, AbstractContextManager[object]]]:
-    """Shares of an axis of `length`, as equal as can be, of an array with so many elements: MLX operations on a share
-    run on its lane inside of `with`. On a GPU there is one.
+class Lane:
+    """MLX operations that are made inside of `with` run on this lane."""
+
+    def __init__(self, stream: mx.Stream | None) -> None:
+        """None: the stream that is current anyway."""
+        self._on = contextlib.nullcontext() if stream is None else mx.stream(stream)
+
+    def __enter__(self) -> None:
+        _local.inside = True
+        self._on.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._on.__exit__(*error)
+        _local.inside = False
+
+
+def count(seconds: float) -> int:
+    """How many lanes suit work that takes so long on one core: n of them take `seconds / n + n * HAND_OVER`, which is
+    least where n is the square root of `seconds / HAND_OVER`. On a GPU, and within a lane, one."""
+    if seconds < 4 * HAND_OVER or _local.inside or mx.default_device() != mx.Device(mx.cpu):
+        return 1
+    return min(cores(), int(math.sqrt(seconds / HAND_OVER)))
+
+
+def contexts(number: int) -> Sequence[AbstractContextManager[None]]:
+    """Of so many lanes, the last of which is the current stream."""
+    if number == 1:
+        return [contextlib.nullcontext()]
+    while len(_local.streams) < number - 1:
+        _local.streams.append(mx.new_stream(mx.Device(mx.cpu)))
+    return [*map(Lane, _local.streams[: number - 1]), Lane(None)]
+
+
+def shares(length: int, seconds: float, unit: int = 1) -> list[slice]:
+    """Of an axis of `length`, in whole units but for the last: one for each lane that suits work of so many seconds.
+
+    The last lane's is larger by what takes HAND_OVER, for the others begin that much later.
     """
-    count = min(length, elements // LEAST_ELEMENTS, MOST_LANES, cores())
-    if count < 2 or mx.default_device() != mx.Device(mx.cpu):
-        return [(slice(length), contextlib.nullcontext())]
-    while len(_streams.made) < count - 1:
-        _streams.made.append(mx.new_stream(mx.Device(mx.cpu)))
-    ends = [length * i // count for i in range(count + 1)]
-    shares = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
-    others = [(share, mx.stream(stream)) for share, stream in zip(shares, _streams.made, strict=False)]
-    return [*others[: count - 1], (shares[-1], contextlib.nullcontext())]
+    number = max(1, min(length // unit, count(seconds)))
+    if number == 1:
+        return [slice(0, length)]
+    other = unit * max(1, int(length / unit / number * (1 - HAND_OVER / seconds)))
+    return [*(slice(other * i, other * (i + 1)) for i in range(number - 1)), slice(other * (number - 1), length)]
+
+
+def lanes(length: int, seconds: float) -> list[tuple[slice, AbstractContextManager[None]]]:
+    """Shares of an axis of `length`, each with the lane it is computed on, for work that takes so long on one core."""
+    parts = shares(length, seconds)
+    return list(zip(parts, contexts(len(parts)), strict=True))
 
 
 def cores() -> int:

@@ -12,10 +12,6 @@ from mlxpaged.scheduler.step_cost import Costs
 LEAST_CHUNK = 32
 """Tokens of a prompt in a step, however long that takes."""
 
-ROW_TILE = 16
-"""A chunk that would take too long is cut where the step's rows are a multiple of it: matrix products compute as many
-together, or several times so many. docs/performance.md has what that saves."""
-
 
 class ScheduledSequence(NamedTuple):
     """Tokens `start` to `start + num_tokens` of a sequence; `samples` where the last of them is its last token."""
@@ -95,11 +91,7 @@ class StepPlan:
         tokens = min(self.budget, sequence.num_uncomputed_tokens)
         if self._costs is None:
             return tokens
-        chunk = self._costs.chunk_within(self._seconds, sequence.num_computed_tokens)
-        if chunk >= tokens:
-            return tokens
-        rows = sum(row.num_tokens for row in self.rows) + chunk
-        return min(tokens, max(LEAST_CHUNK, chunk - rows % ROW_TILE))
+        return min(tokens, max(LEAST_CHUNK, self._costs.chunk_within(self._seconds, sequence.num_computed_tokens)))
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed_tokens

@@ -12,18 +12,14 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.positional_encoding import RoPE
 
-from mlxpaged import blas
 from mlxpaged.attention import lanes
 from mlxpaged.models import load_model
-from mlxpaged.models.cpu import LEAST_ROWS, ROW_TILE, TiledLinear, suit_cpu, swiglu_by_powers, swiglu_of_mlx_lm
+from mlxpaged.models.cpu import suit_cpu, swiglu_by_powers, swiglu_of_mlx_lm
 from mlxpaged.models.rope_tables import TurnsByTables
 from tests.support import make_tiny_model
 
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU's model is changed")
 GATES = np.concatenate([np.linspace(-120, 120, 4001), [0.0, -0.0, 1e-30, -1e-30, 3e38, -3e38, -1e4]]).astype(np.float32)
-
-
-original = Linear.__call__
 
 
 def tiny() -> Module:
@@ -60,7 +56,7 @@ def test_it_is_swiglu_to_the_last_digits() -> None:
 def test_lanes_change_no_number(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     gate, x = mx.random.normal((rows, 1, 32)), mx.random.normal((rows, 1, 32))
     alone = swiglu_by_powers(gate, x)
-    monkeypatch.setattr(lanes, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(lanes, "HAND_OVER", 1e-12)
     monkeypatch.setattr(lanes, "cores", lambda: 4)
     assert mx.array_equal(swiglu_by_powers(gate, x), alone)
 
@@ -86,8 +82,7 @@ def strides(array: mx.array) -> tuple[int, ...]:
 
 
 @on_cpu
-def test_linear_weights_are_stored_by_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blas, "loaded", "OpenBLAS")
+def test_linear_weights_are_stored_by_input() -> None:
     model, other = tiny(), tiny()
     other.update(model.parameters())
     suit_cpu(model)
@@ -97,35 +92,9 @@ def test_linear_weights_are_stored_by_input(monkeypatch: pytest.MonkeyPatch) -> 
     assert (strides(moved), strides(kept)) == ((4, 32), (32, 4))
     embedding = model.model.embed_tokens.weight  # tied to the head, and read row by row
     assert strides(embedding) == (32, 4)
-    assert type(model.layers[0].mlp.down_proj) is TiledLinear
     assert isinstance(model.layers[0].self_attn.rope, TurnsByTables)
     tokens = mx.array([[1, 2, 3]])
     assert mx.allclose(model(tokens), other(tokens), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1,), (3, 1), (4, 1), (2, 9), (16, 1), (17, 1), (3, 5, 3), (48,), (0, 1)], ids=str)
-def test_rows_are_filled_up_to_whole_tiles(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], bias: bool) -> None:
-    layer = Linear(8, 5, bias=bias)
-    x = mx.random.normal((*shape, 8))
-    expected = layer(x)
-    computed = []
-    monkeypatch.setattr(Linear, "__call__", lambda self, x: computed.append(x.size // 8) or original(self, x))
-    layer.__class__ = TiledLinear
-    got = layer(x)
-    assert got.shape == (*shape, 5)
-    assert mx.allclose(got, expected, rtol=1e-5, atol=1e-6)
-    rows = x.size // 8
-    assert computed == [rows if rows < LEAST_ROWS else -(-rows // ROW_TILE) * ROW_TILE]
-
-
-@on_cpu
-def test_another_blas_gets_the_rows_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the reference BLAS of MLX's wheel a row that is filled in costs as much as any other."""
-    monkeypatch.setattr(blas, "loaded", None)
-    model = tiny()
-    suit_cpu(model)
-    assert type(model.layers[0].mlp.down_proj) is Linear
 
 
 def test_a_gpu_keeps_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -16,9 +17,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.models.laned import LanedLayer
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import load_model
 from tests.support import demo_vocab_size, make_tiny_model, poison_new_blocks, run_requests
+
+on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has no lanes")
 
 NUM_TOKENS = 8
 CLEAR_MARGIN = 1e-4
@@ -193,6 +197,22 @@ def test_a_preempted_sequence_gets_the_tokens_of_mlx_lm(case: Case) -> None:
     assert core.stats().scheduler.preemptions_total > 0
 
 
+@on_cpu
+@pytest.mark.usefixtures("many_lanes")
+def test_on_several_lanes_every_prompt_gets_the_tokens_of_mlx_lm(case: Case) -> None:
+    assert_same_on_lanes(case)
+
+
+def assert_same_on_lanes(case: Case) -> None:
+    """Products, networks, attention: all that can be shared out among cores."""
+    laned = copy.copy(case)
+    laned.served = load_model(str(case.path))
+    model: Any = laned.served.model
+    assert any(isinstance(module, LanedLayer) for module in model.modules())
+    core = laned.engine(max_num_seqs=16, max_num_batched_tokens=100)
+    assert laned.generate(core, slice(None)) == case.expected
+
+
 def quantize(path: Path, bits: int) -> Path:
     """As `mlx_lm.convert` leaves a quantized model behind."""
     model, config = load_plain_model(path)
@@ -249,6 +269,13 @@ def test_a_variant_gets_the_tokens_of_mlx_lm_in_every_way(name: str, directory: 
     case = Case(VARIANTS[name](directory / name.replace(" / ", " by ")))
     assert case.margin > CLEAR_MARGIN
     assert_same_everywhere(case)
+
+
+@on_cpu
+@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "bit" in name or "tied" in name])
+def test_on_several_lanes_a_variant_gets_the_tokens_of_mlx_lm(name: str, tmp_path: Path) -> None:
+    assert_same_on_lanes(Case(VARIANTS[name](tmp_path / "m")))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float16, 0.02), (mx.bfloat16, 0.15)], ids=str)

@@ -1,0 +1,184 @@
+"""A model's linear layers on all of a CPU's cores: each computes its outputs in shares, one on each lane.
+
+A product of few rows reads a matrix once and does little with it. OpenBLAS, where it uses several threads, packs the
+matrix as it does for many rows: on two cores 8 rows take 1.8 times as long as one, and 12 take 2.9. In two shares, of
+one thread each, they take 1.2 and 1.3 (docs/performance.md). MLX's own products, of half types and of quantized
+weights, use one thread; so does the BLAS in its wheel. Two shares on two cores take half of their time.
+
+The usual feed-forward network is shared out as a whole: by its hidden units, whose contributions add up.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlxpaged.attention import lanes
+
+WEIGHT_BYTE = 0.25e-9
+"""Seconds for a byte of weights, on one core: of float32 and a few rows, or one row of a smaller type."""
+
+OUTPUTS: Mapping[str, int] = {"weight": -2, "scales": -2, "biases": -2, "bias": -1}
+"""Of a linear layer's parameters, the axis that has its outputs."""
+INPUTS: Mapping[str, int] = {"weight": -1}
+
+TILE = 16
+"""Outputs that OpenBLAS computes together; others take as long as a whole tile."""
+
+TOLERANCE = 1e-4
+"""Of the largest output, in float32: how far the sum of a network's shares may be from what the network computes."""
+
+
+class LanedLayer(Module):
+    """Comes before a linear layer's own class: [..., in] -> [..., out] by `shares`, layers of that class."""
+
+    shares: list[Any]
+
+    def __call__(self, *args: Any, **more: Any) -> mx.array:
+        return mx.concatenate(on_lanes([share.__call__ for share in self.shares], *args, **more), axis=-1)
+
+    def __getattr__(self, name: str) -> Any:
+        """The parameters in one piece, for who reads them."""
+        if name in OUTPUTS and name in self.shares[0]:
+            return mx.concatenate([share[name] for share in self.shares], axis=OUTPUTS[name])
+        return super().__getattr__(name)
+
+
+class LanedHead(Module):
+    """The same for an embedding that is the output head too. Its weights stay in one piece, where rows are looked up;
+    the shares are views of them."""
+
+    _shares: list[Any]
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return mx.concatenate(on_lanes([share.as_linear for share in self._shares], x), axis=-1)
+
+
+class LanedNetwork(Module):
+    """Comes before a feed-forward network's own class: `shares` are networks of that class, each with some of its
+    hidden units."""
+
+    shares: list[Any]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        first, *others = on_lanes([share.__call__ for share in self.shares], x)
+        return sum(others, start=first)
+
+
+def on_lanes(layers: Sequence[Any], *args: Any, **more: Any) -> list[mx.array]:
+    """What each computes, on a lane of its own. The arguments have to be the same arrays for all layers that read them:
+    of an array that is made of one anew, a reshaped one say, every lane waits for the stream that makes it."""
+    outputs = []
+    for layer, on in zip(layers, lanes.contexts(len(layers)), strict=True):
+        with on:
+            outputs.append(layer(*args, **more))
+    return outputs
+
+
+def share_out_layers(model: Module) -> None:
+    """Let the model's layers use all cores, as far as they are large enough for it. Weights are moved one layer at a
+    time, so that no second model is in memory."""
+    for module in model.modules():
+        if module.children().keys() == {"gate_proj", "up_proj", "down_proj"}:
+            share_out_network(module)
+    networks: list[Any] = [module for module in model.modules() if isinstance(module, LanedNetwork)]
+    done = {id(module) for network in networks for module in network.modules()}
+    for module in model.modules():
+        if id(module) in done:
+            continue
+        if type(module) in (Linear, QuantizedLinear, SwitchLinear, QuantizedSwitchLinear):
+            share_out_layer(module)
+        elif type(module) in (Embedding, QuantizedEmbedding):
+            share_out_head(module)
+
+
+def share_out_network(network: Module) -> None:
+    """Where its layers are of float32, and where its shares do add up to what it computes; it is left alone elsewhere.
+    A sum in half types would be rounded once more."""
+    layers = [network.gate_proj, network.up_proj, network.down_proj]
+    if any(type(layer) is not Linear or layer.weight.dtype != mx.float32 or "bias" in layer for layer in layers):
+        return
+    hidden, inputs = layers[0].weight.shape
+    if layers[1].weight.shape != (hidden, inputs) or layers[2].weight.shape[1] != hidden:
+        return
+    parts = shares_of(hidden, layers)
+    if len(parts) == 1:
+        return
+    x = mx.random.normal((2, inputs), key=mx.random.key(0))
+    expected = network(x)
+    shares = []
+    for units in parts:
+        share = copy.copy(network)
+        share.gate_proj, share.up_proj = part(layers[0], units, OUTPUTS), part(layers[1], units, OUTPUTS)
+        share.down_proj = part(layers[2], units, INPUTS)
+        shares.append(share)
+    first, *others = (share(x) for share in shares)
+    if not close(sum(others, start=first), expected):
+        return
+    own = type(network)
+    for name in list(network.children()):
+        del network[name]
+    network.shares = shares
+    network.__class__ = type(f"Laned{own.__name__}", (LanedNetwork, own), {})
+
+
+def close(outputs: mx.array, expected: mx.array) -> bool:
+    """Not so where all is zero, or not a number."""
+    return bool((mx.abs(outputs - expected).max() < TOLERANCE * mx.abs(expected).max()).item())
+
+
+def share_out_layer(layer: Module) -> None:
+    parts = shares_of(layer.weight.shape[-2], [layer])
+    if len(parts) == 1:
+        store_by_input(layer)
+        return
+    own = type(layer)
+    layer.shares = [part(layer, outputs, OUTPUTS) for outputs in parts]
+    for name in list(layer.parameters().keys() & OUTPUTS.keys()):
+        del layer[name]
+    layer.__class__ = type(f"Laned{own.__name__}", (LanedLayer, own), {})
+
+
+def share_out_head(embedding: Module) -> None:
+    parts = shares_of(embedding.weight.shape[0], [embedding])
+    if len(parts) == 1:
+        return
+    own = type(embedding)
+    embedding._shares = [part(embedding, outputs, OUTPUTS) for outputs in parts]
+    embedding.__class__ = type(f"Laned{own.__name__}", (LanedHead, own), {})
+
+
+def shares_of(length: int, layers: Sequence[Module]) -> list[slice]:
+    """Of an axis of these layers' weights. One where they have parameters that are not known here."""
+    if any(not layer.keys() <= OUTPUTS.keys() for layer in layers):
+        return [slice(0, length)]
+    return lanes.shares(length, sum(layer.weight.nbytes for layer in layers) * WEIGHT_BYTE, TILE)
+
+
+def part(layer: Module, units: slice, axes: Mapping[str, int]) -> Module:
+    """A layer of the same class with these of its outputs or inputs. Where rows of a matrix are one behind the other,
+    they stay where they are."""
+    share = copy.copy(layer)
+    for name, axis in axes.items():
+        whole = layer.get(name)
+        if whole is not None:
+            share[name] = mx.contiguous(whole[..., units] if axis == -1 else whole[..., units, :])
+    store_by_input(share)
+    mx.eval(share.parameters())
+    return share
+
+
+def store_by_input(layer: Module) -> None:
+    """A float32 matrix as [in, out], which a product with one row reads in three quarters of the time; its shape stays
+    [out, in]."""
+    if type(layer) is Linear and layer.weight.dtype == mx.float32:
+        layer.weight = mx.contiguous(layer.weight.T).T
+        mx.eval(layer.weight)

@@ -1,0 +1,232 @@
+"""Layers that are shared out among the cores compute what they did before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlxpaged.attention import lanes
+from mlxpaged.models.laned import LanedHead, LanedLayer, LanedNetwork, share_out_layers
+
+pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU's model is left alone")
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = list(layers)
+
+
+class Network(nn.Module):
+    def __init__(self, hidden: int = 96, bias: bool = False, activation: Callable[..., mx.array] = nn.silu) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, hidden, bias), nn.Linear(32, hidden, bias)
+        self.down_proj = nn.Linear(hidden, 32, bias)
+        self.activation = activation
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+def nbytes(module: nn.Module) -> int:
+    parameters: Any = tree_flatten(module.parameters())
+    return sum(array.nbytes for _, array in parameters)
+
+
+def close(got: mx.array, expected: mx.array) -> bool:
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    return bool(mx.allclose(got, expected, rtol=1e-5, atol=1e-5 if got.dtype == mx.float32 else 1e-2))
+
+
+def typed(layer: nn.Module, dtype: mx.Dtype) -> nn.Module:
+    layer.set_dtype(dtype)
+    return layer
+
+
+LINEAR: dict[str, Callable[[], nn.Module]] = {
+    "float32": lambda: nn.Linear(64, 72, bias=False),
+    "float32, biased": lambda: nn.Linear(64, 72),
+    "float16": lambda: typed(nn.Linear(64, 72), mx.float16),
+    "bfloat16": lambda: typed(nn.Linear(64, 72, bias=False), mx.bfloat16),
+    "4-bit": lambda: nn.QuantizedLinear(64, 72, bias=False, group_size=32, bits=4),
+    "8-bit, biased": lambda: nn.QuantizedLinear(64, 72, group_size=64, bits=8),
+    "mxfp4": lambda: nn.QuantizedLinear(64, 72, bias=False, group_size=32, bits=4, mode="mxfp4"),
+}
+
+
+@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (5, 1, 64), (2, 9, 64), (3, 5, 3, 64), (0, 1, 64)], ids=str)
+def test_a_linear_layer(name: str, shape: tuple[int, ...]) -> None:
+    layer = LINEAR[name]()
+    x = mx.random.normal(shape).astype(layer.weight.dtype if type(layer) is nn.Linear else mx.float32)
+    expected, weight, size = layer(x), mx.array(layer.weight), nbytes(layer)
+    own = type(layer)
+    share_out_layers(Model(layer))
+    assert isinstance(layer, LanedLayer)
+    assert isinstance(layer, own)
+    assert [share.weight.shape[0] for share in layer.shares] == [16, 16, 40]
+    assert close(layer(x), expected)
+    assert mx.array_equal(layer.weight, weight)
+    assert nbytes(layer) == size  # none is there twice
+    assert repr(layer).startswith(f"Laned{own.__name__}(input_dims=64, output_dims=72")
+
+
+EXPERTS: dict[str, Callable[[], nn.Module]] = {
+    "float32": lambda: SwitchLinear(64, 48, 4, bias=False),
+    "float32, biased": lambda: SwitchLinear(64, 48, 4),
+    "4-bit": lambda: QuantizedSwitchLinear(64, 48, 4, bias=False, group_size=32, bits=4),
+    "8-bit, biased": lambda: QuantizedSwitchLinear(64, 48, 4, group_size=64, bits=8),
+}
+
+
+@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_layer_of_experts(name: str) -> None:
+    layer = EXPERTS[name]()
+    if "bias" in layer:
+        layer.bias = mx.random.normal(layer.bias.shape)
+    x, experts = mx.random.normal((6, 1, 1, 64)), mx.array([[0, 3], [1, 1], [2, 0], [3, 3], [0, 1], [2, 3]])
+    expected, weight, size = layer(x, experts), mx.array(layer.weight), nbytes(layer)
+    inputs = layer.input_dims
+    share_out_layers(Model(layer))
+    assert isinstance(layer, LanedLayer)
+    assert len(layer.shares) == 3
+    assert close(layer(x, experts), expected)
+    assert close(layer(x, experts, sorted_indices=False), expected)
+    assert mx.array_equal(layer.weight, weight)
+    assert (layer.input_dims, layer.output_dims, nbytes(layer)) == (inputs, 48, size)
+
+
+HEADS: dict[str, Callable[[], nn.Module]] = {
+    "float32": lambda: nn.Embedding(100, 64),
+    "float16": lambda: typed(nn.Embedding(100, 64), mx.float16),
+    "4-bit": lambda: nn.QuantizedEmbedding(100, 64, group_size=32, bits=4),
+}
+
+
+@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.parametrize("name", HEADS)
+def test_an_embedding_that_is_the_head(name: str) -> None:
+    layer = HEADS[name]()
+    tokens = mx.array([[3], [99], [0]])
+    vectors = layer(tokens)
+    expected, size = layer.as_linear(vectors), nbytes(layer)
+    share_out_layers(Model(layer))
+    assert isinstance(layer, LanedHead)
+    assert mx.array_equal(layer(tokens), vectors)
+    assert close(layer.as_linear(vectors), expected)
+    assert nbytes(layer) == size
+
+
+@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.parametrize("activation", [nn.silu, nn.gelu, nn.relu2])
+@pytest.mark.parametrize("shape", [(1, 32), (5, 1, 32), (2, 9, 32)], ids=str)
+def test_a_network_is_shared_out_as_a_whole(activation: Callable[..., mx.array], shape: tuple[int, ...]) -> None:
+    network = Network(activation=activation)
+    x = mx.random.normal(shape)
+    expected, size = network(x), nbytes(network)
+    share_out_layers(Model(network))
+    assert isinstance(network, LanedNetwork)
+    assert isinstance(network, Network)
+    assert [share.gate_proj.weight.shape for share in network.shares] == [(16, 32), (16, 32), (64, 32)]
+    assert not any(isinstance(module, LanedLayer) for module in network.modules())  # a share is for one lane
+    assert close(network(x), expected)
+    assert nbytes(network) == size
+
+
+def normed(x: mx.array) -> mx.array:
+    return x / mx.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def zeroed(x: mx.array) -> mx.array:
+    return 0 * x
+
+
+def undefined(x: mx.array) -> mx.array:
+    return x * mx.nan
+
+
+@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda: Network(activation=normed),
+        lambda: Network(activation=zeroed),
+        lambda: Network(activation=undefined),
+        lambda: Network(bias=True),
+        lambda: typed(Network(), mx.float16),
+        lambda: typed(Network(), mx.bfloat16),
+    ],
+    ids=["no sum of its units", "nothing to tell by", "not a number", "biased", "float16", "bfloat16"],
+)
+def test_of_another_network_the_layers_are_shared_out(network: Callable[[], Network]) -> None:
+    whole = network()
+    x = mx.random.normal((4, 32)).astype(whole.down_proj.weight.dtype)
+    expected = whole(x)
+    share_out_layers(Model(whole))
+    assert type(whole) is Network
+    assert all(isinstance(layer, LanedLayer) for layer in (whole.gate_proj, whole.up_proj, whole.down_proj))
+    got = whole(x)
+    assert close(mx.nan_to_num(got), mx.nan_to_num(expected))
+
+
+def test_small_layers_are_left_alone() -> None:
+    linear, embedding, network = nn.Linear(64, 72), nn.Embedding(64, 64), Network()
+    share_out_layers(Model(linear, embedding, network))
+    assert [type(module) for module in (linear, embedding, network)] == [nn.Linear, nn.Embedding, Network]
+    assert type(network.gate_proj) is nn.Linear
+
+
+@pytest.mark.usefixtures("many_lanes")
+def test_a_layer_with_more_parameters_than_are_known_is_left_alone() -> None:
+    layer = nn.Linear(64, 72)
+    layer.more = mx.ones(72)
+    x = mx.random.normal((3, 64))
+    expected = layer(x)
+    share_out_layers(Model(layer))
+    assert type(layer) is nn.Linear
+    assert close(layer(x), expected)
+
+
+@pytest.mark.usefixtures("many_lanes")
+def test_shares_are_computed_on_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, network, embedding = nn.Linear(64, 48), Network(), nn.Embedding(48, 64)
+    share_out_layers(Model(layer, network, embedding))
+    streams: list[Any] = []
+    for kind, method in ((nn.Linear, "__call__"), (Network, "__call__"), (nn.Embedding, "as_linear")):
+        original = getattr(kind, method)
+
+        def spy(self: Any, x: mx.array, original: Callable[..., mx.array] = original) -> mx.array:
+            streams.append(mx.default_stream(mx.Device(mx.cpu)))
+            return original(self, x)
+
+        monkeypatch.setattr(kind, method, spy)
+    for call in (lambda: layer(mx.ones((1, 64))), lambda: embedding.as_linear(mx.ones((1, 64)))):
+        streams.clear()
+        mx.eval(call())
+        assert len(streams) == 3
+        assert all(streams.count(stream) == 1 for stream in streams)
+    streams.clear()
+    mx.eval(network(mx.ones((1, 32))))
+    assert len(streams) == 3 * 4
+    assert [streams.count(stream) for stream in streams] == [4] * 12  # each share and its layers on one
+
+
+def test_a_large_layer_is_shared_out_in_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "cores", lambda: 2)
+    layer = nn.Linear(512, 1000)
+    x = mx.random.normal((3, 512))
+    expected = layer(x)
+    share_out_layers(Model(layer))
+    other, own = (share.weight.shape[0] for share in layer.shares)
+    assert other % 16 == 0
+    assert 400 < other < own < 600
+    assert close(layer(x), expected)
