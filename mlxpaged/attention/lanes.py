@@ -8,12 +8,15 @@ take little more than their share of the time: the reason why no library below h
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 import os
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +26,9 @@ HAND_OVER = 30e-6
 
 ELEMENT = 4e-9
 """Seconds for a power of two or a sigmoid of one element; other elementwise work is much faster."""
+
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+"""Of a container, under Linux's second version of control groups."""
 
 
 class _Local(threading.local):
@@ -46,12 +52,12 @@ class Lane:
         self._on = contextlib.nullcontext() if stream is None else mx.stream(stream)
 
     def __enter__(self) -> None:
-        _local.inside = True
+        self._outer, _local.inside = _local.inside, True
         self._on.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._on.__exit__(*error)
-        _local.inside = False
+        _local.inside = self._outer
 
 
 def count(seconds: float) -> int:
@@ -74,13 +80,14 @@ def contexts(number: int) -> Sequence[AbstractContextManager[None]]:
 def shares(length: int, seconds: float, unit: int = 1) -> list[slice]:
     """Of an axis of `length`, in whole units but for the last: one for each lane that suits work of so many seconds.
 
-    The last lane's is larger by what takes HAND_OVER, for the others begin that much later.
+    The last lane's is larger by what takes HAND_OVER, where that is a unit, for the others begin that much later.
     """
     number = max(1, min(length // unit, count(seconds)))
     if number == 1:
         return [slice(0, length)]
-    other = unit * max(1, int(length / unit / number * (1 - HAND_OVER / seconds)))
-    return [*(slice(other * i, other * (i + 1)) for i in range(number - 1)), slice(other * (number - 1), length)]
+    other = length / number * (1 - HAND_OVER / seconds)
+    ends = [*(unit * round(i * other / unit) for i in range(number)), length]
+    return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
 def lanes(length: int, seconds: float) -> list[tuple[slice, AbstractContextManager[None]]]:
@@ -89,6 +96,26 @@ def lanes(length: int, seconds: float) -> list[tuple[slice, AbstractContextManag
     return list(zip(parts, contexts(len(parts)), strict=True))
 
 
+def settle() -> None:
+    """Wait for this thread's lanes, whatever became of their work: MLX keeps an error in the stream it happened on, and
+    fails whatever comes there later, until somebody has waited for that stream."""
+    for stream in _local.streams:
+        with contextlib.suppress(Exception):
+            mx.synchronize(stream)
+
+
 def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    """That this process may use, and has the time of."""
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    return int(min(len(os.sched_getaffinity(0)), max(1, quota())))
+
+
+@functools.cache
+def quota(limits: Path = CPU_MAX) -> float:
+    """Cores' worth of time that a container has."""
+    try:
+        microseconds, period = limits.read_text().split()
+        return int(microseconds) / int(period)
+    except (OSError, ValueError):  # no such limits here, or "max"
+        return math.inf

@@ -19,6 +19,7 @@ from mlxpaged.attention import (
     PagedLayer,
     StepContext,
     Tuning,
+    lanes,
 )
 from mlxpaged.attention.metadata import IntArray
 from mlxpaged.engine.swap_space import SwapSpace
@@ -173,6 +174,7 @@ class ModelRunner:
 
     def recover(self) -> bool:
         """After a failed step: True where the pools are intact, False where they had to be made anew, all zero."""
+        lanes.settle()
         try:
             self.finish_step()
             return True

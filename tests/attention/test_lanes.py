@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 import threading
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -48,18 +52,30 @@ def test_a_gpu_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @on_cpu
 @pytest.mark.usefixtures("many_cores")
 @pytest.mark.parametrize("unit", [1, 16])
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 40, 512, 515])
-@pytest.mark.parametrize("work", [1e-5, 1e-3, 0.02, 1.0])
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 7, 8, 40, 512, 515])
+@pytest.mark.parametrize("work", [1e-5, 1.21e-4, 3e-4, 1e-3, 0.02, 1.0])
 def test_shares_cover_the_axis_in_whole_units(length: int, unit: int, work: float) -> None:
     got = lanes.shares(length, work, unit)
     assert [share.start for share in got] == [0, *(share.stop for share in got[:-1])]
     assert got[-1].stop == length
     assert len(got) == max(1, min(length // unit, lanes.count(work)))
+    assert all(share.start % unit == 0 for share in got)
     sizes = [share.stop - share.start for share in got]
-    assert len(set(sizes[:-1])) <= 1
     assert min(sizes) >= (unit if len(sizes) > 1 else 0)
-    assert all(size % unit == 0 for size in sizes[:-1])
-    assert sizes[-1] == max(sizes)
+    bonus = length * HAND_OVER / work
+    assert max(sizes) <= length / len(sizes) + bonus + 1.5 * unit
+    assert max(sizes[:-1], default=0) - min(sizes[:-1], default=0) <= unit
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("length", "cores", "sizes"), [(4, 2, [2, 2]), (8, 2, [4, 4]), (8, 4, [2] * 4), (8, 3, [3, 2, 3])]
+)
+def test_few_heads_are_shared_out_evenly(
+    length: int, cores: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "cores", lambda: cores)
+    assert [share.stop - share.start for share in lanes.shares(length, 0.1)] == sizes
 
 
 @on_cpu
@@ -82,6 +98,8 @@ def test_within_a_lane_there_are_no_others() -> None:
             for _, inner in lanes.lanes(3, 1.0):
                 with inner:
                     assert lanes.count(1.0) == 1
+            with lanes.contexts(2)[0]:
+                assert lanes.count(1.0) == 1
             assert lanes.count(1.0) == 1
         assert lanes.count(1.0) == 3
 
@@ -128,3 +146,21 @@ def test_every_thread_has_lanes_of_its_own() -> None:
 
 def test_a_process_has_a_core() -> None:
     assert lanes.cores() >= 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "cores"), [("max 100000", math.inf), ("150000 100000", 1.5), ("", math.inf), (None, math.inf)]
+)
+def test_a_container_has_the_cores_it_has_the_time_of(limits: str | None, cores: float, tmp_path: Path) -> None:
+    path = tmp_path / "cpu.max"
+    if limits is not None:
+        path.write_text(f"{limits}\n")
+    assert lanes.quota(path) == cores
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such limits")
+@pytest.mark.parametrize(("quota", "cores"), [(0.5, 1), (1.5, 1), (3.0, 3), (math.inf, 4)])
+def test_no_more_cores_than_either_allows(quota: float, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(lanes, "quota", lambda: quota)
+    assert lanes.cores() == cores

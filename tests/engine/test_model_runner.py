@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -169,6 +171,44 @@ def test_a_forward_that_raises_leaves_the_pools_and_the_next_step_intact(
     for layer_before, layer_after in zip(before, after, strict=True):
         np.testing.assert_array_equal(layer_before[[2, 5]], layer_after[[2, 5]])
     np.testing.assert_allclose(np.array(forward(runner, rows((LONG, 0, 10)))), first, atol=1e-6)
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has no lanes")
+@pytest.mark.usefixtures("many_lanes")
+def test_an_error_on_a_lane_ends_with_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX would tell it to whatever uses that lane's stream next. The thread that used MLX first is told nothing twice;
+    the engine's is another one here."""
+    logits: list[Any] = []
+    linear = nn.Linear.__call__
+
+    def steps() -> None:
+        runner = ModelRunner(load_model(str(make_tiny_model(tmp_path / "m", "llama"))), 8, 8, "auto")
+        for fails in (False, True, False, False):
+            if fails:
+                monkeypatch.setattr(nn.Linear, "__call__", failing_linear)
+            try:
+                wanted = forward(runner, rows((LONG, 0, 10)))
+                runner.finish_step(wanted)
+                logits.append(np.array(wanted))
+            except Exception as error:
+                logits.append(str(error))
+                monkeypatch.setattr(nn.Linear, "__call__", linear)
+                assert runner.recover()
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+    assert len(logits) == 4
+    assert isinstance(logits[1], str)
+    for after in logits[2:]:
+        np.testing.assert_allclose(after, logits[0], atol=1e-6)
+
+
+def failing_linear(layer: nn.Linear, x: mx.array) -> mx.array:
+    """Fails when it is computed."""
+    four = mx.zeros(4)
+    four[mx.array([True] * 4)] = mx.ones(2)
+    return x @ layer.weight.T + four.sum()
 
 
 def test_lost_pools_are_made_anew_and_reported(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
