@@ -31,33 +31,35 @@ CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 """Of a container, under Linux's second version of control groups."""
 
 
-class _Local(threading.local):
-    """streams: those beside the default stream. A stream belongs to the thread that made it; MLX keeps both to the
-    process's end, so an engine that is started again leaves as many threads behind as it had streams. inside: whether
-    operations are being made for a lane, where no others begin."""
-
-    def __init__(self) -> None:
-        self.streams: list[mx.Stream] = []
-        self.inside = False
-
-
-_local = _Local()
-
-
 class Lane:
-    """MLX operations that are made inside of `with` run on this lane."""
+    """MLX operations that are made inside of `with` run on this lane; there no others begin."""
 
     def __init__(self, stream: mx.Stream | None) -> None:
         """None: the stream that is current anyway."""
+        self.stream = stream
         self._on = contextlib.nullcontext() if stream is None else mx.stream(stream)
 
     def __enter__(self) -> None:
-        self._outer, _local.inside = _local.inside, True
+        _local.inside = True
         self._on.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._on.__exit__(*error)
-        _local.inside = self._outer
+        _local.inside = False
+
+
+class _Local(threading.local):
+    """lanes: those beside the current stream. A stream belongs to the thread that made it; MLX keeps both to the
+    process's end, so an engine that is started again leaves as many threads behind as it had streams. inside: whether
+    operations are being made for a lane."""
+
+    def __init__(self) -> None:
+        self.lanes: list[Lane] = []
+        self.own = Lane(None)
+        self.inside = False
+
+
+_local = _Local()
 
 
 def count(seconds: float) -> int:
@@ -69,12 +71,12 @@ def count(seconds: float) -> int:
 
 
 def contexts(number: int) -> Sequence[AbstractContextManager[None]]:
-    """Of so many lanes, the last of which is the current stream."""
-    if number == 1:
-        return [contextlib.nullcontext()]
-    while len(_local.streams) < number - 1:
-        _local.streams.append(mx.new_stream(mx.Device(mx.cpu)))
-    return [*map(Lane, _local.streams[: number - 1]), Lane(None)]
+    """Of so many lanes, the last of which is the current stream. Within a lane, all are."""
+    if number == 1 or _local.inside:
+        return [contextlib.nullcontext()] * number
+    while len(_local.lanes) < number - 1:
+        _local.lanes.append(Lane(mx.new_stream(mx.Device(mx.cpu))))
+    return [*_local.lanes[: number - 1], _local.own]
 
 
 def shares(length: int, seconds: float, unit: int = 1) -> list[slice]:
@@ -99,9 +101,9 @@ def lanes(length: int, seconds: float) -> list[tuple[slice, AbstractContextManag
 def settle() -> None:
     """Wait for this thread's lanes, whatever became of their work: MLX keeps an error in the stream it happened on, and
     fails whatever comes there later, until somebody has waited for that stream."""
-    for stream in _local.streams:
+    for lane in _local.lanes:
         with contextlib.suppress(Exception):
-            mx.synchronize(stream)
+            mx.synchronize(lane.stream)
 
 
 def cores() -> int:
