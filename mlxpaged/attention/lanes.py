@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-HAND_OVER = 30e-6
+HAND_OVER = 45e-6
 """Seconds that a lane costs, to hand its work over and to wait for it."""
 
 ELEMENT = 4e-9

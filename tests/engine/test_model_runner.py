@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from mlxpaged.attention import AttentionMetadata, metadata
 from mlxpaged.engine import EngineConfig, EngineCore, model_runner
 from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
 from mlxpaged.models import ServedModel
+from mlxpaged.models.laned import LinearByInput
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
 from mlxpaged.scheduler.sequence import PENDING
@@ -179,20 +179,20 @@ def test_an_error_on_a_lane_ends_with_the_step(tmp_path: Path, monkeypatch: pyte
     """MLX would tell it to whatever uses that lane's stream next. The thread that used MLX first is told nothing twice;
     the engine's is another one here."""
     logits: list[Any] = []
-    linear = nn.Linear.__call__
+    linear = LinearByInput.__call__
 
     def steps() -> None:
         runner = ModelRunner(load_model(str(make_tiny_model(tmp_path / "m", "llama"))), 8, 8, "auto")
         for fails in (False, True, False, False):
             if fails:
-                monkeypatch.setattr(nn.Linear, "__call__", failing_linear)
+                monkeypatch.setattr(LinearByInput, "__call__", failing_linear)
             try:
                 wanted = forward(runner, rows((LONG, 0, 10)))
                 runner.finish_step(wanted)
                 logits.append(np.array(wanted))
             except Exception as error:
                 logits.append(str(error))
-                monkeypatch.setattr(nn.Linear, "__call__", linear)
+                monkeypatch.setattr(LinearByInput, "__call__", linear)
                 assert runner.recover()
 
     thread = threading.Thread(target=steps)
@@ -204,7 +204,7 @@ def test_an_error_on_a_lane_ends_with_the_step(tmp_path: Path, monkeypatch: pyte
         np.testing.assert_allclose(after, logits[0], atol=1e-6)
 
 
-def failing_linear(layer: nn.Linear, x: mx.array) -> mx.array:
+def failing_linear(layer: LinearByInput, x: mx.array) -> mx.array:
     """Fails when it is computed."""
     four = mx.zeros(4)
     four[mx.array([True] * 4)] = mx.ones(2)
