@@ -101,7 +101,7 @@ def on_lanes(layers: Sequence[Any], x: mx.array, *args: Any, as_rows: bool = Tru
     outputs = []
     for layer, on in zip(layers, lanes.contexts(len(layers)), strict=True):
         with on:
-            own = x.reshape(x.size // x.shape[-1], x.shape[-1]) if as_rows else x
+            own = x.reshape(-1, x.shape[-1]) if as_rows and x.size else x
             outputs.append(layer(own, *args, **more))
     return outputs
 
