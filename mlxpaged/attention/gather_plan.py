@@ -139,7 +139,7 @@ def decodes(
         rows=slice(0, len(members)) if rows[-1] < len(members) else mx.array(rows.astype(np.int32)),
         pairs=[
             pairs(owner[share], tables[owner[share], column[share]], visible[share], num_kv_heads)
-            for share, _ in lanes.lanes(len(owner), len(owner) * num_kv_heads * PAIR)
+            for share in lanes.shares(len(owner), len(owner) * num_kv_heads * PAIR)
         ],
         shared=[
             SharedRun(mx.array(sharing.astype(np.int32)), mx.array(tables[sharing[0], begin:end]), (end - begin) * size)

@@ -24,9 +24,6 @@ import mlx.core as mx
 HAND_OVER = 45e-6
 """Seconds that a lane costs, to hand its work over and to wait for it."""
 
-ELEMENT = 4e-9
-"""Seconds for a power of two or a sigmoid of one element; other elementwise work is much faster."""
-
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 """Of a container, under Linux's second version of control groups."""
 
