@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxpaged.attention import lanes
-from mlxpaged.attention.metadata import AttentionMetadata, IntArray
+from mlxpaged.attention.metadata import AttentionMetadata, IntArray, repeat_last
 
 MOST_PADDING = 4
 """Times the parts of attention there are: where rows of as many as the longest sequence has would hold more, as one
@@ -94,11 +94,11 @@ def make_plan(meta: AttentionMetadata, window: int | None, num_kv_heads: int) ->
     prompts = np.flatnonzero(lens > 1).tolist()
     chunks = [prompt_chunk(meta, i, int(starts[i]), window) for i in prompts]
     rows = np.concatenate([starts[decoding], *(np.arange(starts[i], starts[i] + lens[i]) for i in prompts)])
-    in_order = bool((np.diff(rows) > 0).all())
+    in_order = bool((np.diff(rows) > 0).all()) and not meta.repeats
     return Plan(
         decodes(meta, decoding, starts, window, num_kv_heads) if len(decoding) else None,
         chunks,
-        None if in_order else mx.array(np.argsort(rows).astype(np.int32)),
+        None if in_order else mx.array(repeat_last(np.argsort(rows).astype(np.int32), meta.repeats)),
     )
 
 

@@ -164,6 +164,8 @@ class LayerKVCache:
             raise ValueError(f"metadata is for blocks of {meta.block_size} tokens, the pool has {self.block_size}")
         if meta.max_block >= self.num_blocks:
             raise ValueError(f"block id {meta.max_block} is out of range: the pool has {self.num_blocks} blocks")
+        if meta.repeats and self.backend == "metal":
+            raise ValueError("repeated tokens are for the gather backend: the Metal kernels write a slot once")
 
     def _check_targets(self, ids: Sequence[int]) -> None:
         self._check_blocks(ids)

@@ -26,7 +26,8 @@ class AttentionMetadata:
     positions[T]: position of each query token in its sequence. slot_mapping[T]: `block * block_size + offset` of the
     place its key and value go to. cu_seqlens_q[S + 1]: where each sequence's query tokens start in T.
     context_lens[S]: tokens a sequence has with this step's included. block_tables[S, max_blocks]: block ids, UNUSED
-    behind the end. The fields named `host_` hold the same numbers as lists or NumPy arrays.
+    behind the end. The fields named `host_` hold the same numbers as lists or NumPy arrays. repeats: of the T, those at
+    the end that stand for the last sequence's last token once more, with the same position and slot.
     """
 
     block_size: int
@@ -39,6 +40,7 @@ class AttentionMetadata:
     host_context_lens: list[int]
     host_block_tables: IntArray
     max_block: int
+    repeats: int = 0
     derived: dict[Any, Any] = field(default_factory=dict)
     """What a backend computes from this step once and reuses in every layer."""
 
@@ -95,6 +97,7 @@ class AttentionMetadata:
         block_tables: IntArray,
         block_size: int,
         more: Sequence[IntArray] = (),
+        repeats: int = 0,
     ) -> tuple[AttentionMetadata, list[mx.array]]:
         """`build` without its checks, for a scheduler's numbers, its tables filled up with UNUSED. `more`: vectors that
         go to the device in the same array; they are returned in their order.
@@ -110,6 +113,7 @@ class AttentionMetadata:
         owner = np.repeat(np.arange(len(query)), query)
         positions = (np.arange(starts[-1]) - starts[owner] + (context - query)[owner]).astype(np.int32)
         slots = (block_tables[owner, positions // block_size] * block_size + positions % block_size).astype(np.int32)
+        positions, slots = repeat_last(positions, repeats), repeat_last(slots, repeats)
         parts = (positions, slots, starts, context, block_tables.reshape(-1), *more)
         ends = np.cumsum([part.size for part in parts[:-1]]).tolist()
         uploaded = list(mx.split(mx.array(np.concatenate(parts)), ends))
@@ -124,5 +128,11 @@ class AttentionMetadata:
             host_context_lens=context_lens,
             host_block_tables=block_tables,
             max_block=int(block_tables.max()),
+            repeats=repeats,
         )
         return meta, uploaded[5:]
+
+
+def repeat_last(numbers: IntArray, times: int) -> IntArray:
+    """With its last element so many times more."""
+    return np.pad(numbers, (0, times), mode="edge") if times else numbers

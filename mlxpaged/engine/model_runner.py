@@ -21,7 +21,7 @@ from mlxpaged.attention import (
     Tuning,
     lanes,
 )
-from mlxpaged.attention.metadata import IntArray
+from mlxpaged.attention.metadata import IntArray, repeat_last
 from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import ServedModel
 from mlxpaged.scheduler import Batch, BlockMoves
@@ -46,6 +46,12 @@ def places_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, drawn: 
         place[row.sequence.sequence_id] for row in itertools.compress(batch.rows, pending.tolist())
     ]
     return places
+
+
+def rows_to_fill(rows: int, unit: int) -> int:
+    """How many more rows make a product faster whose rows are computed in units. One row is a product of another kind,
+    and two do not gain everywhere."""
+    return -rows % unit if rows > 2 else 0
 
 
 class ModelRunner:
@@ -86,6 +92,7 @@ class ModelRunner:
             for spec in served.layers
         ]
         pools = [layer.kv for layer in self.layers]
+        self._row_unit = served.row_unit if self.backend == "gather" else 1
         self.swap = SwapSpace(pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self._thread = threading.get_ident()
         self.model_calls = 0
@@ -129,12 +136,14 @@ class ModelRunner:
         wanted = last[[row.samples for row in rows]]
         # A step that samples nothing (a chunk in the middle of a prompt) still projects one row: the model has no way
         # to skip its head, and an empty selection would hand it an array without rows.
-        more = [token_ids, wanted if wanted.size else last[-1:]]
+        selected = wanted if wanted.size else last[-1:]
+        repeats = rows_to_fill(len(tokens), self._row_unit)
+        more = [repeat_last(token_ids, repeats), repeat_last(selected, rows_to_fill(len(selected), self._row_unit))]
         if PENDING in tokens:
             assert drawn is not None
-            more.append(places_of_pending(batch, token_ids, last, drawn))
+            more.append(repeat_last(places_of_pending(batch, token_ids, last, drawn), repeats))
         meta, (ids, wanted_rows, *places) = AttentionMetadata.upload(
-            query_lens, [row.start + row.num_tokens for row in rows], block_tables, self._block_size, more
+            query_lens, [row.start + row.num_tokens for row in rows], block_tables, self._block_size, more, repeats
         )
         if drawn is not None and places:
             ids = mx.where(ids == PENDING, drawn.tokens[places[0]], ids)
@@ -148,7 +157,8 @@ class ModelRunner:
             self._step.end()
             if self._rows is not None:
                 self._rows.rows = None
-        return logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
+        logits = logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
+        return logits[: len(selected)]
 
     def move_blocks(self, moves: BlockMoves) -> None:
         """Before the step that asked for them, behind those under way. Raises whatever disk and device do."""

@@ -19,11 +19,16 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import activations
 
+from mlxpaged import blas
 from mlxpaged.attention.lanes import lanes
-from mlxpaged.models.laned import share_out_layers
+from mlxpaged.models.laned import LinearByInput, share_out_layers
 from mlxpaged.models.rope_tables import turn_by_tables
 
 swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
+
+OPENBLAS_ROWS = 4
+"""Rows that OpenBLAS's float32 routines compute together, on most processors. Others are computed in twos and ones, and
+that takes longer: all products of an 80-million model 26 ms for 7 rows and 19 ms for 8 (docs/performance.md)."""
 
 ELEMENT = 4e-9
 """Seconds for one element of the activation, on one core: nearly all of it the power."""
@@ -63,3 +68,9 @@ def swiglu_by_powers(gate: mx.array, x: mx.array) -> mx.array:
 
 def gated(gate: mx.array, x: mx.array) -> mx.array:
     return gate / (1 + mx.power(2.0, gate * -math.log2(math.e))) * x
+
+
+def row_unit(model: Module) -> int:
+    """A step is filled up to a multiple of so many rows: 1 where its products are not OpenBLAS's."""
+    uses_blas = blas.loaded is not None and any(isinstance(module, LinearByInput) for module in model.modules())
+    return OPENBLAS_ROWS if uses_blas else 1

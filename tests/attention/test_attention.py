@@ -281,6 +281,34 @@ def test_order_of_sequences_only_permutes_the_output() -> None:
     np.testing.assert_allclose(scene.attend(Extras(window=50)), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("lens", [RAGGED, [(1, 40)] * 5, [(9, 40)], [(9, 40), (1, 70)], [(1, 70), (9, 40)]], ids=str)
+def test_repeated_tokens_change_nothing_and_get_the_last_ones_attention(
+    lens: list[tuple[int, int]], repeats: int
+) -> None:
+    scene = Scene(Shape(), lens)
+    expected = scene.attend(Extras(window=50))
+    pool = [np.array(array) for array in scene.kv.arrays]
+    plain = scene.meta()
+    meta, [also] = AttentionMetadata.upload(
+        scene.query_lens, scene.context_lens, plain.host_block_tables, 32, [np.arange(4, dtype=np.int32)], repeats
+    )
+    assert meta.num_tokens == plain.num_tokens + repeats
+    assert also.tolist() == [0, 1, 2, 3]
+
+    def repeated(parts: list[Array]) -> mx.array:
+        return scene.array([*parts, *[parts[-1][-1:]] * repeats])
+
+    newest = [slice(context - query, None) for query, context in lens]
+    keys, values = ([each[i][new] for i, new in enumerate(newest)] for each in (scene.keys, scene.values))
+    scene.kv.write(repeated(keys), repeated(values), meta)
+    out = np.array(scene.kv.attend(repeated(scene.queries), meta, scale=scene.scale, window=50))
+    np.testing.assert_array_equal(out[: len(expected)], expected)
+    np.testing.assert_array_equal(out[len(expected) :], np.repeat(expected[-1:], repeats, axis=0))
+    for before, after in zip(pool, scene.kv.arrays, strict=True):
+        np.testing.assert_array_equal(before, np.array(after))
+
+
 def test_sequences_may_share_blocks() -> None:
     scene = Scene(Shape(), [(1, 50), (3, 50)])
     scene.tables[1] = scene.tables[0]

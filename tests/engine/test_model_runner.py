@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ import pytest
 
 from mlxpaged.attention import AttentionMetadata, metadata
 from mlxpaged.engine import EngineConfig, EngineCore, model_runner
-from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
+from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner, rows_to_fill
 from mlxpaged.models import ServedModel
+from mlxpaged.models.head import RowSelection
 from mlxpaged.models.laned import LinearByInput
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
@@ -23,7 +26,8 @@ from tests.support import make_tiny_model, run_requests
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return load_model(str(make_tiny_model(tmp_path_factory.mktemp("model") / "m", "llama", num_hidden_layers=3)))
+    model = load_model(str(make_tiny_model(tmp_path_factory.mktemp("model") / "m", "llama", num_hidden_layers=3)))
+    return replace(model, row_unit=1)
 
 
 @pytest.fixture
@@ -113,6 +117,65 @@ def test_whatever_the_device_has_to_know_of_a_step_is_one_upload(
     logits = runner.forward(batch, np.array(TABLES, np.int32), drawn)
     assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 23 + 2 + 4 + 3 + 9,)]
     np.testing.assert_allclose(np.array(logits), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("count", "missing"), [(0, 0), (1, 0), (2, 0), (3, 1), (4, 0), (5, 3), (6, 2), (7, 1), (8, 0), (141, 3)]
+)
+def test_rows_are_filled_up_to_whole_units_from_three_on(count: int, missing: int) -> None:
+    assert rows_to_fill(count, 4) == missing
+    assert rows_to_fill(count, 1) == 0
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_rows_that_fill_a_unit_change_no_logits_and_no_pool(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, has_head: bool
+) -> None:
+    """Prompts, a chunk of one and decoding, the last token of which is still on the device."""
+    steps = [
+        rows((LONG, 0, 9), ([4, 5, 6], 0, 3), ([1] * 20, 0, 7)),
+        rows(([*LONG[:9], PENDING], 9, 1), ([4, 5, 6, PENDING], 3, 1), ([1] * 20, 7, 13)),
+        rows((LONG, 9, 1), ([4, 5, 6, 8], 3, 1), ([*[1] * 20, PENDING], 20, 1)),
+    ]
+    drawn = DrawnTokens(mx.array([8, LONG[9], 3]), [1, 0, 2])
+    seen: list[tuple[int, int]] = []
+
+    def run(unit: int) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
+        model = replace(served, row_unit=unit, rows=served.rows if has_head else None)
+        runner, layer = ModelRunner(model, num_blocks=8, block_size=8, backend="gather"), served.model.layers[0]
+        own, logits = type(layer).__call__, []
+
+        def watched(self: Any, x: mx.array, *args: Any, **more: Any) -> mx.array:
+            if self is layer:
+                seen.append((unit, x.shape[0]))
+            return own(self, x, *args, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(layer), "__call__", watched)
+            for batch in steps:
+                logits.append(np.array(runner.forward(batch, np.array(TABLES, np.int32), drawn)))
+                runner.finish_step()
+        return logits, [np.array(array) for layer in runner.layers for array in layer.kv.arrays]
+
+    plain, filled = run(1), run(4)
+    assert seen == [(1, 19), (1, 15), (1, 3), (4, 20), (4, 16), (4, 4)]
+    for ours, theirs in zip(itertools.chain(*filled), itertools.chain(*plain), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_the_head_computes_whole_units_too(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ModelRunner(replace(served, row_unit=4), num_blocks=8, block_size=8, backend="gather")
+    selected: list[mx.array] = []
+    own = RowSelection.__call__
+
+    def watched(self: RowSelection, hidden: mx.array) -> mx.array:
+        selected.append(own(self, hidden))
+        return selected[-1]
+
+    monkeypatch.setattr(RowSelection, "__call__", watched)
+    logits = forward(runner, rows((LONG, 0, 10), ([4, 5, 6], 0, 3), ([1] * 20, 0, 20)))
+    assert [hidden.shape[0] for hidden in selected] == [4]
+    assert logits.shape[0] == 3
 
 
 def test_a_table_that_is_too_short_for_its_context_is_refused(runner: ModelRunner) -> None:

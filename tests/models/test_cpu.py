@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm.models.llama
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.positional_encoding import RoPE
 
+from mlxpaged import blas
 from mlxpaged.attention import lanes
 from mlxpaged.models import load_model
-from mlxpaged.models.cpu import suit_cpu, swiglu_by_powers, swiglu_of_mlx_lm
+from mlxpaged.models.cpu import row_unit, suit_cpu, swiglu_by_powers, swiglu_of_mlx_lm
 from mlxpaged.models.rope_tables import TurnsByTables
 from tests.support import make_tiny_model
 
@@ -22,8 +24,8 @@ on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="on
 GATES = np.concatenate([np.linspace(-120, 120, 4001), [0.0, -0.0, 1e-30, -1e-30, 3e38, -3e38, -1e4]]).astype(np.float32)
 
 
-def tiny() -> Module:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "num_attention_heads": 1}
+def tiny(width: int = 8) -> Module:
+    sizes = {"hidden_size": width, "num_hidden_layers": 1, "intermediate_size": width, "num_attention_heads": 1}
     args = mlx_lm.models.llama.ModelArgs("llama", **sizes, rms_norm_eps=1e-5, vocab_size=8)  # type: ignore[arg-type]
     return mlx_lm.models.llama.Model(args)
 
@@ -105,3 +107,16 @@ def test_a_gpu_keeps_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert strides(model.layers[0].mlp.down_proj.weight) == (32, 4)
     assert type(model.layers[0].mlp.down_proj) is Linear
     assert type(model.layers[0].self_attn.rope) is RoPE
+
+
+@on_cpu
+def test_steps_are_filled_up_for_openblas_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, half, quantized = tiny(), tiny(), tiny(32)
+    half.set_dtype(mx.float16)
+    nn.quantize(quantized, group_size=32, bits=4, class_predicate=lambda _, module: isinstance(module, Linear))
+    for each in (model, half, quantized):
+        suit_cpu(each)
+    monkeypatch.setattr(blas, "loaded", "OpenBLAS (Zen)")
+    assert [row_unit(each) for each in (model, half, quantized)] == [4, 1, 1]
+    monkeypatch.setattr(blas, "loaded", None)
+    assert row_unit(model) == 1

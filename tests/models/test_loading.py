@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +287,7 @@ def test_only_the_rows_that_are_sampled_reach_the_output_head(
 
     monkeypatch.setattr(base, method, spy)
     config = EngineConfig(str(path), kv_cache_bytes=10_000_000, max_num_seqs=4, max_num_batched_tokens=50)
-    run_requests(EngineCore(config, served), [[1] * 120, [2] * 10, [3]], max_tokens=3)
+    run_requests(EngineCore(config, replace(served, row_unit=1)), [[1] * 120, [2] * 10, [3]], max_tokens=3)
     # 120 + 10 + 1 tokens in steps of 50, with decoding of the shorter prompts beside the longer one's end.
     assert rows[:2] == [1, 1]
     assert max(rows) == 3
