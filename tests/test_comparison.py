@@ -96,6 +96,8 @@ class ServerInThisProcess(Server):
 def starter(server: RunningServer, model: Path) -> Any:
     @contextlib.contextmanager
     def start(name: str, log: Path) -> Iterator[Server]:
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("")
         if name == "mlx-lm":
             raise ServerError("ended with 1: no such model")
         yield ServerInThisProcess(name, str(model), port_of(server), None, log)  # type: ignore[arg-type]
@@ -121,6 +123,7 @@ def test_every_load_runs_and_a_server_that_does_not_start_is_shown_as_such(
     results = compare(server, model, options(tmp_path))
     figures = {run["load"]: run["figures"] for run in results["runs"] if run["server"] == "mlxpaged"}
     assert list(figures) == ["A at 1", "A at 2", "B", "C", "D", CAPACITY, "E at 2"]
+    assert [run["server"] for run in results["runs"]] == ["mlxpaged", "mlx-lm"] * len(figures)
     for name, one in figures.items():
         assert one["answered"] == one["requests"] > 0, name
         assert one["short"] == 0, "the model never ends an answer by itself"
@@ -131,6 +134,8 @@ def test_every_load_runs_and_a_server_that_does_not_start_is_shown_as_such(
     assert figures["C"]["requests"] >= TINY.c_streams + TINY.c_long
     problems = {run["problem"] for run in results["runs"] if run["server"] == "mlx-lm"}
     assert problems == {"ended with 1: no such model"}
+    starts = [log.name for log in (tmp_path / "logs").iterdir() if log.name.startswith("mlx-lm")]
+    assert sorted(starts) == ["mlx-lm-0-A-at-1.log", "mlx-lm-0-E-at-2.log"], "once for each round of loads"
     text = markdown(results)
     assert text.count("| mlx-lm | **ended with 1: no such model** |") == len(figures)
     assert "| D | old tokens computed again in a turn | " in text

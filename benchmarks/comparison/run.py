@@ -1,4 +1,4 @@
-"""The order of a comparison: prepare, then server by server, load by load; at the end the results as files."""
+"""The order of a comparison: prepare, then load by load, server by server; at the end the results as files."""
 
 from __future__ import annotations
 
@@ -115,15 +115,35 @@ def read_texts(model: Path) -> Texts:
 
 
 def measure_all(options: Options, sizes: Sizes, texts: Texts, names: list[str], start: Start, results: Results) -> None:
-    """Every load on every server, `repeat` times; E last, since its rates depend on what was measured."""
+    """Every load on every server, `repeat` times; E last, since its rates depend on what was measured.
+
+    All servers have one load before any has the next: what else the machine does changes within minutes, and a ratio is
+    of figures that were measured close to each other.
+    """
     budget = Budget(options.budget_seconds, time.perf_counter())
     measured_capacity = "E" in options.loads and options.capacity is None
 
     def run_all(letters: tuple[str, ...], capacity: float | None) -> None:
         for repetition in range(options.repeat):
-            for name in names:
-                loads = make_loads(letters, capacity, sizes, texts, repetition)
-                one_server(options, name, loads, texts, start, repetition, budget, results)
+            failed: dict[str, str] = {}
+            for load in make_loads(letters, capacity, sizes, texts, repetition):
+                for name in names:
+                    figures, problem = None, failed.get(name)
+                    log = options.out / "logs" / f"{name}-{repetition}-{load.name}.log".replace(" ", "-")
+                    if problem is None:
+                        try:
+                            figures, problem = one_load(
+                                options, load, texts, start(name, log), results["servers"][name], budget
+                            )
+                        except ServerError as error:
+                            failed[name] = problem = str(error)
+                    record(name, load, repetition, figures, problem)
+
+    def record(name: str, load: Load, repetition: int, figures: Figures | None, problem: str | None) -> None:
+        run = {"server": name, "load": load.name, "repetition": repetition, "problem": problem}
+        results["runs"].append(run | {"figures": asdict(figures) if figures else None})
+        results["minutes"] = (time.perf_counter() - budget.start) / 60
+        print(f"{name}, {load.name}: {describe(figures, problem)}", flush=True)
 
     count = len(make_loads(options.loads, options.capacity, sizes, texts, 0))
     count += len(sizes.e_shares) if measured_capacity else 0
@@ -141,58 +161,28 @@ def measure_all(options: Options, sizes: Sizes, texts: Texts, names: list[str], 
     run_all(("E",), results["capacity"])
 
 
-def one_server(
+def one_load(
     options: Options,
-    name: str,
-    loads: list[Load],
+    load: Load,
     texts: Texts,
-    start: Start,
-    repetition: int,
+    server: AbstractContextManager[Server],
+    entry: dict[str, Any],
     budget: Budget,
-    results: Results,
-) -> None:
-    """Its loads, one after the other. A server that a load left busy or dead is started again for the next."""
-    entry = results["servers"][name]
-
-    def record(load: Load, figures: Figures | None, problem: str | None) -> None:
-        run = {"server": name, "load": load.name, "repetition": repetition, "problem": problem}
-        results["runs"].append(run | {"figures": asdict(figures) if figures else None})
-        results["minutes"] = (time.perf_counter() - budget.start) / 60
-        print(f"{name}, {load.name}: {describe(figures, problem)}", flush=True)
-
-    pending = list(loads)
-    starts = 0
-    while pending:
-        starts += 1
-        try:
-            if budget.left <= 0:
-                raise ServerError(f"not run: {options.budget_seconds / 60:.0f} minutes were over")
-            log = options.out / "logs" / f"{name}-{repetition}-{loads[0].name}-{starts}.log".replace(" ", "-")
-            with start(name, log) as server:
-                entry["openblas"] = server.uses_openblas()
-                client = Client(server.port, server.model, 0.0, options.request_seconds)
-                for answer in warm_up(capped(client, WARM_UP_SECONDS), texts):
-                    if answer.error:
-                        raise ServerError(server.died() or f"the warm-up failed: {answer.error}")
-                clean = True
-                while pending and clean and budget.left > 0:
-                    load = pending.pop(0)
-                    limit = min(options.load_seconds, budget.left)
-                    figures = one_load(load, server, capped(client, limit))
-                    died = server.died()
-                    record(load, figures, died)
-                    clean = died is None and figures.answered == figures.requests
-        except ServerError as error:
-            for load in pending:
-                record(load, None, str(error))
-            return
-
-
-def one_load(load: Load, server: Server, client: Client) -> Figures:
-    load_average, cpu = os.getloadavg()[0], time.process_time()
-    with MemoryWatch(server) as memory:
-        run = load.run(client)
-    return measure(run, memory.peak, load_average, time.process_time() - cpu)
+) -> tuple[Figures, str | None]:
+    """Its figures, and how the server died of it, if it did. Raises ServerError for a server that does not get as far,
+    and for one that had no time left."""
+    if budget.left <= 0:
+        raise ServerError(f"not run: {options.budget_seconds / 60:.0f} minutes were over")
+    with server as running:
+        entry["openblas"] = running.uses_openblas()
+        client = Client(running.port, running.model, 0.0, options.request_seconds)
+        for answer in warm_up(capped(client, WARM_UP_SECONDS), texts):
+            if answer.error:
+                raise ServerError(running.died() or f"the warm-up failed: {answer.error}")
+        load_average, cpu = os.getloadavg()[0], time.process_time()
+        with MemoryWatch(running) as memory:
+            run = load.run(capped(client, min(options.load_seconds, budget.left)))
+        return measure(run, memory.peak, load_average, time.process_time() - cpu), running.died()
 
 
 def best_capacity(results: Results) -> float | None:
