@@ -26,9 +26,6 @@ from mlxpaged.attention.pool import Options
 
 LOG2E = math.log2(math.e)
 
-TILE = 64
-"""Queries of a prompt that are attended together: enough for fast products, and few keys in vain."""
-
 SCORE = 10e-9
 """Seconds for a query and a key, on one core: their product, its power, and the product with the value."""
 
@@ -58,6 +55,7 @@ class GatherPool:
         self._values[rows] = values
         behind = rows_behind(meta, self._shape[1])
         if behind is not None:
+            self._keys[behind] = mx.zeros((), keys.dtype)
             self._values[behind] = mx.zeros((), values.dtype)
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
@@ -94,8 +92,8 @@ def rows_of_slots(meta: AttentionMetadata, num_kv_heads: int) -> mx.array:
 def rows_behind(meta: AttentionMetadata, num_kv_heads: int) -> mx.array | None:
     """Rows of a [block, kv_head, slot] pool behind the contexts in blocks that begin with this step, if there are any.
 
-    Decoding reads such a block whole. Its weights there are zero, but that does not remove the NaN which an earlier
-    owner may have left among the values.
+    Decoding reads such a block whole. Scores there become minus infinity and weights zero, but neither removes the NaN
+    which an earlier owner may have left among the keys or values.
     """
     key = ("behind", num_kv_heads)
     if key not in meta.derived:
@@ -157,7 +155,7 @@ def attend_pairs(
     """Queries [n, Hkv, group, D]: for each pair the weighted sum of values [P, Hkv, group, D], the highest score and
     the sum of weights, both [P, Hkv, group, 1].
 
-    Blocks are read whole: values behind a context are zero (`rows_behind`), those before a window its own sequence's.
+    Blocks are read whole: what is behind a context is zero (`rows_behind`), what is before a window its own sequence's.
     """
     _, num_kv_heads, group, dim = queries.shape
     size = key_blocks.shape[2]
@@ -165,9 +163,7 @@ def attend_pairs(
     values = value_blocks.reshape(-1, size, dim)
     products = matmul_at(queries.reshape(-1, group, dim), plan.queries, keys, plan.blocks)
     scores = binary_scores(products, options.softcap).reshape(-1, num_kv_heads, group, size)
-    if plan.edges is not None and plan.visible is not None:
-        scores[plan.edges] = mx.where(plan.visible, scores[plan.edges], -mx.inf)
-    weights, peak, total = powers(scores)
+    weights, peak, total = powers(scores + plan.bias)
     weights = weights.astype(values.dtype).reshape(-1, group, size)
     out = matmul_at(weights, plan.order, values, plan.blocks)
     return out.reshape(-1, num_kv_heads, group, dim), peak, total
@@ -259,13 +255,13 @@ def attend_contiguous(
     """[L, Hq, D] -> [L, Hq, D], over the chunk's keys and values [Hkv, num_keys, D]."""
     length, num_keys = queries.shape[0], chunk.num_keys
     if options.softcap is not None or not has_fused_attention():
-        tiles: list[mx.array] = []
-        for i in range(0, length, TILE):
-            tile = queries[i : i + TILE]
-            if tiles:  # one after the other: MLX would begin them all, each with memory of its own
-                tile = mx.depends(tile, tiles[-1])
-            tiles.append(attend_tile(tile, keys, values, num_keys - length + i, options))
-        return mx.concatenate(tiles) if len(tiles) > 1 else tiles[0]
+        outputs: list[mx.array] = []
+        for tile in chunk.tiles:
+            some = queries[tile.rows]
+            if outputs:  # one after the other: MLX would begin them all, each with memory of its own
+                some = mx.depends(some, outputs[-1])
+            outputs.append(attend_tile(some, keys[:, tile.keys], values[:, tile.keys], tile.bias, options))
+        return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
     visible: mx.array | str = "causal"
     if options.window is not None:
         visible = visible_keys(mx.arange(num_keys - length, num_keys), mx.arange(num_keys), options.window)
@@ -280,32 +276,24 @@ def attend_contiguous(
     return out[0].swapaxes(0, 1)
 
 
-def attend_tile(queries: mx.array, keys: mx.array, values: mx.array, first: int, options: Options) -> mx.array:
-    """[L, Hq, D] -> [L, Hq, D]: consecutive queries of which the first stands at key `first`. Keys that none of them
-    sees are left out."""
+def attend_tile(queries: mx.array, keys: mx.array, values: mx.array, bias: mx.array, options: Options) -> mx.array:
+    """[L, Hq, D] -> [L, Hq, D], over keys and values [Hkv, n, D]; bias[L, n]."""
     length, num_heads, dim = queries.shape
-    num_kv_heads, end = keys.shape[0], first + length
-    start = 0 if options.window is None else max(0, first + 1 - options.window)
-    group = num_heads // num_kv_heads
+    num_kv_heads, group = keys.shape[0], num_heads // keys.shape[0]
     grouped = scaled(queries, options).swapaxes(0, 1).reshape(num_kv_heads, group * length, dim)
-    scores = binary_scores(grouped @ keys[:, start:end].swapaxes(-1, -2), options.softcap)
-    scores = scores.reshape(num_kv_heads, group, length, end - start)
-    masked = start if options.window is not None else first  # without a window, all of them see what is before them
-    visible = visible_keys(mx.arange(first, end), mx.arange(masked, end), options.window)
+    scores = binary_scores(grouped @ keys.swapaxes(-1, -2), options.softcap)
+    scores = scores.reshape(num_kv_heads, group, length, -1) + bias
     sinks = None if options.sinks is None else options.sinks.astype(mx.float32).reshape(num_kv_heads, group, 1, 1)
     binary_sinks = None if sinks is None else sinks * LOG2E
-    out, _, total = weighted_sums(scores, values[:, start:end], visible, binary_sinks)
+    out, _, total = weighted_sums(scores, values, binary_sinks)
     return (out / total).astype(queries.dtype).reshape(num_heads, length, dim).swapaxes(0, 1)
 
 
 def weighted_sums(
-    scores: mx.array, values: mx.array, visible: mx.array | None = None, sinks: mx.array | None = None
+    scores: mx.array, values: mx.array, sinks: mx.array | None = None
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Scores [Hkv, group, L, keys] and values [Hkv, keys, D] to weighted sums [Hkv, group * L, D] in float32, with the
-    weights' peaks and totals [Hkv, group * L, 1]. visible[L, k]: of the last k keys; the others all are."""
-
-    if visible is not None:
-        scores[..., -visible.shape[1] :] = mx.where(visible, scores[..., -visible.shape[1] :], -mx.inf)
+    weights' peaks and totals [Hkv, group * L, 1]."""
     weights, peak, total = (part.reshape(part.shape[0], -1, part.shape[-1]) for part in powers(scores, sinks))
     return weighted_sum(weights, total, values), peak, total
 

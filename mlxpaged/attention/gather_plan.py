@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -17,6 +18,9 @@ long context beside many short ones makes them, parts are added up one by one, w
 
 LEAST_SHARED = 32
 """Of a sequence and a block: shared blocks that stand for fewer pairs cost less as pairs."""
+
+TILE = 64
+"""Queries of a prompt that are attended together: enough for fast products, and few keys in vain."""
 
 PAIR = 1e-6
 """Seconds that a pair takes for each KV head, on one core."""
@@ -36,15 +40,14 @@ class Pairs:
     """P pairs of a sequence and one of its blocks, which are attended on one lane.
 
     queries[P * Hkv], blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block,
-    Hkv]; order[P * Hkv]: 0, 1, 2 and so on. edges[E]: the pairs of whose blocks only a part is visible, at the end of a
-    context or of a window; visible[E, 1, 1, slot].
+    Hkv]; order[P * Hkv]: 0, 1, 2 and so on. bias[P, 1, 1, slot]: 0 for keys that are visible, minus infinity for those
+    that are not, behind the end of a context or before a window.
     """
 
     queries: mx.array
     blocks: mx.array
     order: mx.array
-    edges: mx.array | None
-    visible: mx.array | None
+    bias: mx.array
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,43 @@ class Decodes:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """Consecutive queries of a prompt, `rows` of its chunk, over `keys` of the chunk's: those that any of them sees.
+    bias[query, key]: as in `Pairs`."""
+
+    rows: slice
+    keys: slice
+    bias: mx.array
+
+
+@dataclass(frozen=True)
 class PromptChunk:
     """Query tokens `rows` of one sequence over keys that start at block `blocks[0]`, `num_keys` of them."""
 
     rows: slice
     blocks: mx.array
     num_keys: int
+    window: int | None
+
+    @functools.cached_property
+    def tiles(self) -> list[Tile]:
+        """Their biases are parts of one: what a query sees of the keys before it is the same in every tile."""
+        length = self.rows.stop - self.rows.start
+        firsts = range(self.num_keys - length, self.num_keys, TILE)  # places of the tiles' first queries among the keys
+        most = self._keys_before(firsts[-1])
+        query, key = np.arange(min(TILE, length))[:, None], np.arange(-most, min(TILE, length))
+        bias = bias_of((key <= query) if self.window is None else (key <= query) & (key > query - self.window))
+        tiles = []
+        for first in firsts:
+            before, size = self._keys_before(first), min(TILE, self.num_keys - first)
+            begin = first - firsts[0]
+            part = bias[:size, most - before : most + size]
+            tiles.append(Tile(slice(begin, begin + size), slice(first - before, first + size), part))
+        return tiles
+
+    def _keys_before(self, first: int) -> int:
+        """How many keys before the query at place `first` it sees."""
+        return first if self.window is None else min(first, self.window - 1)
 
 
 @dataclass(frozen=True)
@@ -112,7 +146,7 @@ def prompt_chunk(meta: AttentionMetadata, sequence: int, first_row: int, window:
     first_block = first_key(context_len, query_len, window) // meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
     num_keys = context_len - first_block * meta.block_size
-    return PromptChunk(slice(first_row, first_row + query_len), mx.array(blocks), num_keys)
+    return PromptChunk(slice(first_row, first_row + query_len), mx.array(blocks), num_keys, window)
 
 
 def decodes(
@@ -153,14 +187,17 @@ def decodes(
 
 def pairs(owner: IntArray, blocks: IntArray, visible: npt.NDArray[np.bool_], num_kv_heads: int) -> Pairs:
     heads = np.arange(num_kv_heads)
-    edges = np.flatnonzero(~visible.all(axis=1))
     return Pairs(
         queries=mx.array((owner[:, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
         blocks=mx.array((blocks[:, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
         order=mx.arange(len(owner) * num_kv_heads, dtype=mx.uint32),
-        edges=mx.array(edges.astype(np.int32)) if len(edges) else None,
-        visible=mx.array(visible[edges][:, None, None]) if len(edges) else None,
+        bias=bias_of(visible)[:, None, None],
     )
+
+
+def bias_of(visible: npt.NDArray[np.bool_]) -> mx.array:
+    """To be added to scores: 0 where a key is visible, minus infinity where it is not."""
+    return mx.array(np.where(visible, np.float32(0), np.float32(-np.inf)))
 
 
 def group_parts(owner: IntArray, num_owners: int) -> tuple[IntArray, npt.NDArray[np.bool_]]:
