@@ -10,7 +10,7 @@ serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/attention tests/metal_on_cpu

@@ -325,6 +325,14 @@ def test_ratios_are_to_the_best_peer(tmp_path: Path) -> None:
     assert "| rapid-mlx | **not run** |" in text
 
 
+@pytest.fixture(autouse=True)
+def interrupts_arrive() -> Iterator[None]:
+    """Those who run tests side by side ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt(seconds: float) -> threading.Timer:
     """This process gets a Ctrl-C."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))

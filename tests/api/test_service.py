@@ -11,6 +11,7 @@ import pytest
 from openai import OpenAI
 
 from mlxpaged.engine import EngineConfig, EngineState
+from mlxpaged.models import ModelNotFoundError
 from tests.api.helpers import DEADLINE, StepGate, ask, metrics, post, random_tokens, raw, raw_post, run_on
 from tests.support import RunningServer, running_server, wait_until
 
@@ -99,10 +100,18 @@ def test_a_server_can_be_stopped_while_its_model_loads(monkeypatch: pytest.Monke
     from mlxpaged.engine import engine_thread
 
     go_on = threading.Event()
-    monkeypatch.setattr(engine_thread, "load_model", lambda *_: go_on.wait(DEADLINE))
+
+    def stuck(*_: Any) -> Any:
+        go_on.wait(DEADLINE)
+        raise ModelNotFoundError("nobody waits for it")
+
+    monkeypatch.setattr(engine_thread, "load_model", stuck)
+    before = set(threading.enumerate())
     with running_server(EngineConfig(kv_cache_bytes=8_000_000), wait_loaded=False) as server:
         assert get(server, "/health").json()["status"] == "loading"
     go_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(DEADLINE)
 
 
 def test_without_a_model_the_server_is_healthy_and_chat_is_not_available() -> None:
