@@ -253,7 +253,6 @@ def attend_contiguous(
     queries: mx.array, keys: mx.array, values: mx.array, chunk: PromptChunk, options: Options
 ) -> mx.array:
     """[L, Hq, D] -> [L, Hq, D], over the chunk's keys and values [Hkv, num_keys, D]."""
-    length, num_keys = queries.shape[0], chunk.num_keys
     if options.softcap is not None or not has_fused_attention():
         outputs: list[mx.array] = []
         for tile in chunk.tiles:
@@ -262,15 +261,12 @@ def attend_contiguous(
                 some = mx.depends(some, outputs[-1])
             outputs.append(attend_tile(some, keys[:, tile.keys], values[:, tile.keys], tile.bias, options))
         return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
-    visible: mx.array | str = "causal"
-    if options.window is not None:
-        visible = visible_keys(mx.arange(num_keys - length, num_keys), mx.arange(num_keys), options.window)
     out = mx.fast.scaled_dot_product_attention(
         queries.swapaxes(0, 1)[None],
         keys[None],
         values[None],
         scale=options.scale,
-        mask=visible,
+        mask="causal" if chunk.window is None else chunk.visible,
         sinks=None if options.sinks is None else options.sinks.astype(queries.dtype),
     )
     return out[0].swapaxes(0, 1)
@@ -312,12 +308,6 @@ def weighted_sum(weights: mx.array, total: mx.array, values: mx.array) -> mx.arr
     if values.dtype == mx.float16:
         return ((weights / total).astype(mx.float16) @ values).astype(mx.float32) * total
     return (weights.astype(values.dtype) @ values).astype(mx.float32)
-
-
-def visible_keys(query_at: mx.array, key_at: mx.array, window: int | None) -> mx.array:
-    """[query, key], of positions."""
-    visible = key_at <= query_at[:, None]
-    return visible if window is None else visible & (key_at > query_at[:, None] - window)
 
 
 def scaled(queries: mx.array, options: Options) -> mx.array:

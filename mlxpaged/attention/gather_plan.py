@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -95,7 +96,7 @@ class PromptChunk:
         firsts = range(self.num_keys - length, self.num_keys, TILE)  # places of the tiles' first queries among the keys
         most = self._keys_before(firsts[-1])
         query, key = np.arange(min(TILE, length))[:, None], np.arange(-most, min(TILE, length))
-        bias = bias_of((key <= query) if self.window is None else (key <= query) & (key > query - self.window))
+        bias = bias_of(visible_keys(query, key, self.window))
         tiles = []
         for first in firsts:
             before, size = self._keys_before(first), min(TILE, self.num_keys - first)
@@ -103,6 +104,12 @@ class PromptChunk:
             part = bias[:size, most - before : most + size]
             tiles.append(Tile(slice(begin, begin + size), slice(first - before, first + size), part))
         return tiles
+
+    @functools.cached_property
+    def visible(self) -> mx.array:
+        """[query, key], for an attention that takes the whole chunk at once."""
+        key = np.arange(self.num_keys)
+        return mx.array(visible_keys(key[self.rows.start - self.rows.stop :, None], key, self.window))
 
     def _keys_before(self, first: int) -> int:
         """How many keys before the query at place `first` it sees."""
@@ -193,6 +200,14 @@ def pairs(owner: IntArray, blocks: IntArray, visible: npt.NDArray[np.bool_], num
         order=mx.arange(len(owner) * num_kv_heads, dtype=mx.uint32),
         bias=bias_of(visible)[:, None, None],
     )
+
+
+def visible_keys(
+    query: npt.NDArray[np.integer[Any]], key: npt.NDArray[np.integer[Any]], window: int | None
+) -> npt.NDArray[np.bool_]:
+    """Of places among a sequence's keys, [query, 1] and [key], to [query, key]."""
+    visible: npt.NDArray[np.bool_] = key <= query
+    return visible if window is None else visible & (key > query - window)
 
 
 def bias_of(visible: npt.NDArray[np.bool_]) -> mx.array:

@@ -135,4 +135,4 @@ class AttentionMetadata:
 
 def repeat_last(numbers: IntArray, times: int) -> IntArray:
     """With its last element so many times more."""
-    return np.pad(numbers, (0, times), mode="edge") if times else numbers
+    return np.concatenate((numbers, numbers[-1:].repeat(times))) if times else numbers

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache, lanes, resolve_backend
+from mlxpaged.attention import AttentionMetadata, LayerKVCache, gather, lanes, resolve_backend
 from mlxpaged.attention.gather_plan import make_plan
 
 Array = npt.NDArray[np.float64]
@@ -167,6 +167,25 @@ def test_window_softcap_and_sinks_match_float64(
     sinks: bool, softcap: float | None, window: int | None, block_size: int
 ) -> None:
     Scene(Shape(block_size=block_size), RAGGED).check(Extras(window, softcap, sinks))
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 33, 5000])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+def test_prompts_in_mlxs_own_attention_match_float64(
+    monkeypatch: pytest.MonkeyPatch, sinks: bool, window: int | None
+) -> None:
+    """As on a GPU."""
+    used: list[mx.array | str] = []
+    own = mx.fast.scaled_dot_product_attention
+
+    def watched(*args: Any, mask: mx.array | str, **more: Any) -> mx.array:
+        used.append(mask)
+        return own(*args, mask=mask, **more)
+
+    monkeypatch.setattr(gather, "has_fused_attention", lambda: True)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    Scene(Shape(), RAGGED).check(Extras(window, sinks=sinks))
+    assert used
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
