@@ -15,31 +15,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention.gather_plan import Decodes, Pairs, Plan, PromptChunk, SharedRun, make_plan
+from mlxpaged.attention.constants import constant
+from mlxpaged.attention.gather_plan import SCORE, Decodes, LanedChunk, Pairs, Plan, PromptChunk, SharedRun, make_plan
 from mlxpaged.attention.lanes import contexts, lanes
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Options
 
 LOG2E = math.log2(math.e)
 
-SCORE = 10e-9
-"""Seconds for a query and a key, on one core: their product, its power, and the product with the value."""
+
+class KV(NamedTuple):
+    """Keys and values of a layer, [block * Hkv + kv_head, slot, dim] each: every KV head of a block is a contiguous
+    matrix, which is read where it lies, and whole blocks are gathered as one contiguous run each."""
+
+    keys: mx.array
+    values: mx.array
+    num_kv_heads: int
 
 
 class GatherPool:
-    """Keys and values in blocks of [kv_head, slot, dim], so that whole blocks are gathered as one contiguous run each
-    and every head of a block is a contiguous matrix, which is read where it lies.
-    """
+    """Keys and values in blocks, laid out as `KV` says."""
 
     def __init__(self, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: mx.Dtype, block_size: int) -> None:
-        self._shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        rows = num_blocks * num_kv_heads * block_size
-        self._keys = mx.zeros((rows, head_dim), dtype)
-        self._values = mx.zeros((rows, head_dim), dtype)
+        self._num_kv_heads = num_kv_heads
+        self._keys = mx.zeros((num_blocks * num_kv_heads, block_size, head_dim), dtype)
+        self._values = mx.zeros((num_blocks * num_kv_heads, block_size, head_dim), dtype)
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
@@ -50,47 +55,51 @@ class GatherPool:
         return int(self._keys.nbytes + self._values.nbytes)
 
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
-        rows = rows_of_slots(meta, self._shape[1])
-        self._keys[rows] = keys
-        self._values[rows] = values
-        behind = rows_behind(meta, self._shape[1])
+        at = places_of_slots(meta, self._num_kv_heads)
+        self._keys[at] = keys
+        self._values[at] = values
+        behind = places_behind(meta, self._num_kv_heads)
         if behind is not None:
-            self._keys[behind] = mx.zeros((), keys.dtype)
-            self._values[behind] = mx.zeros((), values.dtype)
+            zeros = constant(0, (*behind[0].shape, keys.shape[-1]), keys.dtype)
+            self._keys[behind] = zeros
+            self._values[behind] = zeros
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
-        return attend(queries, self._keys.reshape(self._shape), self._values.reshape(self._shape), meta, options)
+        return attend(queries, KV(self._keys, self._values, self._num_kv_heads), meta, options)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.write_blocks(targets, *self.read_blocks(sources))
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        index = mx.array(list(ids), dtype=mx.int32)
-        keys, values = self._keys.reshape(self._shape)[index], self._values.reshape(self._shape)[index]
+        at = self._places(ids)
+        keys, values = self._keys[at], self._values[at]
         mx.eval(keys, values)  # a read that is still pending would make the next write copy the whole pool
         return keys, values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
-        _, num_kv_heads, block_size, head_dim = self._shape
-        rows_per_block = num_kv_heads * block_size
-        rows = mx.array(list(ids), dtype=mx.int32)[:, None] * rows_per_block + mx.arange(rows_per_block)
-        self._keys[rows] = keys.reshape(len(ids), rows_per_block, head_dim)
-        self._values[rows] = values.reshape(len(ids), rows_per_block, head_dim)
+        at = self._places(ids)
+        self._keys[at] = keys
+        self._values[at] = values
+
+    def _places(self, ids: Sequence[int]) -> mx.array:
+        """Of whole blocks, [block, kv_head]."""
+        return mx.array(list(ids), dtype=mx.int32)[:, None] * self._num_kv_heads + mx.arange(self._num_kv_heads)
 
 
-def rows_of_slots(meta: AttentionMetadata, num_kv_heads: int) -> mx.array:
-    """Rows of a [block, kv_head, slot] pool that the step's tokens are written to, [T, num_kv_heads]."""
-    key = ("rows", num_kv_heads)
+def places_of_slots(meta: AttentionMetadata, num_kv_heads: int) -> tuple[mx.array, mx.array]:
+    """Where in a pool the step's tokens are written to: block and KV head as one number, and slot, both
+    [T, num_kv_heads]."""
+    key = ("slots", num_kv_heads)
     if key not in meta.derived:
         block, offset = meta.slot_mapping // meta.block_size, meta.slot_mapping % meta.block_size
-        heads = mx.arange(num_kv_heads)
-        meta.derived[key] = (block[:, None] * num_kv_heads + heads) * meta.block_size + offset[:, None]
-    rows: mx.array = meta.derived[key]
-    return rows
+        places = block[:, None] * num_kv_heads + mx.arange(num_kv_heads)
+        meta.derived[key] = places, mx.broadcast_to(offset[:, None], places.shape)
+    at: tuple[mx.array, mx.array] = meta.derived[key]
+    return at
 
 
-def rows_behind(meta: AttentionMetadata, num_kv_heads: int) -> mx.array | None:
-    """Rows of a [block, kv_head, slot] pool behind the contexts in blocks that begin with this step, if there are any.
+def places_behind(meta: AttentionMetadata, num_kv_heads: int) -> tuple[mx.array, mx.array] | None:
+    """The same of the slots behind the contexts, in blocks that begin with this step, if there are any: [n] each.
 
     Decoding reads such a block whole. Scores there become minus infinity and weights zero, but neither removes the NaN
     which an earlier owner may have left among the keys or values.
@@ -101,99 +110,91 @@ def rows_behind(meta: AttentionMetadata, num_kv_heads: int) -> mx.array | None:
         last, filled = (context - 1) // meta.block_size, (context - 1) % meta.block_size + 1
         begins = np.flatnonzero((context - query <= last * meta.block_size) & (filled < meta.block_size))
         blocks = meta.host_block_tables[begins, last[begins]]
-        slots, heads = np.arange(meta.block_size), np.arange(num_kv_heads)
-        rows = (blocks[:, None, None] * num_kv_heads + heads[:, None]) * meta.block_size + slots
-        rows = rows[np.broadcast_to(slots >= filled[begins, None, None], rows.shape)]
-        meta.derived[key] = mx.array(rows.astype(np.int32)) if rows.size else None
-    behind: mx.array | None = meta.derived[key]
+        which, slots = np.nonzero(np.arange(meta.block_size) >= filled[begins, None])
+        places = blocks[which][:, None] * num_kv_heads + np.arange(num_kv_heads)
+        at = mx.array(np.stack((places, np.broadcast_to(slots[:, None], places.shape))).reshape(2, -1).astype(np.int32))
+        meta.derived[key] = tuple(at) if len(begins) else None
+    behind: tuple[mx.array, mx.array] | None = meta.derived[key]
     return behind
 
 
-def attend(
-    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, meta: AttentionMetadata, options: Options
-) -> mx.array:
-    """[T, Hq, D] -> [T, Hq, D]. Blocks are [num_blocks, Hkv, block_size, D]."""
-    num_kv_heads = key_blocks.shape[1]
-    key = ("plan", options.window, num_kv_heads)
+def attend(queries: mx.array, kv: KV, meta: AttentionMetadata, options: Options) -> mx.array:
+    """[T, Hq, D] -> [T, Hq, D]"""
+    heads = queries.shape[1], kv.num_kv_heads
+    key = ("plan", options.window, heads)
     if key not in meta.derived:
-        meta.derived[key] = make_plan(meta, options.window, num_kv_heads)
+        meta.derived[key] = make_plan(meta, options.window, *heads)
     plan: Plan = meta.derived[key]
-    outputs = [attend_chunk(queries[chunk.rows], key_blocks, value_blocks, chunk, options) for chunk in plan.chunks]
+    outputs = [attend_chunk(queries[laned.chunk.rows], kv, laned, options) for laned in plan.chunks]
     if plan.decodes is not None:
-        outputs.insert(0, attend_decodes(queries[plan.decodes.rows], key_blocks, value_blocks, plan.decodes, options))
+        outputs.insert(0, attend_decodes(queries[plan.decodes.rows], kv, plan.decodes, options))
     out = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
     return out if plan.order is None else out[plan.order]
 
 
-def attend_decodes(
-    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, plan: Decodes, options: Options
-) -> mx.array:
+def attend_decodes(queries: mx.array, kv: KV, plan: Decodes, options: Options) -> mx.array:
     """[n, Hq, D] -> [n, Hq, D]: every part by itself, then the parts of each sequence put together."""
     n, num_heads, dim = queries.shape
-    num_kv_heads = key_blocks.shape[1]
-    grouped = scaled(queries, options).reshape(n, num_kv_heads, num_heads // num_kv_heads, dim)
+    num_kv_heads, group = kv.num_kv_heads, num_heads // kv.num_kv_heads
+    grouped = scaled(queries, options).reshape(n * num_kv_heads, group, dim)
+    turned = kv._replace(keys=kv.keys.swapaxes(-1, -2))
     parts = []
     for pairs, on in zip(plan.pairs, contexts(len(plan.pairs)), strict=True):
         with on:
-            parts.append(attend_pairs(grouped, key_blocks, value_blocks, pairs, options))
-    parts += [attend_shared(grouped[run.members], key_blocks, value_blocks, run, options) for run in plan.shared]
+            parts.append(attend_pairs(grouped, turned, pairs, options))
+    if plan.shared:
+        whole = grouped.reshape(n, num_kv_heads, group, dim)
+        parts += [attend_shared(whole[run.members], kv, run, options) for run in plan.shared]
     out, peak, total = join(parts)
     if plan.owner is not None:
-        out, peak, total = add_up(out, peak, total, plan.owner, n)
+        out, peak, total = add_up(out, peak, total, plan.owner, n * num_kv_heads)
+        out, peak, total = (array.reshape(n, 1, num_kv_heads, *array.shape[1:]) for array in (out, peak, total))
     elif plan.parts is None:
-        out, peak, total = (array.reshape(n, -1, *array.shape[1:]) for array in (out, peak, total))
+        out, peak, total = (array.reshape(n, -1, num_kv_heads, *array.shape[1:]) for array in (out, peak, total))
     else:
         out, peak, total = (array[plan.parts] for array in (out, peak, total))
     if plan.padding is not None:
-        peak = mx.where(plan.padding, -mx.inf, peak)
+        peak = peak + plan.padding
     return merge_parts(out, peak, total, options.sinks).astype(queries.dtype).reshape(n, num_heads, dim)
 
 
-def attend_pairs(
-    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, plan: Pairs, options: Options
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries [n, Hkv, group, D]: for each pair the weighted sum of values [P, Hkv, group, D], the highest score and
-    the sum of weights, both [P, Hkv, group, 1].
+def attend_pairs(queries: mx.array, turned: KV, plan: Pairs, options: Options) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries [n * Hkv, group, D] and keys [num_blocks * Hkv, D, slot]: for each pair and KV head the weighted sum of
+    values [P * Hkv, group, D], the highest score and the sum of weights, both [P * Hkv, group, 1].
 
-    Blocks are read whole: what is behind a context is zero (`rows_behind`), what is before a window its own sequence's.
+    Blocks are read whole: what is behind a context is zero (`places_behind`), what is before a window its own
+    sequence's.
     """
-    _, num_kv_heads, group, dim = queries.shape
-    size = key_blocks.shape[2]
-    keys = key_blocks.reshape(-1, size, dim).swapaxes(-1, -2)
-    values = value_blocks.reshape(-1, size, dim)
-    products = matmul_at(queries.reshape(-1, group, dim), plan.queries, keys, plan.blocks)
-    scores = binary_scores(products, options.softcap).reshape(-1, num_kv_heads, group, size)
-    weights, peak, total = powers(scores + plan.bias)
-    weights = weights.astype(values.dtype).reshape(-1, group, size)
-    out = matmul_at(weights, plan.order, values, plan.blocks)
-    return out.reshape(-1, num_kv_heads, group, dim), peak, total
+    products = matmul_at(queries, plan.queries, turned.keys, plan.blocks)
+    weights, peak, total = powers(binary_scores(products, options.softcap) + plan.bias)
+    return matmul_at(weights.astype(turned.values.dtype), plan.order, turned.values, plan.blocks), peak, total
 
 
-def attend_shared(
-    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, run: SharedRun, options: Options
-) -> tuple[mx.array, mx.array, mx.array]:
-    """As `attend_pairs`, for each of the run's m members: queries [m, Hkv, group, D]."""
+def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -> tuple[mx.array, mx.array, mx.array]:
+    """As `attend_pairs`, for each of the run's m members: queries [m, Hkv, group, D] to parts [m * Hkv, group, ...]."""
     m, num_kv_heads, group, dim = queries.shape
     stacked = queries.swapaxes(0, 1).reshape(num_kv_heads, m * group, dim)
     parts = []
     for heads, on in lanes(num_kv_heads, m * group * num_kv_heads * run.num_keys * SCORE):
         with on:
-            keys, values = (contiguous(blocks, run.blocks, heads) for blocks in (key_blocks, value_blocks))
+            places = run.blocks * num_kv_heads + mx.arange(heads.start, heads.stop)[:, None]
+            keys, values = (contiguous(blocks, places) for blocks in (kv.keys, kv.values))
             scores = binary_scores(stacked[heads] @ keys.swapaxes(-1, -2), options.softcap)
-            parts.append(weighted_sums(scores[:, None], values))
-    out, peak, total = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in join(parts))
+            parts.append(weighted_sums(scores, values))
+    joined = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in join(parts))
+    out, peak, total = (array.reshape(m * num_kv_heads, group, -1) for array in joined)
     return out, peak, total
 
 
 def add_up(
     out: mx.array, peak: mx.array, total: mx.array, owner: mx.array, n: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The parts of each of n owners as one part: [n, 1, Hkv, group, ...]."""
+    """The parts of each of n owners as one part."""
     highest = mx.full((n, *peak.shape[1:]), -mx.inf).at[owner].maximum(peak)
-    share = mx.power(2.0, peak - highest[owner])
+    share = exp2(peak - highest[owner])
     total = mx.zeros(highest.shape).at[owner].add(share * total)
     out = mx.zeros((n, *out.shape[1:])).at[owner].add(share * out)
-    return out[:, None], highest[:, None], total[:, None]
+    return out, highest, total
 
 
 def merge_parts(out: mx.array, peak: mx.array, total: mx.array, sinks: mx.array | None) -> mx.array:
@@ -202,10 +203,10 @@ def merge_parts(out: mx.array, peak: mx.array, total: mx.array, sinks: mx.array 
     if sinks is not None:
         sinks = sinks.astype(mx.float32).reshape(1, 1, *peak.shape[2:]) * LOG2E
         highest = mx.maximum(highest, sinks)
-    share = mx.power(2.0, peak - highest)
+    share = exp2(peak - highest)
     total = (share * total).sum(axis=1)
     if sinks is not None:
-        total = total + mx.power(2.0, sinks - highest)[:, 0]
+        total = total + exp2(sinks - highest)[:, 0]
     return (share * out).sum(axis=1) / total
 
 
@@ -217,30 +218,21 @@ def matmul_at(left: mx.array, left_at: mx.array, right: mx.array, right_at: mx.a
     return left[left_at] @ right[right_at]
 
 
-def attend_chunk(
-    queries: mx.array, key_blocks: mx.array, value_blocks: mx.array, chunk: PromptChunk, options: Options
-) -> mx.array:
+def attend_chunk(queries: mx.array, kv: KV, laned: LanedChunk, options: Options) -> mx.array:
     """[L, Hq, D] -> [L, Hq, D], over keys made contiguous."""
-    length, num_heads, _ = queries.shape
-    num_kv_heads = key_blocks.shape[1]
-    group = num_heads // num_kv_heads
+    by_head = queries.swapaxes(0, 1)
     outputs = []
-    for heads, on in lanes(num_kv_heads, num_heads * length * chunk.num_keys * SCORE):
+    for share, on in zip(laned.shares, contexts(len(laned.shares)), strict=True):
         with on:
-            keys, values = (
-                contiguous(blocks, chunk.blocks, heads)[:, : chunk.num_keys] for blocks in (key_blocks, value_blocks)
-            )
-            own = slice(heads.start * group, heads.stop * group)
-            sinks = None if options.sinks is None else options.sinks[own]
-            outputs.append(attend_contiguous(queries[:, own], keys, values, chunk, options._replace(sinks=sinks)))
-    return mx.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
+            keys, values = (contiguous(blocks, share.places) for blocks in (kv.keys, kv.values))
+            own = options if options.sinks is None else options._replace(sinks=options.sinks[share.heads])
+            outputs.append(attend_contiguous(by_head[share.heads], keys, values, laned.chunk, own))
+    return (mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]).swapaxes(0, 1)
 
 
-def contiguous(blocks: mx.array, ids: mx.array, heads: slice) -> mx.array:
-    """[num_blocks, Hkv, slot, D] -> [heads, len(ids) * slot, D], a copy."""
-    _, num_kv_heads, size, dim = blocks.shape
-    places = ids * num_kv_heads + mx.arange(heads.start, heads.stop)[:, None]
-    return blocks.reshape(-1, size, dim)[places].reshape(len(places), -1, dim)
+def contiguous(blocks: mx.array, places: mx.array) -> mx.array:
+    """[num_blocks * Hkv, slot, D] and places [heads, n] -> [heads, n * slot, D], a copy."""
+    return blocks[places].reshape(len(places), -1, blocks.shape[-1])
 
 
 def has_fused_attention() -> bool:
@@ -252,45 +244,49 @@ def has_fused_attention() -> bool:
 def attend_contiguous(
     queries: mx.array, keys: mx.array, values: mx.array, chunk: PromptChunk, options: Options
 ) -> mx.array:
-    """[L, Hq, D] -> [L, Hq, D], over the chunk's keys and values [Hkv, num_keys, D]."""
+    """[Hq, L, D] -> [Hq, L, D], over the chunk's keys and values [Hkv, n, D], of which the first num_keys count."""
     if options.softcap is not None or not has_fused_attention():
+        num_heads, _, dim = queries.shape
+        turned = keys.swapaxes(-1, -2)
+        queries = scaled(queries, options)
         outputs: list[mx.array] = []
         for tile in chunk.tiles:
-            some = queries[tile.rows]
+            some = queries[:, tile.rows].reshape(len(keys), -1, dim)
             if outputs:  # one after the other: MLX would begin them all, each with memory of its own
                 some = mx.depends(some, outputs[-1])
-            outputs.append(attend_tile(some, keys[:, tile.keys], values[:, tile.keys], tile.bias, options))
-        return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+            out = attend_tile(some, turned[..., tile.keys], values[:, tile.keys], tile.bias, options)
+            outputs.append(out.reshape(num_heads, -1, dim))
+        return mx.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
     out = mx.fast.scaled_dot_product_attention(
-        queries.swapaxes(0, 1)[None],
-        keys[None],
-        values[None],
+        queries[None],
+        keys[None, :, : chunk.num_keys],
+        values[None, :, : chunk.num_keys],
         scale=options.scale,
         mask="causal" if chunk.window is None else chunk.visible,
         sinks=None if options.sinks is None else options.sinks.astype(queries.dtype),
     )
-    return out[0].swapaxes(0, 1)
+    return out[0]
 
 
 def attend_tile(queries: mx.array, keys: mx.array, values: mx.array, bias: mx.array, options: Options) -> mx.array:
-    """[L, Hq, D] -> [L, Hq, D], over keys and values [Hkv, n, D]; bias[L, n]."""
-    length, num_heads, dim = queries.shape
-    num_kv_heads, group = keys.shape[0], num_heads // keys.shape[0]
-    grouped = scaled(queries, options).swapaxes(0, 1).reshape(num_kv_heads, group * length, dim)
-    scores = binary_scores(grouped @ keys.swapaxes(-1, -2), options.softcap)
-    scores = scores.reshape(num_kv_heads, group, length, -1) + bias
-    sinks = None if options.sinks is None else options.sinks.astype(mx.float32).reshape(num_kv_heads, group, 1, 1)
-    binary_sinks = None if sinks is None else sinks * LOG2E
-    out, _, total = weighted_sums(scores, values, binary_sinks)
-    return (out / total).astype(queries.dtype).reshape(num_heads, length, dim).swapaxes(0, 1)
+    """`scaled` queries [Hkv, group * L, D] -> the same, over keys [Hkv, D, n] and values [Hkv, n, D]; bias[1, group * L,
+    n]."""
+    scores = binary_scores(queries @ keys, options.softcap) + bias
+    sinks = options.sinks
+    if sinks is not None:
+        each = sinks.astype(mx.float32).reshape(len(queries), -1, 1, 1) * LOG2E
+        length = queries.shape[1] // each.shape[1]
+        sinks = mx.broadcast_to(each, (*each.shape[:2], length, 1)).reshape(*queries.shape[:2], 1)
+    out, _, total = weighted_sums(scores, values, sinks)
+    return (out / total).astype(queries.dtype)
 
 
 def weighted_sums(
     scores: mx.array, values: mx.array, sinks: mx.array | None = None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Scores [Hkv, group, L, keys] and values [Hkv, keys, D] to weighted sums [Hkv, group * L, D] in float32, with the
-    weights' peaks and totals [Hkv, group * L, 1]."""
-    weights, peak, total = (part.reshape(part.shape[0], -1, part.shape[-1]) for part in powers(scores, sinks))
+    """Scores [Hkv, n, keys] and values [Hkv, keys, D] to weighted sums [Hkv, n, D] in float32, with the weights' peaks
+    and totals [Hkv, n, 1]."""
+    weights, peak, total = powers(scores, sinks)
     return weighted_sum(weights, total, values), peak, total
 
 
@@ -310,10 +306,15 @@ def weighted_sum(weights: mx.array, total: mx.array, values: mx.array) -> mx.arr
     return (weights.astype(values.dtype) @ values).astype(mx.float32)
 
 
+def is_exact(queries: mx.array, options: Options) -> bool:
+    """Whether log2(e) can be a part of the scale. Half types would lose digits by it."""
+    return queries.dtype == mx.float32 and options.softcap is None
+
+
 def scaled(queries: mx.array, options: Options) -> mx.array:
-    """What `binary_scores` wants the products of. Half types would lose digits by log2(e)."""
-    is_exact = queries.dtype == mx.float32 and options.softcap is None
-    return queries * (options.scale * LOG2E if is_exact else options.scale)
+    """What `binary_scores` wants the products of."""
+    scale = options.scale * LOG2E if is_exact(queries, options) else options.scale
+    return queries * constant(scale, queries.shape, queries.dtype)
 
 
 def binary_scores(products: mx.array, softcap: float | None) -> mx.array:
@@ -329,6 +330,10 @@ def powers(scores: mx.array, sinks: mx.array | None = None) -> tuple[mx.array, m
     peak = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         peak = mx.maximum(peak, sinks)
-    weights = mx.power(2.0, scores - peak)
+    weights = exp2(scores - peak)
     total = weights.sum(axis=-1, keepdims=True)
-    return weights, peak, total if sinks is None else total + mx.power(2.0, sinks - peak)
+    return weights, peak, total if sinks is None else total + exp2(sinks - peak)
+
+
+def exp2(x: mx.array) -> mx.array:
+    return mx.power(constant(2, x.shape, x.dtype), x)

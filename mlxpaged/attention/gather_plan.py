@@ -26,6 +26,9 @@ TILE = 64
 PAIR = 1e-6
 """Seconds that a pair takes for each KV head, on one core."""
 
+SCORE = 10e-9
+"""Seconds for a query and a key, on one core: their product, its power, and the product with the value."""
+
 
 @dataclass(frozen=True)
 class SharedRun:
@@ -41,8 +44,8 @@ class Pairs:
     """P pairs of a sequence and one of its blocks, which are attended on one lane.
 
     queries[P * Hkv], blocks[P * Hkv]: of every pair and KV head, the place among [n, Hkv] and among the pool's [block,
-    Hkv]; order[P * Hkv]: 0, 1, 2 and so on. bias[P, 1, 1, slot]: 0 for keys that are visible, minus infinity for those
-    that are not, behind the end of a context or before a window.
+    Hkv]; order[P * Hkv]: 0, 1, 2 and so on. bias[P * Hkv, group, slot]: 0 for keys that are visible, minus infinity for
+    those that are not, behind the end of a context or before a window.
     """
 
     queries: mx.array
@@ -57,9 +60,10 @@ class Decodes:
 
     rows[n]: the sequences' places among the step's query tokens. pairs: one for each lane, in the order of the
     sequences. Blocks in a shared run make no pairs. The parts of attention are the pairs, then every member of every
-    run. parts[n, b]: those of each sequence; where padding[n, b, 1, 1, 1] is set, one of its own that does not count.
-    parts is None where that is their order, padding where there is none. Where most would be padding, owner[P'] has the
-    sequence of every part, and parts and padding are None.
+    run, each with all its KV heads. parts[n, b, Hkv]: those of each sequence; where padding[n, b, Hkv, group, 1] is
+    minus infinity and not 0, one of its own that does not count. parts is None where that is their order, padding where
+    there is none. Where most would be padding, owner[P' * Hkv] has the place among [n, Hkv] of every part and head, and
+    parts and padding are None.
     """
 
     rows: mx.array | slice
@@ -73,7 +77,7 @@ class Decodes:
 @dataclass(frozen=True)
 class Tile:
     """Consecutive queries of a prompt, `rows` of its chunk, over `keys` of the chunk's: those that any of them sees.
-    bias[query, key]: as in `Pairs`."""
+    bias[1, group * query, key]: as in `Pairs`."""
 
     rows: slice
     keys: slice
@@ -82,12 +86,18 @@ class Tile:
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Query tokens `rows` of one sequence over keys that start at block `blocks[0]`, `num_keys` of them."""
+    """Query tokens `rows` of one sequence over the first num_keys keys of its `blocks`. group: query heads for each KV
+    head."""
 
     rows: slice
-    blocks: mx.array
+    blocks: IntArray
     num_keys: int
     window: int | None
+    group: int
+
+    @functools.cached_property
+    def block_ids(self) -> mx.array:
+        return mx.array(self.blocks)
 
     @functools.cached_property
     def tiles(self) -> list[Tile]:
@@ -102,6 +112,7 @@ class PromptChunk:
             before, size = self._keys_before(first), min(TILE, self.num_keys - first)
             begin = first - firsts[0]
             part = bias[:size, most - before : most + size]
+            part = mx.broadcast_to(part, (self.group, *part.shape)).reshape(1, self.group * size, -1)
             tiles.append(Tile(slice(begin, begin + size), slice(first - before, first + size), part))
         return tiles
 
@@ -117,6 +128,23 @@ class PromptChunk:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Query `heads` that are attended on one lane, all of some KV heads. places[kv_head, block]: of these heads of the
+    sequence's blocks, in the pool."""
+
+    heads: slice
+    places: mx.array
+
+
+@dataclass(frozen=True)
+class LanedChunk:
+    """shares: one for each lane."""
+
+    chunk: PromptChunk
+    shares: list[Heads]
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a step's query tokens are attended under one window; the same for every layer that has this window.
 
@@ -124,21 +152,22 @@ class Plan:
     """
 
     decodes: Decodes | None
-    chunks: list[PromptChunk]
+    chunks: list[LanedChunk]
     order: mx.array | None
 
 
-def make_plan(meta: AttentionMetadata, window: int | None, num_kv_heads: int) -> Plan:
+def make_plan(meta: AttentionMetadata, window: int | None, num_heads: int, num_kv_heads: int) -> Plan:
+    group = num_heads // num_kv_heads
     lens = np.asarray(meta.host_query_lens)
     starts = np.cumsum(lens) - lens
     decoding = np.flatnonzero(lens == 1).astype(np.int32)
     prompts = np.flatnonzero(lens > 1).tolist()
-    chunks = [prompt_chunk(meta, i, int(starts[i]), window) for i in prompts]
+    chunks = [prompt_chunk(meta, i, int(starts[i]), window, group) for i in prompts]
     rows = np.concatenate([starts[decoding], *(np.arange(starts[i], starts[i] + lens[i]) for i in prompts)])
     in_order = bool((np.diff(rows) > 0).all()) and not meta.repeats
     return Plan(
-        decodes(meta, decoding, starts, window, num_kv_heads) if len(decoding) else None,
-        chunks,
+        decodes(meta, decoding, starts, window, num_kv_heads, group) if len(decoding) else None,
+        [LanedChunk(chunk, shares_of(chunk, num_kv_heads)) for chunk in chunks],
         None if in_order else mx.array(repeat_last(np.argsort(rows).astype(np.int32), meta.repeats)),
     )
 
@@ -148,16 +177,30 @@ def first_key(context_len: int, query_len: int, window: int | None) -> int:
     return 0 if window is None else max(0, context_len - query_len + 1 - window)
 
 
-def prompt_chunk(meta: AttentionMetadata, sequence: int, first_row: int, window: int | None) -> PromptChunk:
+def prompt_chunk(meta: AttentionMetadata, sequence: int, first_row: int, window: int | None, group: int) -> PromptChunk:
     query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
     first_block = first_key(context_len, query_len, window) // meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
     num_keys = context_len - first_block * meta.block_size
-    return PromptChunk(slice(first_row, first_row + query_len), mx.array(blocks), num_keys, window)
+    return PromptChunk(slice(first_row, first_row + query_len), blocks, num_keys, window, group)
+
+
+def shares_of(chunk: PromptChunk, num_kv_heads: int) -> list[Heads]:
+    scores = (chunk.rows.stop - chunk.rows.start) * num_kv_heads * chunk.group * chunk.num_keys
+    places = by_head(chunk.blocks, num_kv_heads).T
+    return [
+        Heads(slice(some.start * chunk.group, some.stop * chunk.group), mx.array(places[some]))
+        for some in lanes.shares(num_kv_heads, scores * SCORE)
+    ]
 
 
 def decodes(
-    meta: AttentionMetadata, members: IntArray, starts: IntArray, window: int | None, num_kv_heads: int
+    meta: AttentionMetadata,
+    members: IntArray,
+    starts: IntArray,
+    window: int | None,
+    num_kv_heads: int,
+    group: int,
 ) -> Decodes:
     size = meta.block_size
     tables = meta.host_block_tables[members]
@@ -169,6 +212,7 @@ def decodes(
     for sharing, begin, end in runs:
         paired[sharing, begin:end] = False
     owner, column = (at.astype(np.int32) for at in np.nonzero(paired))
+    blocks = tables[owner, column]
     position = column[:, None] * size + np.arange(size)
     visible = (position < context[owner, None]) & (position >= first[owner, None])
     owners = np.concatenate([owner, *(sharing for sharing, _, _ in runs)])
@@ -179,27 +223,36 @@ def decodes(
     return Decodes(
         rows=slice(0, len(members)) if rows[-1] < len(members) else mx.array(rows.astype(np.int32)),
         pairs=[
-            pairs(owner[share], tables[owner[share], column[share]], visible[share], num_kv_heads)
+            pairs(by_head(owner[share], num_kv_heads), by_head(blocks[share], num_kv_heads), visible[share], group)
             for share in lanes.shares(len(owner), len(owner) * num_kv_heads * PAIR)
         ],
         shared=[
             SharedRun(mx.array(sharing.astype(np.int32)), mx.array(tables[sharing[0], begin:end]), (end - begin) * size)
             for sharing, begin, end in runs
         ],
-        parts=None if is_skewed or in_order else mx.array(parts),
-        padding=mx.array(padding[:, :, None, None, None]) if padding.any() and not is_skewed else None,
-        owner=mx.array(owners.astype(np.int32)) if is_skewed else None,
+        parts=None if is_skewed or in_order else mx.array(by_head(parts, num_kv_heads)),
+        padding=None
+        if is_skewed or not padding.any()
+        else mx.broadcast_to(bias_of(~padding)[:, :, None, None, None], (*padding.shape, num_kv_heads, group, 1)),
+        owner=mx.array(by_head(owners, num_kv_heads).reshape(-1)) if is_skewed else None,
     )
 
 
-def pairs(owner: IntArray, blocks: IntArray, visible: npt.NDArray[np.bool_], num_kv_heads: int) -> Pairs:
-    heads = np.arange(num_kv_heads)
+def pairs(queries: IntArray, blocks: IntArray, visible: npt.NDArray[np.bool_], group: int) -> Pairs:
+    """Of places [P, Hkv] of queries and blocks, and the keys that are visible, [P, slot]."""
+    num_heads = queries.shape[1]
+    bias = bias_of(visible)[:, None, None]
     return Pairs(
-        queries=mx.array((owner[:, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
-        blocks=mx.array((blocks[:, None] * num_kv_heads + heads).reshape(-1).astype(np.uint32)),
-        order=mx.arange(len(owner) * num_kv_heads, dtype=mx.uint32),
-        bias=bias_of(visible)[:, None, None],
+        queries=mx.array(queries.reshape(-1).astype(np.uint32)),
+        blocks=mx.array(blocks.reshape(-1).astype(np.uint32)),
+        order=mx.arange(queries.size, dtype=mx.uint32),
+        bias=mx.broadcast_to(bias, (len(visible), num_heads, group, bias.shape[-1])).reshape(-1, group, bias.shape[-1]),
     )
+
+
+def by_head(places: IntArray, num_kv_heads: int) -> IntArray:
+    """[...] -> [..., num_kv_heads]: of each, the places of its KV heads, which lie side by side."""
+    return (places[..., None] * num_kv_heads + np.arange(num_kv_heads)).astype(np.int32)
 
 
 def visible_keys(

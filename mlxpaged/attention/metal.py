@@ -197,7 +197,8 @@ class MetalPool:
                 out, token = self._attend_paged(queries, meta, options, part.work, part.single_queries)
             else:
                 keys, values, token = self._contiguous(part)
-                out = gather.attend_contiguous(queries[part.rows], keys, values, part, options)
+                by_head = queries[part.rows].swapaxes(0, 1)
+                out = gather.attend_contiguous(by_head, keys, values, part, options).swapaxes(0, 1)
             outputs.append(out)
             tokens.append(token)
         self._token = functools.reduce(mx.add, tokens)  # readers need not wait for each other, a writer for all
@@ -250,7 +251,7 @@ class MetalPool:
         parts: list[PagedPart | PromptChunk] = []
         for (single, partition), sequences in members.items():
             if partition is None:
-                parts += [prompt_chunk(meta, i, int(starts[i]), window) for i in sequences]
+                parts += [prompt_chunk(meta, i, int(starts[i]), window, group) for i in sequences]
             else:
                 work = make_work(meta, np.asarray(sequences), window, 1 if single else tile, partition)
                 parts.append(PagedPart(work, single))
@@ -319,7 +320,7 @@ class MetalPool:
         shape = (self.num_kv_heads, chunk.num_keys, self.head_dim)
         keys, values, token = kernels.launch(
             "kv_gather",
-            [self._keys, self._values, chunk.blocks, self._token],
+            [self._keys, self._values, chunk.block_ids, self._token],
             [*self._row_template(), ("BLOCK", self.block_size)],
             grid=(quads, chunk.num_keys, self.num_kv_heads),
             threadgroup=(quads, min(8, chunk.num_keys), 1),

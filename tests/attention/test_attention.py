@@ -345,7 +345,7 @@ def share(scene: Scene, sequence: int, other: int, blocks: int) -> None:
 
 
 def decode_runs(scene: Scene, window: int | None = None) -> list[tuple[list[int], list[int]]]:
-    plan = make_plan(scene.meta(), window, scene.shape.num_kv_heads).decodes
+    plan = make_plan(scene.meta(), window, scene.shape.num_heads, scene.shape.num_kv_heads).decodes
     assert plan is not None
     runs = [(run.members.tolist(), run.blocks.tolist()) for run in plan.shared]
     return sorted(runs, key=lambda run: (run[0], len(run[1])))  # type: ignore[arg-type, return-value]
@@ -406,7 +406,7 @@ def test_one_long_context_beside_short_ones_is_not_padded_to(extras: Extras, dty
     scene = Scene(Shape(block_size=8, dtype=dtype), [(1, 20 + i) for i in range(9)] + [(1, 700)] + [(1, 15), (1, 700)])
     share(scene, 11, 9, 30)
     scene.write_all()
-    plan = make_plan(scene.meta(), extras.window, 2).decodes
+    plan = make_plan(scene.meta(), extras.window, 4, 2).decodes
     assert plan is not None
     assert plan.owner is not None
     assert plan.padding is None
