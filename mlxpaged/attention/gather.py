@@ -269,7 +269,7 @@ def attend_contiguous(
 
 
 def attend_tile(queries: mx.array, keys: mx.array, values: mx.array, bias: mx.array, options: Options) -> mx.array:
-    """`scaled` queries [Hkv, group * L, D] -> the same, over keys [Hkv, D, n] and values [Hkv, n, D]; bias[1, group * L,
+    """`scaled` queries [Hkv, group * L, D] -> the same, over keys [Hkv, D, n], values [Hkv, n, D]; bias[1, group * L,
     n]."""
     scores = binary_scores(queries @ keys, options.softcap) + bias
     sinks = options.sinks

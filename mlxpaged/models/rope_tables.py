@@ -18,21 +18,30 @@ from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
 
 class Turns:
-    """Cosines and sines [T, 1, 1, dims] of the positions [T] that came last, for all modules that turn alike. They are
-    known by the array, whose numbers must not be changed in place."""
+    """Cosines and sines of the positions [T] that came last, for all modules that turn alike. They are known by the
+    array, whose numbers must not be changed in place."""
 
     def __init__(self) -> None:
         self._positions: mx.array | None = None
-        self._tables = (mx.zeros((0,)), mx.zeros((0,)))
+        self._tables: dict[int, tuple[mx.array, mx.array]] = {}
 
-    def at(self, positions: mx.array, dims: int, rope: Callable[..., mx.array]) -> tuple[mx.array, mx.array]:
-        """All layers of a step have the same array of positions."""
+    def at(
+        self, positions: mx.array, heads: int, dims: int, rope: Callable[..., mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        """[T, heads, 1, dims] each: broadcast here, once for all layers of a step, which have the same array of
+        positions."""
         if positions is not self._positions:
             ones, zeros = mx.ones((positions.size, 1, 1, dims // 2)), mx.zeros((positions.size, 1, 1, dims // 2))
             cosines, sines = rope(mx.concatenate([ones, zeros], axis=-1), offset=positions).split(2, axis=-1)
-            self._tables = mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1)
+            self._tables = {
+                1: (mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1))
+            }
             self._positions = positions
-        return self._tables
+        if heads not in self._tables:
+            cosines, sines = self._tables[1]
+            shape = positions.size, heads, 1, dims
+            self._tables[heads] = mx.broadcast_to(cosines, shape), mx.broadcast_to(sines, shape)
+        return self._tables[heads]
 
 
 class TurnsByTables(Module):
@@ -46,7 +55,7 @@ class TurnsByTables(Module):
         is_a_step = isinstance(offset, mx.array) and x.ndim == 4 and x.shape[2] == 1 and offset.shape == x.shape[:1]
         if not is_a_step or x.dtype != mx.float32 or more:
             return own(x, offset=offset, **more)
-        cosines, sines = self.turns.at(offset, self.dims, own)
+        cosines, sines = self.turns.at(offset, x.shape[1], self.dims, own)
         turning = x[..., : self.dims]
         first, second = turning.split(2, axis=-1)
         turned = turning * cosines + mx.concatenate([second, first], axis=-1) * sines
