@@ -1,6 +1,7 @@
 """What makes a model's own operations faster on MLX's CPU, where they are not what they are on a GPU.
 
-- Linear layers, of any type: the outputs of each are shared out among the cores (laned.py).
+- Linear layers, of any type: the outputs of each are shared out among the cores (laned.py). Those to queries, keys and
+  values are one layer (joined.py).
 - The gated activation of most models: MLX's CPU takes 14 ns for an element of a sigmoid and 4 for a power, on one core.
   In an 80-million model on two cores that was a quarter of a step.
 - Rope: rope_tables.py.
@@ -24,6 +25,7 @@ from mlx_lm.models import activations
 from mlxpaged import blas
 from mlxpaged.attention.constants import constant
 from mlxpaged.attention.lanes import lanes
+from mlxpaged.models.joined import join_projections
 from mlxpaged.models.laned import LinearByInput, share_out_layers
 from mlxpaged.models.rope_tables import turn_by_tables
 
@@ -44,6 +46,7 @@ def suit_cpu(model: Module) -> None:
     route_activation(model)
     turn_by_tables(model)
     shorten_norms(model)
+    join_projections(model)
     share_out_layers(model)
 
 
@@ -83,7 +86,8 @@ class NormBySum(RMSNorm):
 
     def __call__(self, x: mx.array) -> mx.array:
         if x.dtype != mx.float32 or x.size == 0:
-            return super().__call__(x)
+            own: Callable[[mx.array], mx.array] = super().__call__
+            return own(x)
         squares = mx.square(x).sum(axis=-1, keepdims=True)
         scale = mx.rsqrt(squares + constant(x.shape[-1] * self.eps, squares.shape))
         return x * scale * self._rooted
