@@ -78,14 +78,14 @@ def gated(gate: mx.array, x: mx.array) -> mx.array:
 
 
 class NormBySum(RMSNorm):
-    """An RMS norm whose weight is multiplied by the root of the number of elements, n: the sum of their squares takes
-    the place of the mean, and n times eps that of eps. Of float32; of other types as it was."""
+    """An RMS norm of a step's rows, [T, 1, n] or [T, heads, 1, n], with its weight multiplied by the root of n: the sum
+    of the squares takes the place of their mean, and n times eps that of eps. Of float32; of other types as it was."""
 
     _rooted: mx.array
     """[1, 1, n], the shape of one token's row."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if x.dtype != mx.float32 or x.size == 0:
+        if x.dtype != mx.float32 or x.ndim < 3:
             own: Callable[[mx.array], mx.array] = super().__call__
             return own(x)
         squares = mx.square(x).sum(axis=-1, keepdims=True)

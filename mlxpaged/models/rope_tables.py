@@ -33,9 +33,7 @@ class Turns:
         if positions is not self._positions:
             ones, zeros = mx.ones((positions.size, 1, 1, dims // 2)), mx.zeros((positions.size, 1, 1, dims // 2))
             cosines, sines = rope(mx.concatenate([ones, zeros], axis=-1), offset=positions).split(2, axis=-1)
-            self._tables = {
-                1: (mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1))
-            }
+            self._tables = {1: (mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1))}
             self._positions = positions
         if heads not in self._tables:
             cosines, sines = self._tables[1]

@@ -16,7 +16,8 @@ from mlx.nn.layers.positional_encoding import RoPE
 from mlxpaged import blas
 from mlxpaged.attention import lanes
 from mlxpaged.models import load_model
-from mlxpaged.models.cpu import row_unit, suit_cpu, swiglu_by_powers, swiglu_of_mlx_lm
+from mlxpaged.models.cpu import NormBySum, row_unit, shorten_norms, suit_cpu, swiglu_by_powers, swiglu_of_mlx_lm
+from mlxpaged.models.joined import JoinedLayer
 from mlxpaged.models.rope_tables import TurnsByTables
 from tests.support import make_tiny_model
 
@@ -71,6 +72,44 @@ def test_half_types_are_left_to_the_model(dtype: mx.Dtype) -> None:
     assert mx.array_equal(got, swiglu_of_mlx_lm(gate, x))
 
 
+class Norms(Module):
+    def __init__(self, *norms: Module) -> None:
+        super().__init__()
+        self.norms = list(norms)
+
+
+def weighted(eps: float = 1e-5, dtype: mx.Dtype = mx.float32) -> nn.RMSNorm:
+    norm = nn.RMSNorm(64, eps)
+    norm.weight = mx.random.normal((64,)).astype(dtype)
+    return norm
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e6, 0.0])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 64), (7, 1, 64), (2, 9, 64), (5, 3, 1, 64), (0, 1, 64), (3, 64), (64,)], ids=str
+)
+def test_norms_are_what_they_were(shape: tuple[int, ...], scale: float) -> None:
+    for eps in (1e-5, 1e-6, 0.1):
+        norm, x = weighted(eps), scale * mx.random.normal(shape)
+        expected = norm(x)
+        shorten_norms(Norms(norm))
+        assert isinstance(norm, NormBySum)
+        got = norm(x)
+        assert got.shape == expected.shape
+        assert mx.allclose(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_norms_keep_their_parameters_and_those_of_half_types_stay() -> None:
+    norm, half = weighted(), weighted(dtype=mx.bfloat16)
+    weight = mx.array(norm.weight)
+    shorten_norms(Norms(norm, half))
+    assert mx.array_equal(norm.weight, weight)
+    assert norm.parameters().keys() == {"weight"}
+    assert type(half) is nn.RMSNorm
+    x = mx.random.normal((2, 1, 64)).astype(mx.float16)
+    assert mx.array_equal(norm(x), mx.fast.rms_norm(x, weight, 1e-5))
+
+
 def test_a_models_own_function_of_that_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """In mlx-lm 0.31, gpt-oss has one that takes its arguments the other way round."""
     own = lambda x_linear, x_glu: x_linear * x_glu  # noqa: E731
@@ -95,6 +134,8 @@ def test_linear_weights_are_stored_by_input() -> None:
     embedding = model.model.embed_tokens.weight  # tied to the head, and read row by row
     assert strides(embedding) == (32, 4)
     assert isinstance(model.layers[0].self_attn.rope, TurnsByTables)
+    assert isinstance(model.layers[0].self_attn.q_proj, JoinedLayer)
+    assert isinstance(model.layers[0].input_layernorm, NormBySum)
     tokens = mx.array([[1, 2, 3]])
     assert mx.allclose(model(tokens), other(tokens), rtol=1e-5, atol=1e-6)
 
@@ -107,6 +148,8 @@ def test_a_gpu_keeps_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert strides(model.layers[0].mlp.down_proj.weight) == (32, 4)
     assert type(model.layers[0].mlp.down_proj) is Linear
     assert type(model.layers[0].self_attn.rope) is RoPE
+    assert type(model.layers[0].self_attn.q_proj) is Linear
+    assert type(model.layers[0].input_layernorm) is nn.RMSNorm
 
 
 @on_cpu
