@@ -23,7 +23,7 @@ from mlxpaged.attention import (
 )
 from mlxpaged.attention.metadata import IntArray, repeat_last
 from mlxpaged.engine.swap_space import SwapSpace
-from mlxpaged.models import ServedModel
+from mlxpaged.models import RowGroups, ServedModel
 from mlxpaged.scheduler import Batch, BlockMoves
 from mlxpaged.scheduler.sequence import PENDING
 
@@ -46,12 +46,6 @@ def places_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, drawn: 
         place[row.sequence.sequence_id] for row in itertools.compress(batch.rows, pending.tolist())
     ]
     return places
-
-
-def rows_to_fill(rows: int, unit: int) -> int:
-    """How many more rows make a product faster whose rows are computed in units. One row is a product of another kind,
-    and two do not gain everywhere."""
-    return -rows % unit if rows > 2 else 0
 
 
 class ModelRunner:
@@ -92,7 +86,7 @@ class ModelRunner:
             for spec in served.layers
         ]
         pools = [layer.kv for layer in self.layers]
-        self._row_unit = served.row_unit if self.backend == "gather" else 1
+        self._groups = served.row_groups if self.backend == "gather" else RowGroups()
         self.swap = SwapSpace(pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self._thread = threading.get_ident()
         self.model_calls = 0
@@ -137,8 +131,8 @@ class ModelRunner:
         # A step that samples nothing (a chunk in the middle of a prompt) still projects one row: the model has no way
         # to skip its head, and an empty selection would hand it an array without rows.
         selected = wanted if wanted.size else last[-1:]
-        repeats = rows_to_fill(len(tokens), self._row_unit)
-        more = [repeat_last(token_ids, repeats), repeat_last(selected, rows_to_fill(len(selected), self._row_unit))]
+        repeats = self._groups.missing(len(tokens))
+        more = [repeat_last(token_ids, repeats), repeat_last(selected, self._groups.missing(len(selected)))]
         if PENDING in tokens:
             assert drawn is not None
             more.append(repeat_last(places_of_pending(batch, token_ids, last, drawn), repeats))

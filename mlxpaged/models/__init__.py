@@ -1,5 +1,6 @@
 """From a name to a model that can be served: weights, layers, output head, tokenizer, and the bundled demo model."""
 
+from mlxpaged.models.cpu import RowGroups
 from mlxpaged.models.embedding import EmbeddingModel
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import LayerSpec
@@ -19,6 +20,7 @@ __all__ = [
     "EmbeddingModel",
     "LayerSpec",
     "ModelNotFoundError",
+    "RowGroups",
     "ServedModel",
     "Tags",
     "Tokenizer",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -34,6 +35,9 @@ swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 OPENBLAS_ROWS = 4
 """Rows that OpenBLAS's float32 routines compute together, on most processors. Others are computed in twos and ones, and
 that takes longer: all products of an 80-million model 26 ms for 7 rows and 19 ms for 8 (docs/performance.md)."""
+
+FROM_ONE_ROW = ("(Haswell)", "(Zen)")
+"""Of OpenBLAS's routines, those that take longer for one row and for two than for four."""
 
 ELEMENT = 4e-9
 """Seconds for one element of the activation, on one core: nearly all of it the power."""
@@ -82,7 +86,8 @@ class NormBySum(RMSNorm):
     of the squares takes the place of their mean, and n times eps that of eps. Of float32; of other types as it was."""
 
     _rooted: mx.array
-    """[1, 1, n], the shape of one token's row."""
+    _wide: mx.array
+    """`_rooted` in the last rows' shape, which those of the next step have as a rule."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if x.dtype != mx.float32 or x.ndim < 3:
@@ -90,18 +95,33 @@ class NormBySum(RMSNorm):
             return own(x)
         squares = mx.square(x).sum(axis=-1, keepdims=True)
         scale = mx.rsqrt(squares + constant(x.shape[-1] * self.eps, squares.shape))
-        return x * scale * self._rooted
+        if self._wide.shape != x.shape:
+            self._wide = mx.broadcast_to(self._rooted, x.shape)
+        return x * scale * self._wide
 
 
 def shorten_norms(model: Module) -> None:
     for module in model.modules():
         if type(module) is RMSNorm and module.weight.dtype == mx.float32:
-            module._rooted = module.weight.reshape(1, 1, -1) * math.sqrt(module.weight.size)
+            module._rooted = module._wide = module.weight * math.sqrt(module.weight.size)
             mx.eval(module._rooted)
             module.__class__ = NormBySum
 
 
-def row_unit(model: Module) -> int:
-    """A step is filled up to a multiple of so many rows: 1 where its products are not OpenBLAS's."""
-    uses_blas = blas.loaded is not None and any(isinstance(module, LinearByInput) for module in model.modules())
-    return OPENBLAS_ROWS if uses_blas else 1
+@dataclass(frozen=True)
+class RowGroups:
+    """Rows that products compute together, `size` of them: from `least` rows on, a step takes less time if it is filled
+    up to whole groups."""
+
+    size: int = 1
+    least: int = 1
+
+    def missing(self, rows: int) -> int:
+        return -rows % self.size if rows >= self.least else 0
+
+
+def row_groups(model: Module) -> RowGroups:
+    """Groups of one row where its products are not OpenBLAS's."""
+    if blas.loaded is None or not any(isinstance(module, LinearByInput) for module in model.modules()):
+        return RowGroups()
+    return RowGroups(OPENBLAS_ROWS, least=1 if blas.loaded.endswith(FROM_ONE_ROW) else 3)

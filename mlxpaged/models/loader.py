@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_weights
 from mlx_lm.utils import load_tokenizer
 
-from mlxpaged.models.cpu import row_unit, suit_cpu
+from mlxpaged.models.cpu import RowGroups, row_groups, suit_cpu
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
@@ -43,7 +43,7 @@ DOWNLOADED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.t
 @dataclass(frozen=True)
 class ServedModel:
     """Everything the engine needs to know of a model. path: its directory. `rows` is None where its head cannot pick
-    rows. row_unit: a step of a multiple of so many rows takes less time than one of a row less."""
+    rows. row_groups: of a step."""
 
     name: str
     path: Path
@@ -54,7 +54,7 @@ class ServedModel:
     vocab_size: int
     context_length: int
     weight_bytes: int
-    row_unit: int = 1
+    row_groups: RowGroups = field(default_factory=RowGroups)
 
 
 def resolve_model(name: str) -> Path:
@@ -124,7 +124,7 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         vocab_size=probed.vocab_size,
         context_length=context_length(config),
         weight_bytes=weight_bytes(model),
-        row_unit=row_unit(model),
+        row_groups=row_groups(model),
     )
 
 

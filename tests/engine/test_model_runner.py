@@ -14,8 +14,8 @@ import pytest
 
 from mlxpaged.attention import AttentionMetadata, metadata
 from mlxpaged.engine import EngineConfig, EngineCore, model_runner
-from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner, rows_to_fill
-from mlxpaged.models import ServedModel
+from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
+from mlxpaged.models import RowGroups, ServedModel
 from mlxpaged.models.head import RowSelection
 from mlxpaged.models.laned import LinearByInput
 from mlxpaged.models.loader import load_model
@@ -27,7 +27,7 @@ from tests.support import make_tiny_model, run_requests
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     model = load_model(str(make_tiny_model(tmp_path_factory.mktemp("model") / "m", "llama", num_hidden_layers=3)))
-    return replace(model, row_unit=1)
+    return replace(model, row_groups=RowGroups())
 
 
 @pytest.fixture
@@ -119,14 +119,6 @@ def test_whatever_the_device_has_to_know_of_a_step_is_one_upload(
     np.testing.assert_allclose(np.array(logits), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("count", "missing"), [(0, 0), (1, 0), (2, 0), (3, 1), (4, 0), (5, 3), (6, 2), (7, 1), (8, 0), (141, 3)]
-)
-def test_rows_are_filled_up_to_whole_units_from_three_on(count: int, missing: int) -> None:
-    assert rows_to_fill(count, 4) == missing
-    assert rows_to_fill(count, 1) == 0
-
-
 @pytest.mark.parametrize("has_head", [True, False])
 def test_rows_that_fill_a_unit_change_no_logits_and_no_pool(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch, has_head: bool
@@ -141,7 +133,7 @@ def test_rows_that_fill_a_unit_change_no_logits_and_no_pool(
     seen: list[tuple[int, int]] = []
 
     def run(unit: int) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
-        model = replace(served, row_unit=unit, rows=served.rows if has_head else None)
+        model = replace(served, row_groups=RowGroups(unit), rows=served.rows if has_head else None)
         runner, layer = ModelRunner(model, num_blocks=8, block_size=8, backend="gather"), served.model.layers[0]
         own, logits = type(layer).__call__, []
 
@@ -164,7 +156,7 @@ def test_rows_that_fill_a_unit_change_no_logits_and_no_pool(
 
 
 def test_the_head_computes_whole_units_too(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = ModelRunner(replace(served, row_unit=4), num_blocks=8, block_size=8, backend="gather")
+    runner = ModelRunner(replace(served, row_groups=RowGroups(4)), num_blocks=8, block_size=8, backend="gather")
     selected: list[mx.array] = []
     own = RowSelection.__call__
 

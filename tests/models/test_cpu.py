@@ -16,7 +16,15 @@ from mlx.nn.layers.positional_encoding import RoPE
 from mlxpaged import blas
 from mlxpaged.attention import lanes
 from mlxpaged.models import load_model
-from mlxpaged.models.cpu import NormBySum, row_unit, shorten_norms, suit_cpu, swiglu_by_powers, swiglu_of_mlx_lm
+from mlxpaged.models.cpu import (
+    NormBySum,
+    RowGroups,
+    row_groups,
+    shorten_norms,
+    suit_cpu,
+    swiglu_by_powers,
+    swiglu_of_mlx_lm,
+)
 from mlxpaged.models.joined import JoinedLayer
 from mlxpaged.models.rope_tables import TurnsByTables
 from tests.support import make_tiny_model
@@ -160,6 +168,17 @@ def test_steps_are_filled_up_for_openblas_alone(monkeypatch: pytest.MonkeyPatch)
     for each in (model, half, quantized):
         suit_cpu(each)
     monkeypatch.setattr(blas, "loaded", "OpenBLAS (Zen)")
-    assert [row_unit(each) for each in (model, half, quantized)] == [4, 1, 1]
+    assert [row_groups(each) for each in (model, half, quantized)] == [RowGroups(4, least=1), RowGroups(), RowGroups()]
+    monkeypatch.setattr(blas, "loaded", "OpenBLAS (SkylakeX)")
+    assert row_groups(model) == RowGroups(4, least=3)
     monkeypatch.setattr(blas, "loaded", None)
-    assert row_unit(model) == 1
+    assert row_groups(model) == RowGroups()
+
+
+@pytest.mark.parametrize(
+    ("count", "missing"), [(0, 0), (1, 3), (2, 2), (3, 1), (4, 0), (5, 3), (6, 2), (7, 1), (8, 0), (141, 3)]
+)
+def test_rows_are_filled_up_to_whole_groups(count: int, missing: int) -> None:
+    assert RowGroups(4).missing(count) == missing
+    assert RowGroups(4, least=3).missing(count) == (missing if count > 2 else 0)
+    assert RowGroups().missing(count) == 0

@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.attention import PagedLayer, StepContext
 from mlxpaged.engine import EngineConfig, EngineCore
-from mlxpaged.models import ServedModel, loader
+from mlxpaged.models import RowGroups, ServedModel, loader
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.laned import LinearByInput
 from mlxpaged.models.loader import DEMO_MODEL, DEMO_PATH, context_length, load_model, resolve_model
@@ -287,7 +287,7 @@ def test_only_the_rows_that_are_sampled_reach_the_output_head(
 
     monkeypatch.setattr(base, method, spy)
     config = EngineConfig(str(path), kv_cache_bytes=10_000_000, max_num_seqs=4, max_num_batched_tokens=50)
-    run_requests(EngineCore(config, replace(served, row_unit=1)), [[1] * 120, [2] * 10, [3]], max_tokens=3)
+    run_requests(EngineCore(config, replace(served, row_groups=RowGroups())), [[1] * 120, [2] * 10, [3]], max_tokens=3)
     # 120 + 10 + 1 tokens in steps of 50, with decoding of the shorter prompts beside the longer one's end.
     assert rows[:2] == [1, 1]
     assert max(rows) == 3
