@@ -26,6 +26,7 @@ from mlx_lm.models import activations
 from mlxpaged import blas
 from mlxpaged.attention.constants import constant
 from mlxpaged.attention.lanes import lanes
+from mlxpaged.attention.powers import power_of
 from mlxpaged.models.joined import join_projections
 from mlxpaged.models.laned import LinearByInput, share_out_layers
 from mlxpaged.models.rope_tables import turn_by_tables
@@ -78,7 +79,7 @@ def swiglu_by_powers(gate: mx.array, x: mx.array) -> mx.array:
 
 
 def gated(gate: mx.array, x: mx.array) -> mx.array:
-    return gate / (mx.power(constant(1 / math.e, gate.shape), gate) + constant(1, gate.shape)) * x
+    return gate / (power_of(1 / math.e, gate) + constant(1, gate.shape)) * x
 
 
 class NormBySum(RMSNorm):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache, gather, lanes, resolve_backend
+from mlxpaged.attention import AttentionMetadata, LayerKVCache, gather, lanes, powers, resolve_backend
 from mlxpaged.attention.gather_plan import make_plan
 
 Array = npt.NDArray[np.float64]
@@ -270,7 +270,10 @@ def test_a_block_is_decoded_whole_and_what_its_last_owner_left_does_not_show() -
 
 @pytest.mark.parametrize("extras", [Extras(), Extras(window=40), Extras(softcap=5.0), Extras(sinks=True)], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
-def test_lanes_change_no_number(kv_heads: int, extras: Extras, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("many", [0, 10**9], ids=["powers by bits", "powers one by one"])
+def test_lanes_change_no_number(kv_heads: int, extras: Extras, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However powers are computed; a lane has fewer of them than one stream that does all, and may do it otherwise."""
+    monkeypatch.setattr(powers, "MANY", many)
     scene = Scene(Shape(2 * kv_heads, kv_heads), [(1, 70), (100, 130), (5, 5), *[(1, 200)] * 4])
     share(scene, 4, 3, 6)
     scene.write_all()
