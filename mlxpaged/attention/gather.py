@@ -199,16 +199,16 @@ def add_up(
 
 
 def merge_parts(out: mx.array, peak: mx.array, total: mx.array, sinks: mx.array | None) -> mx.array:
-    """[n, b, Hkv, group, D] and twice [n, b, Hkv, group, 1], of b parts, to the attention [n, Hkv, group, D]."""
+    """[n, b, Hkv, group, D] and twice [n, b, Hkv, group, 1], of b parts, to the attention [n, 1, Hkv, group, D]."""
     highest = peak.max(axis=1, keepdims=True)
     if sinks is not None:
         sinks = sinks.astype(mx.float32).reshape(1, 1, *peak.shape[2:]) * LOG2E
         highest = mx.maximum(highest, sinks)
     share = power_of(2, peak - highest)
-    total = (share * total).sum(axis=1)
+    total = (share * total).sum(axis=1, keepdims=True)
     if sinks is not None:
-        total = total + power_of(2, sinks - highest)[:, 0]
-    return (share * out).sum(axis=1) / total
+        total = total + power_of(2, sinks - highest)
+    return (share * out).sum(axis=1, keepdims=True) / total
 
 
 def matmul_at(left: mx.array, left_at: mx.array, right: mx.array, right_at: mx.array) -> mx.array:
