@@ -107,6 +107,18 @@ def test_norms_are_what_they_were(shape: tuple[int, ...], scale: float) -> None:
         assert mx.allclose(got, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_a_norm_follows_the_number_of_rows() -> None:
+    """What it keeps of one step is not for another that has more rows, or fewer, or heads."""
+    norm, own = weighted(), nn.RMSNorm(64)
+    own.weight = norm.weight
+    shorten_norms(Norms(norm))
+    for shape in [(7, 1, 64), (7, 1, 64), (1, 1, 64), (4, 3, 1, 64), (9, 1, 64)]:
+        x = mx.random.normal(shape)
+        got = norm(x)
+        assert got.shape == shape
+        assert mx.allclose(got, own(x), rtol=1e-5, atol=1e-7)
+
+
 def test_norms_keep_their_parameters_and_those_of_half_types_stay() -> None:
     norm, half = weighted(), weighted(dtype=mx.bfloat16)
     weight = mx.array(norm.weight)
