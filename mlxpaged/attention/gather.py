@@ -21,8 +21,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.attention.constants import constant
-from mlxpaged.attention.gather_plan import SCORE, Decodes, LanedChunk, Pairs, Plan, PromptChunk, SharedRun, make_plan
-from mlxpaged.attention.lanes import contexts, lanes
+from mlxpaged.attention.gather_plan import Decodes, LanedChunk, Pairs, Plan, PromptChunk, SharedRun, make_plan
+from mlxpaged.attention.lanes import contexts
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Options
 from mlxpaged.attention.powers import power_of
@@ -176,11 +176,10 @@ def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -
     m, num_kv_heads, group, dim = queries.shape
     stacked = queries.swapaxes(0, 1).reshape(num_kv_heads, m * group, dim)
     parts = []
-    for heads, on in lanes(num_kv_heads, m * group * num_kv_heads * run.num_keys * SCORE):
+    for share, on in zip(run.shares, contexts(len(run.shares)), strict=True):
         with on:
-            places = run.blocks * num_kv_heads + mx.arange(heads.start, heads.stop)[:, None]
-            keys, values = (contiguous(blocks, places) for blocks in (kv.keys, kv.values))
-            scores = binary_scores(stacked[heads] @ keys.swapaxes(-1, -2), options.softcap)
+            keys, values = (contiguous(blocks, share.places) for blocks in (kv.keys, kv.values))
+            scores = binary_scores(stacked[share.heads] @ keys.swapaxes(-1, -2), options.softcap)
             parts.append(weighted_sums(scores, values))
     joined = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in join(parts))
     out, peak, total = (array.reshape(m * num_kv_heads, group, -1) for array in joined)
@@ -222,12 +221,14 @@ def matmul_at(left: mx.array, left_at: mx.array, right: mx.array, right_at: mx.a
 def attend_chunk(queries: mx.array, kv: KV, laned: LanedChunk, options: Options) -> mx.array:
     """[L, Hq, D] -> [L, Hq, D], over keys made contiguous."""
     by_head = queries.swapaxes(0, 1)
+    group = laned.chunk.group
     outputs = []
     for share, on in zip(laned.shares, contexts(len(laned.shares)), strict=True):
         with on:
             keys, values = (contiguous(blocks, share.places) for blocks in (kv.keys, kv.values))
-            own = options if options.sinks is None else options._replace(sinks=options.sinks[share.heads])
-            outputs.append(attend_contiguous(by_head[share.heads], keys, values, laned.chunk, own))
+            heads = slice(share.heads.start * group, share.heads.stop * group)
+            own = options if options.sinks is None else options._replace(sinks=options.sinks[heads])
+            outputs.append(attend_contiguous(by_head[heads], keys, values, laned.chunk, own))
     return (mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]).swapaxes(0, 1)
 
 

@@ -31,12 +31,21 @@ SCORE = 10e-9
 
 
 @dataclass(frozen=True)
+class Heads:
+    """KV `heads` that are attended on one lane, over one run of blocks. places[kv_head, block]: those of these heads of
+    the blocks, in the pool."""
+
+    heads: slice
+    places: mx.array
+
+
+@dataclass(frozen=True)
 class SharedRun:
-    """Blocks in a row of several decoding sequences' tables, visible whole to each. members: places among them."""
+    """Blocks in a row of several decoding sequences' tables, visible whole to each. members: places among them. shares:
+    one for each lane."""
 
     members: mx.array
-    blocks: mx.array
-    num_keys: int
+    shares: list[Heads]
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,10 @@ class PromptChunk:
     window: int | None
     group: int
 
+    @property
+    def num_queries(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
     @functools.cached_property
     def block_ids(self) -> mx.array:
         return mx.array(self.blocks)
@@ -102,7 +115,7 @@ class PromptChunk:
     @functools.cached_property
     def tiles(self) -> list[Tile]:
         """Their biases are parts of one: what a query sees of the keys before it is the same in every tile."""
-        length = self.rows.stop - self.rows.start
+        length = self.num_queries
         firsts = range(self.num_keys - length, self.num_keys, TILE)  # places of the tiles' first queries among the keys
         most = self._keys_before(firsts[-1])
         query, key = np.arange(min(TILE, length))[:, None], np.arange(-most, min(TILE, length))
@@ -120,20 +133,11 @@ class PromptChunk:
     def visible(self) -> mx.array:
         """[query, key], for an attention that takes the whole chunk at once."""
         key = np.arange(self.num_keys)
-        return mx.array(visible_keys(key[self.rows.start - self.rows.stop :, None], key, self.window))
+        return mx.array(visible_keys(key[-self.num_queries :, None], key, self.window))
 
     def _keys_before(self, first: int) -> int:
         """How many keys before the query at place `first` it sees."""
         return first if self.window is None else min(first, self.window - 1)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Query `heads` that are attended on one lane, all of some KV heads. places[kv_head, block]: of these heads of the
-    sequence's blocks, in the pool."""
-
-    heads: slice
-    places: mx.array
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,10 @@ def make_plan(meta: AttentionMetadata, window: int | None, num_heads: int, num_k
     in_order = bool((np.diff(rows) > 0).all()) and not meta.repeats
     return Plan(
         decodes(meta, decoding, starts, window, num_kv_heads, group) if len(decoding) else None,
-        [LanedChunk(chunk, shares_of(chunk, num_kv_heads)) for chunk in chunks],
+        [
+            LanedChunk(chunk, heads_of(chunk.blocks, chunk.num_queries * group, chunk.num_keys, num_kv_heads))
+            for chunk in chunks
+        ],
         None if in_order else mx.array(repeat_last(np.argsort(rows).astype(np.int32), meta.repeats)),
     )
 
@@ -185,13 +192,11 @@ def prompt_chunk(meta: AttentionMetadata, sequence: int, first_row: int, window:
     return PromptChunk(slice(first_row, first_row + query_len), blocks, num_keys, window, group)
 
 
-def shares_of(chunk: PromptChunk, num_kv_heads: int) -> list[Heads]:
-    scores = (chunk.rows.stop - chunk.rows.start) * num_kv_heads * chunk.group * chunk.num_keys
-    places = by_head(chunk.blocks, num_kv_heads).T
-    return [
-        Heads(slice(some.start * chunk.group, some.stop * chunk.group), mx.array(places[some]))
-        for some in lanes.shares(num_kv_heads, scores * SCORE)
-    ]
+def heads_of(blocks: IntArray, num_queries: int, num_keys: int, num_kv_heads: int) -> list[Heads]:
+    """The KV heads of these blocks in shares, one for each lane; num_queries: of each head."""
+    places = by_head(blocks, num_kv_heads).T
+    shares = lanes.shares(num_kv_heads, num_kv_heads * num_queries * num_keys * SCORE)
+    return [Heads(some, mx.array(places[some])) for some in shares]
 
 
 def decodes(
@@ -227,7 +232,10 @@ def decodes(
             for share in lanes.shares(len(owner), len(owner) * num_kv_heads * PAIR)
         ],
         shared=[
-            SharedRun(mx.array(sharing.astype(np.int32)), mx.array(tables[sharing[0], begin:end]), (end - begin) * size)
+            SharedRun(
+                mx.array(sharing.astype(np.int32)),
+                heads_of(tables[sharing[0], begin:end], len(sharing) * group, (end - begin) * size, num_kv_heads),
+            )
             for sharing, begin, end in runs
         ],
         parts=None if is_skewed or in_order else mx.array(by_head(parts, num_kv_heads)),

@@ -350,7 +350,15 @@ def share(scene: Scene, sequence: int, other: int, blocks: int) -> None:
 def decode_runs(scene: Scene, window: int | None = None) -> list[tuple[list[int], list[int]]]:
     plan = make_plan(scene.meta(), window, scene.shape.num_heads, scene.shape.num_kv_heads).decodes
     assert plan is not None
-    runs = [(run.members.tolist(), run.blocks.tolist()) for run in plan.shared]
+    num_kv_heads = scene.shape.num_kv_heads
+    blocks = [mx.concatenate([share.places for share in run.shares]) for run in plan.shared]  # [kv_head, block]
+    for places in blocks:
+        assert (places % num_kv_heads == mx.arange(num_kv_heads)[:, None]).all()
+        assert (places // num_kv_heads == places[:1] // num_kv_heads).all()
+    runs = [
+        (run.members.tolist(), (places[0] // num_kv_heads).tolist())
+        for run, places in zip(plan.shared, blocks, strict=True)
+    ]
     return sorted(runs, key=lambda run: (run[0], len(run[1])))  # type: ignore[arg-type, return-value]
 
 
