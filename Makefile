@@ -42,10 +42,10 @@ bench:
 	$(PYTHON) benchmarks/compare.py $(ARGS)
 
 bench-engine: $(STAMP)
-	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/engine.py $(ARGS)
 
 bench-scheduler: $(STAMP)
-	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/scheduler.py $(ARGS)
 
 wheel: $(STAMP)
 	rm -rf dist && $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -22,8 +22,8 @@ import httpx
 import pytest
 
 from benchmarks.comparison import run as comparison
-from benchmarks.comparison.client import Answer, Client
-from benchmarks.comparison.environments import OPENBLAS, SetupError, server_variables
+from benchmarks.comparison.client import Answer, Client, take
+from benchmarks.comparison.environments import OPENBLAS, SetupError, server_variables, telling_line
 from benchmarks.comparison.loads import CAPACITY, Run, Sizes, make_loads
 from benchmarks.comparison.metrics import Figures, measure, percentile
 from benchmarks.comparison.model import WORDS, Texts, make_model, make_tokenizer
@@ -194,8 +194,10 @@ def test_a_request_over_the_time_of_its_load_is_given_up(server: RunningServer, 
     assert late.error == "the load's time was up"
     assert 0.2 < late.seconds < 5
     assert late.output_tokens == len(late.chunk_times) > 0
+    assert late.gave_up
     server.wait_idle()
-    assert Client(port_of(server), str(model), 0.0, 60).ask(message, 4).error == "the load's time was up"
+    never_sent = Client(port_of(server), str(model), 0.0, 60).ask(message, 4)
+    assert (never_sent.error, never_sent.gave_up) == ("the load's time was up", False)
     assert Client(port_of(server), str(model), time.perf_counter() + 60, 0.3).ask(message, 4000).error == "timed out"
     server.wait_idle()
 
@@ -298,9 +300,31 @@ def test_in_c_the_streams_have_the_gaps_and_the_long_prompts_the_wait() -> None:
     stream = an_answer("stream", 0.0, [1.0, 2.0, 3.0, 9.0])
     long = an_answer("long", 2.0, [5.0, 5.1])
     figures = figures_of("C", [stream, long], 6.0)
-    assert (figures.itl_p50, figures.itl_p99) == (1.0, 1.0), "what came after the last long prompt is not counted"
+    assert figures.itl_p50 == 1.0
+    assert figures.itl_p99 == pytest.approx(2.96), "from 3.0 on it was waited for, until the last long prompt was done"
     assert figures.ttft_p99 == 3.0
     assert figures.output_tokens == 3 + 2
+
+
+def test_what_came_after_the_last_long_prompt_is_not_counted() -> None:
+    streams = [an_answer("stream", 0.0, [1.0, 2.0, 3.0, 4.0]), an_answer("stream", 6.0, [6.5, 9.0])]
+    figures = figures_of("C", [*streams, an_answer("long", 2.0, [3.9, 4.0])], 4.0)
+    assert (figures.itl_p50, figures.itl_p99) == (1.0, 1.0)
+
+
+def test_a_wait_that_was_given_up_counts_as_long_as_it_was() -> None:
+    whole = an_answer("request", 0.0, [1.0, 2.0])
+    stuck = an_answer("request", 0.0, [1.0, 2.0], error="timed out", gave_up=True)
+    stuck.ended = 92.0
+    silent = an_answer("request", 0.0, [], error="timed out", gave_up=True)
+    silent.ended = 50.0
+    refused = an_answer("request", 0.0, [], error="ValueError: status 500")
+    figures = figures_of("B", [whole, stuck, silent, refused], 100.0)
+    assert figures.itl_p99 == pytest.approx(90, rel=0.03)
+    assert figures.ttft_p99 == pytest.approx(50, rel=0.03)
+    assert figures.ttft_p50 == 1.0
+    assert figures.e2e_p99 == pytest.approx(92, rel=0.03)
+    assert figures.e2e_p50 == 50.0
 
 
 def test_what_a_turn_computes_beside_its_new_tokens() -> None:
@@ -309,6 +333,16 @@ def test_what_a_turn_computes_beside_its_new_tokens() -> None:
 
     turns = [turn("user 0", 50, 0), turn("user 1", 60, 0), turn("user 0", 100, 32), turn("user 1", 110, 64)]
     assert figures_of("D", turns, 1.0).recomputed_beyond_new == 28
+    turns[-1].has_thinking = True  # no next prompt has that
+    assert figures_of("D", turns, 1.0).recomputed_beyond_new is None
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thinking_is_waited_for_and_not_sent_back(name: str) -> None:
+    answer = an_answer("request", 0.0, [])
+    for now, delta in enumerate([{"role": "assistant"}, {name: "Let me see."}, {"content": "Four."}]):
+        take(answer, {"choices": [{"delta": delta}]}, float(now))
+    assert (answer.chunk_times, answer.text, answer.has_thinking) == ([1.0, 2.0], "Four.", True)
 
 
 def test_ratios_are_to_the_best_peer(tmp_path: Path) -> None:
@@ -407,6 +441,22 @@ def test_an_event_that_nobody_expects_is_an_error_of_its_answer(event: Any) -> N
     assert answer.error
 
 
+def test_tokens_without_any_text_are_an_error() -> None:
+    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 64}})
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(f"HTTP/1.0 200 OK\r\n\r\ndata: {usage}\n\ndata: [DONE]\n\n".encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        answer = Client(listener.getsockname()[1], "model", time.perf_counter() + 60, 60).ask([], 64)
+        served.result(10)
+    assert answer.error == "an answer without text"
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
 @pytest.mark.parametrize("name", ["--budget", "--request-timeout", "--load-timeout", "--capacity"])
 def test_times_and_rates_are_numbers_above_zero(capsys: pytest.CaptureFixture[str], name: str, value: str) -> None:
@@ -475,3 +525,20 @@ def test_the_peers_get_openblas_and_mlxpaged_finds_it_itself(monkeypatch: pytest
     monkeypatch.setenv("LD_PRELOAD", "what-the-caller-has.so")
     assert server_variables("mlx-lm")["LD_PRELOAD"] == OPENBLAS
     assert "LD_PRELOAD" not in server_variables("mlxpaged")
+
+
+def test_nobody_is_held_to_one_thread_by_what_the_caller_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    for server in ("mlxpaged", "mlx-lm"):
+        variables = server_variables(server)
+        assert [name for name in variables if "THREADS" in name] == []
+        assert variables["OPENBLAS_CORETYPE"] == "Haswell"
+
+
+def test_of_a_failed_installation_what_helps_is_told() -> None:
+    debian = "ensurepip is not\navailable.\n\n    apt install python3.11-venv\n\nFailing command: /x/bin/python\n"
+    assert telling_line(debian) == "apt install python3.11-venv"
+    assert telling_line("\x1b[31mERROR: no such package\x1b[0m\nsee above") == "ERROR: no such package"
+    assert telling_line("one\ntwo\n") == "two"

@@ -7,6 +7,7 @@ client shares the machine's cores with the server that it measures.
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import socket
 import time
@@ -32,6 +33,8 @@ class Answer:
     """Of every event with text in it. A server may put several tokens into one."""
     ended: float = 0.0
     text: str = ""
+    """Of the answer itself, which a client sends back with its next turn; thinking that came before it is left out."""
+    has_thinking: bool = False
     prompt_tokens: int = 0
     output_tokens: int = 0
     """As the server's usage has it; of an answer without usage, the number of its chunks."""
@@ -39,19 +42,27 @@ class Answer:
     """None where the server does not tell."""
     retries: int = 0
     error: str | None = None
+    gave_up: bool = False
+    """After waiting for it until time was up. How long it took is then at least how long it was waited for."""
 
     @property
     def ttft(self) -> float | None:
-        return self.chunk_times[0] - self.sent if self.chunk_times else None
+        """Where no text came before time was up, that time."""
+        if self.chunk_times:
+            return self.chunk_times[0] - self.sent
+        return self.seconds if self.gave_up else None
 
     @property
     def seconds(self) -> float:
         return self.ended - self.sent
 
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between one event with text and the next: what a reader of the stream waits."""
-        return [later - earlier for earlier, later in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+    def gaps(self, end: float) -> list[float]:
+        """Seconds between one event with text and the next, up to `end`: what a reader of the stream waits. The wait
+        that was not over then, or when time was up, counts as long as it had lasted."""
+        times = [moment for moment in self.chunk_times if moment <= end]
+        if times and (self.ended > end or self.gave_up):
+            times.append(min(self.ended, end))
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 @dataclass(frozen=True)
@@ -81,13 +92,14 @@ class Client:
                 answer.retries += 1
                 time.sleep(RETRY_SECONDS)
         except TimeoutError:
+            answer.gave_up = give_up > answer.sent
             answer.error = "the load's time was up" if give_up == self.deadline else "timed out"
         except Exception as error:  # whatever a server may send, or not send
             answer.error = f"{type(error).__name__}: {error}"
         answer.ended = time.perf_counter()
         answer.output_tokens = answer.output_tokens or len(answer.chunk_times)
-        if answer.error is None and answer.output_tokens == 0:
-            answer.error = "an empty answer"
+        if answer.error is None and not answer.chunk_times:
+            answer.error = "an answer without text"
         return answer
 
     def _stream_or_reset(self, body: dict[str, Any], answer: Answer, give_up: float) -> bool:
@@ -147,10 +159,12 @@ def take(answer: Answer, event: dict[str, Any], now: float) -> None:
         raise ValueError(f"error in the stream: {str(event['error'])[:300]}")
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        text = (delta.get("content") or "") + (delta.get("reasoning_content") or "")
-        if text:
+        text = delta.get("content") or ""
+        thinking = delta.get("reasoning_content") or delta.get("reasoning")  # both names are in use
+        if text or thinking:
             answer.chunk_times.append(now)
             answer.text += text
+            answer.has_thinking |= bool(thinking)
     if usage := event.get("usage"):
         answer.prompt_tokens = usage["prompt_tokens"]
         answer.output_tokens = usage["completion_tokens"]

@@ -37,7 +37,7 @@ INSTALL_SECONDS = 1800
 PROBE_SECONDS = 300
 
 PROBE = """
-import importlib.metadata, json, sys, time
+import ctypes, importlib.metadata, json, sys, time
 import mlx.core as mx
 a, b = mx.random.normal((1024, 1024)), mx.random.normal((1024, 1024))
 mx.eval(a, b)
@@ -52,7 +52,13 @@ for name in sys.argv[1:]:
         versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
-print(json.dumps({"gflops": 2 * 1024**3 / best / 1e9, "versions": versions}))
+routines = ""
+if sys.platform == "linux":
+    core_name = getattr(ctypes.CDLL("libopenblas.so.0"), "openblas_get_corename", None)
+    if core_name is not None:
+        core_name.restype = ctypes.c_char_p
+        routines = f"OpenBLAS ({core_name().decode()})"
+print(json.dumps({"gflops": 2 * 1024**3 / best / 1e9, "versions": versions, "routines": routines}))
 """
 
 
@@ -62,10 +68,12 @@ class SetupError(Exception):
 
 @dataclass(frozen=True)
 class Probe:
-    """What is in an environment. gflops: of a product of two 1024 x 1024 float32 matrices, the best of ten."""
+    """What is in an environment. gflops: of a product of two 1024 x 1024 float32 matrices, the best of ten. routines:
+    OpenBLAS's, by the processor that they are made for; empty where it is not there."""
 
     versions: dict[str, str]
     gflops: float
+    routines: str
 
 
 def make_environment(name: str, packages: tuple[str, ...], cache: Path) -> Path:
@@ -99,12 +107,15 @@ def make_environment(name: str, packages: tuple[str, ...], cache: Path) -> Path:
 
 
 def server_variables(name: str | None = None) -> dict[str, str]:
-    """Environment variables of a server: the same BLAS for all, and nothing from the network or to it. mlxpaged loads
-    OpenBLAS by itself, in its own way; that it has is looked up in the process, as it is for the others."""
+    """Environment variables of a server: the same BLAS for all, with its own number of threads, and nothing from the
+    network or to it. mlxpaged loads OpenBLAS by itself, in its own way, and heeds no variable with a number of threads;
+    that it has it is looked up in the process, as it is for the others."""
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("MLXPAGED_") and name not in ("PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD")
+        if not name.startswith("MLXPAGED_")
+        and not name.endswith(("_NUM_THREADS", "_MAXIMUM_THREADS"))
+        and name not in ("PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD")
     }
     variables = inherited | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     if LINUX and name != "mlxpaged":
@@ -135,11 +146,11 @@ def probe(python: Path) -> Probe:
     if done.returncode:
         raise SetupError(f"mlx does not work: {telling_line(done.stderr)}")
     found = json.loads(done.stdout.splitlines()[-1])
-    return Probe(found["versions"], found["gflops"])
+    return Probe(found["versions"], found["gflops"], found["routines"])
 
 
 def telling_line(text: str) -> str:
-    """Of a program's output: the last line with an error in it, else the last line."""
+    """Of a program's output: the last line with an error in it, or with what to install, else the last line."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
-    errors = [line for line in lines if re.search("error|critical", line, re.IGNORECASE)]
+    errors = [line for line in lines if re.search("error|critical|apt install", line, re.IGNORECASE)]
     return [*lines, *errors][-1][:300] if lines else "no output"

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from .client import Answer
 from .loads import Run
-
-FIGURES = (
-    "output_tokens_per_second",
-    "input_tokens_per_second",
-    "ttft_p50",
-    "ttft_p99",
-    "itl_p50",
-    "itl_p99",
-    "e2e_p50",
-    "e2e_p99",
-    "peak_memory_mb",
-)
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -56,7 +43,7 @@ class Figures:
     """input_tokens without those from a prefix cache; None where the server does not tell."""
     cached_tokens: int | None
     recomputed_beyond_new: int | None
-    """D: the most tokens that a turn computed beside those that are new in it; None where the server does not tell."""
+    """D: the most tokens that a turn computed beside those that are new in it; None where that cannot be told."""
     output_tokens_per_second: float
     input_tokens_per_second: float
     ttft_p50: float | None
@@ -73,23 +60,16 @@ class Figures:
     client_cpu_share: float
     """CPU seconds of the measuring client per second of the load."""
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measure(run: Run, peak_memory_bytes: int, load_average: float, client_cpu_seconds: float) -> Figures:
-    """Inter-token times of C are those of its streams, and its other times those of the long prompts."""
+    """Inter-token times of C are those of its streams, and its other times those of the long prompts. Waits that were
+    not over when time was up are among them, as long as they had lasted."""
     answers, (begin, end) = run.answers, run.window
     roles = {answer.role for answer in answers}
     watched = [answer for answer in answers if answer.role == "stream"] if "stream" in roles else answers
     waited = [answer for answer in answers if answer.role == "long"] if "long" in roles else answers
     good = [answer for answer in answers if answer.error is None]
-    gaps = [
-        later - earlier
-        for answer in watched
-        for earlier, later in zip(answer.chunk_times, answer.chunk_times[1:], strict=False)
-        if begin <= later <= end
-    ]
+    gaps = [gap for answer in watched for gap in answer.gaps(end)]
     output = sum(tokens_within(answer, begin, end) for answer in answers)
     begun = [answer for answer in answers if answer.chunk_times and answer.chunk_times[0] <= end]
     read = sum(answer.prompt_tokens for answer in begun)
@@ -98,7 +78,7 @@ def measure(run: Run, peak_memory_bytes: int, load_average: float, client_cpu_se
     num_cached = sum(count or 0 for count in cached) if tells else None
     computed = None if num_cached is None else sum(answer.prompt_tokens for answer in good) - num_cached
     ttfts = [answer.ttft for answer in waited if answer.ttft is not None]
-    durations = [answer.seconds for answer in waited if answer.error is None]
+    durations = [answer.seconds for answer in waited if answer.error is None or answer.gave_up]
     chunks = sum(len(answer.chunk_times) for answer in good)
     return Figures(
         load=run.name,
@@ -143,8 +123,11 @@ def count_by(errors: Iterable[str]) -> dict[str, int]:
     return counts
 
 
-def recomputed_beyond_new(answers: Sequence[Answer]) -> int:
-    """Of conversations, by user and in order: new in a turn is what the last turn's prompt and answer did not have."""
+def recomputed_beyond_new(answers: Sequence[Answer]) -> int | None:
+    """Of conversations, by user and in order: new in a turn is what the last turn's prompt and answer did not have.
+    None where answers had thinking, of which the next prompt has nothing: what is new cannot be told then."""
+    if any(answer.has_thinking for answer in answers):
+        return None
     known: dict[str, int] = {}
     most = 0
     for answer in answers:

@@ -65,7 +65,7 @@ def compare(options: Options) -> None:
             results["servers"][name]["problem"] = str(error)
             continue
         pythons[name] = python
-        results["servers"][name] |= {"versions": found.versions, "gflops": found.gflops}
+        results["servers"][name] |= asdict(found)
         print(f"{name}: {found.versions.get(name)}, mlx {found.versions.get('mlx')}, {found.gflops:.0f} GFLOP/s")
 
     def start(name: str, log: Path) -> AbstractContextManager[Server]:
@@ -149,7 +149,7 @@ def measure_all(options: Options, sizes: Sizes, texts: Texts, names: list[str], 
     count += len(sizes.e_shares) if measured_capacity else 0
     count *= len(names) * options.repeat
     worst = min(budget.seconds, count * options.load_seconds)
-    print(f"{count} loads, each at most {options.load_seconds:.0f} s; at most {worst / 60:.0f} minutes in all\n")
+    print(f"{count} loads, each at most {options.load_seconds:.0f} s; at most {worst / 60:.0f} minutes of them\n")
     run_all(options.loads, options.capacity)
     if not measured_capacity:
         return
@@ -211,6 +211,7 @@ def new_results(options: Options, model: Path, sizes: Sizes) -> Results:
                 "command": shlex.join(part.format(model="MODEL", port="PORT") for part in servers.COMMANDS[name]),
                 "versions": {},
                 "gflops": None,
+                "routines": "",
                 "openblas": None,
                 "problem": None,
             }
