@@ -6,9 +6,9 @@ Decode: a step of the engine and a step of plain mlx-lm (its own KV cache, a sta
 in turn, so that whatever else the machine does falls on both. Prefill: one prompt, in turn as well. Attention: one
 layer of the pool beside MLX's attention over keys that lie in one piece. The figure to quote is the median of the
 ratios; at 1 both take as long, above it the engine is faster. The profile has the parts of a decode step at the largest
-batch; all but the device's are the host's. Then the host's work alone, in CPU time, which other work on the machine
-hardly changes. Without --model: the model of the comparison with other servers (80 million parameters, float32), made
-where it is missing.
+batch, and what it takes to bring that many streams their tokens over HTTP, with clients in another process. Then the
+host's work alone, in CPU time, which other work on the machine hardly changes. Without --model: the model of the
+comparison with other servers (80 million parameters, float32), made where it is missing.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from mlxpaged.models.loader import resolve_model
 import mlx.core as mx
 from comparison.environments import CACHE
 from comparison.model import benchmark_model
+from delivery import delivery_seconds
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_weights
@@ -142,6 +143,10 @@ class Engine:
         self.core.clear_cache()
 
 
+FOR_THE_DEVICE = ("device", "making the graph", "metadata")
+"""Parts of a step that are the forward pass."""
+
+
 class Profile:
     """Seconds by part of the step; what a part calls is counted with that other part only."""
 
@@ -159,7 +164,7 @@ class Profile:
             (core.runner, "finish_step", "device"),
             (StepUnderWay, "read", "device"),
             (core, "_settle", "detokenizer and outputs"),
-            (core, "stats", "delivery"),
+            (core, "stats", "statistics"),
         ):
             setattr(owner, name, self._timed(getattr(owner, name), part))
 
@@ -176,10 +181,21 @@ class Profile:
 
         return timed
 
-    def report(self, total: float, steps: int) -> Iterator[str]:
+    def report(self, total: float, steps: int, delivery: tuple[float, float]) -> Iterator[str]:
+        """Lines. delivery: seconds of a step that the engine's thread and the event loop's spend on it."""
         parts = self.seconds | {"other": total - sum(self.seconds.values())}
         for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
-            yield f"  {part:24} {1e3 * seconds / steps:8.3f} ms {100 * seconds / total:6.2f} %"
+            yield share(part, seconds / steps, total / steps)
+        yield "beside it, over HTTP:"
+        for part, seconds in zip(("hand-over of tokens", "event loop, CPU time"), delivery, strict=True):
+            yield share(part, seconds, total / steps)
+        work = sum(seconds for part, seconds in parts.items() if part not in FOR_THE_DEVICE) / steps + sum(delivery)
+        yield "scheduler, sampler, detokenizer, statistics, other and delivery together:"
+        yield share("host", work, total / steps)
+
+
+def share(part: str, seconds: float, step: float) -> str:
+    return f"  {part:24} {1e3 * seconds:8.3f} ms {100 * seconds / step:6.2f} %"
 
 
 class NoModel(Module):
@@ -309,7 +325,8 @@ def main() -> None:
     profile.seconds.clear()
     total = sum(engine.step() for _ in range(args.steps))
     print(f"\nprofile of a decode step at batch {batch}: {1e3 * total / args.steps:.2f} ms")
-    for text in profile.report(total, args.steps):
+    delivery = delivery_seconds(replace(config, kv_cache_bytes=2 * kv_bytes), batch, args.steps)
+    for text in profile.report(total, args.steps, delivery):
         print(text)
     print("\nCPU time of the engine's thread, where the model computes nothing:")
     for batch in args.host:

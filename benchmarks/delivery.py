@@ -1,0 +1,114 @@
+"""What it costs to bring the tokens of every step to streams over HTTP. For engine.py; as a program, the clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from comparison.client import Client
+
+from mlxpaged.api import create_app
+from mlxpaged.cli.http_server import HttpServer
+from mlxpaged.cli.serve import listen
+from mlxpaged.engine import AsyncEngine, EngineConfig
+from mlxpaged.engine.status import EngineStats
+
+CLIENT_SECONDS = 600.0
+POLL_SECONDS = 0.02
+ENDING_STEPS = 64
+"""Tokens that an answer has beside those that are measured: while all streams begin, and while one looks."""
+
+
+class HandOver:
+    """Seconds that the engine's thread spends on telling the event loop of its steps."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.seconds = 0.0
+        self._inner: Callable[..., None] = engine._hand_over
+        setattr(engine, "_hand_over", self._timed)  # noqa: B010 - a method, which mypy would have left alone
+
+    def _timed(self, *args: Any) -> None:
+        start = time.perf_counter()
+        self._inner(*args)
+        self.seconds += time.perf_counter() - start
+
+
+def delivery_seconds(config: EngineConfig, streams: int, steps: int) -> tuple[float, float]:
+    """For each of `steps` decode steps: seconds of the engine's thread to hand its tokens over, and CPU seconds of the
+    event loop's thread for all that is behind that, to the sockets. `streams` chats run at once; their clients are
+    another process. Raises RuntimeError where they end before that."""
+    with contextlib.redirect_stdout(io.StringIO()):  # the server's banner
+        return asyncio.run(served(config, streams, steps))
+
+
+async def served(config: EngineConfig, streams: int, steps: int) -> tuple[float, float]:
+    listener = listen("127.0.0.1", 0)
+    app = create_app(config)
+    server = HttpServer(app, listener, drain_timeout=0)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(POLL_SECONDS)
+    engine: AsyncEngine = app.state.server.engine
+    await engine.wait_loaded()
+    assert engine.info is not None
+    arguments = (listener.getsockname()[1], engine.info.model, streams, steps + ENDING_STEPS)
+    client = await asyncio.create_subprocess_exec(sys.executable, str(Path(__file__)), *map(str, arguments))
+    try:
+        return await measured(engine, streams, steps)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            client.kill()
+        await client.wait()
+        await engine.drain(0)
+        server.should_exit = True
+        await serving
+
+
+async def measured(engine: AsyncEngine, streams: int, steps: int) -> tuple[float, float]:
+    """Once all streams decode."""
+    end = time.monotonic() + CLIENT_SECONDS
+    while not all_decode(engine, streams):
+        if time.monotonic() > end:
+            raise RuntimeError(f"{streams} streams did not begin")
+        await asyncio.sleep(POLL_SECONDS)
+    hand_over = HandOver(engine)
+    first, cpu = stats_of(engine).steps_total, time.thread_time()
+    while stats_of(engine).steps_total < first + steps:
+        await asyncio.sleep(POLL_SECONDS)
+        if not all_decode(engine, streams):
+            raise RuntimeError(f"fewer than {streams} streams still run")
+    done = stats_of(engine).steps_total - first
+    return hand_over.seconds / done, (time.thread_time() - cpu) / done
+
+
+def stats_of(engine: AsyncEngine) -> EngineStats:
+    """As of its last step."""
+    assert engine.stats is not None
+    return engine.stats
+
+
+def all_decode(engine: AsyncEngine, streams: int) -> bool:
+    """All have their prompts behind them, as far as the tokens show."""
+    stats = stats_of(engine)
+    return stats.scheduler.running == streams and stats.generated_tokens_total >= 2 * streams
+
+
+def main(port: int, model: str, streams: int, tokens: int) -> None:
+    client = Client(port, model, time.perf_counter() + CLIENT_SECONDS, CLIENT_SECONDS)
+    with ThreadPoolExecutor(streams) as threads:
+        answers = list(
+            threads.map(lambda i: client.ask([{"role": "user", "content": f"Stream {i}"}], tokens), range(streams))
+        )
+    if errors := {answer.error for answer in answers if answer.error}:
+        sys.exit(f"delivery.py: {'; '.join(errors)}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
