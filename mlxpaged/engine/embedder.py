@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlxpaged.attention import lanes
 from mlxpaged.engine.request import EndedRequest
 from mlxpaged.models import EmbeddingModel
 from mlxpaged.scheduler import FinishReason, SequenceStatus
@@ -174,9 +175,11 @@ class Embedder:
         try:
             # What stands behind an input is padding: a causal decoder's states before it do not know of it.
             pooled = self._pool(self.model.decode(mx.array(tokens), None), 0, mx.array(lengths))
+            mx.eval(pooled)  # an error in an evaluation that NumPy asks for would end the process
             vectors = np.array(pooled)
         except Exception as error:
             logger.exception("embedding %d inputs failed", len(rows))
+            lanes.settle()
             jobs = {row.job for row in rows}
             if len(jobs) == 1:
                 self._fail(rows[0].job, error)
@@ -197,6 +200,7 @@ class Embedder:
             mx.eval(long.pooled)
         except Exception as error:
             logger.exception("embedding an input of %d tokens failed", total)
+            lanes.settle()
             self._fail(long.row.job, error)
             return
         long.num_computed += len(chunk)

@@ -170,6 +170,25 @@ def test_a_request_that_makes_a_step_fail_ends_alone(tmp_path: Path) -> None:
     assert outputs[2].vectors.shape == (2, 64)
 
 
+def test_an_evaluation_that_fails_ends_its_request_alone(tmp_path: Path) -> None:
+    """In MLX, behind everything that Python sees."""
+    embedder = make_embedder(make_embedding_model(tmp_path / "m"))
+    decode = embedder.model.decode
+
+    def failing(tokens: mx.array, cache: Any) -> mx.array:
+        states = decode(tokens, cache)
+        if (tokens == 77).any().item():
+            states = states + mx.linalg.inv(mx.zeros((64, 64)), stream=mx.cpu)[0]
+        return states
+
+    object.__setattr__(embedder.model, "decode", failing)
+    bad = EmbeddingRequest("bad", [[5], [77, 77]], 64)
+    good = EmbeddingRequest("good", [[5], [6, 7]], 64)
+    outputs = run(embedder, [bad, good])
+    assert [output.finish_reason for output in outputs] == [FinishReason.ERROR, FinishReason.STOP]
+    assert outputs[1].vectors.shape == (2, 64)
+
+
 def test_numbers_that_are_none_are_an_error(tmp_path: Path) -> None:
     embedder = make_embedder(make_embedding_model(tmp_path / "m", modules=("Transformer", "Pooling")))
     object.__setattr__(embedder.model, "decode", lambda tokens, _: mx.full((*tokens.shape, 64), mx.nan))
