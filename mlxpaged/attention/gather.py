@@ -14,7 +14,7 @@ shared out among the cores (lanes.py): decoding by pairs, prompts and shared blo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -22,7 +22,7 @@ import numpy as np
 
 from mlxpaged.attention.constants import constant
 from mlxpaged.attention.gather_plan import Decodes, LanedChunk, Pairs, Plan, PromptChunk, SharedRun, make_plan
-from mlxpaged.attention.lanes import contexts
+from mlxpaged.attention.lanes import assign
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Options
 from mlxpaged.attention.powers import power_of
@@ -113,8 +113,8 @@ def places_behind(meta: AttentionMetadata, num_kv_heads: int) -> tuple[mx.array,
         blocks = meta.host_block_tables[begins, last[begins]]
         which, slots = np.nonzero(np.arange(meta.block_size) >= filled[begins, None])
         places = blocks[which][:, None] * num_kv_heads + np.arange(num_kv_heads)
-        at = mx.array(np.stack((places, np.broadcast_to(slots[:, None], places.shape))).reshape(2, -1).astype(np.int32))
-        meta.derived[key] = tuple(at) if len(begins) else None
+        at = np.stack((places, np.broadcast_to(slots[:, None], places.shape))).reshape(2, -1).astype(np.int32)
+        meta.derived[key] = tuple(mx.array(at)) if len(begins) else None
     behind: tuple[mx.array, mx.array] | None = meta.derived[key]
     return behind
 
@@ -140,7 +140,7 @@ def attend_decodes(queries: mx.array, kv: KV, plan: Decodes, options: Options) -
     grouped = scaled(queries, options).reshape(n * num_kv_heads, group, dim)
     turned = kv._replace(keys=kv.keys.swapaxes(-1, -2))
     parts = []
-    for pairs, on in zip(plan.pairs, contexts(len(plan.pairs)), strict=True):
+    for pairs, on in assign(plan.pairs):
         with on:
             parts.append(attend_pairs(grouped, turned, pairs, options))
     if plan.shared:
@@ -168,7 +168,12 @@ def attend_pairs(queries: mx.array, turned: KV, plan: Pairs, options: Options) -
     """
     products = matmul_at(queries, plan.queries, turned.keys, plan.blocks)
     weights, peak, total = powers(binary_scores(products, options.softcap) + plan.bias)
-    return matmul_at(weights.astype(turned.values.dtype), plan.order, turned.values, plan.blocks), peak, total
+    values = turned.values
+
+    def product(own: mx.array) -> mx.array:
+        return matmul_at(own, plan.order, values, plan.blocks)
+
+    return weighted_sum(weights, total, values.dtype, product), peak, total
 
 
 def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -> tuple[mx.array, mx.array, mx.array]:
@@ -176,7 +181,7 @@ def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -
     m, num_kv_heads, group, dim = queries.shape
     stacked = queries.swapaxes(0, 1).reshape(num_kv_heads, m * group, dim)
     parts = []
-    for share, on in zip(run.shares, contexts(len(run.shares)), strict=True):
+    for share, on in assign(run.shares):
         with on:
             keys, values = (contiguous(blocks, share.places) for blocks in (kv.keys, kv.values))
             scores = binary_scores(stacked[share.heads] @ keys.swapaxes(-1, -2), options.softcap)
@@ -223,7 +228,7 @@ def attend_chunk(queries: mx.array, kv: KV, laned: LanedChunk, options: Options)
     by_head = queries.swapaxes(0, 1)
     group = laned.chunk.group
     outputs = []
-    for share, on in zip(laned.shares, contexts(len(laned.shares)), strict=True):
+    for share, on in assign(laned.shares):
         with on:
             keys, values = (contiguous(blocks, share.places) for blocks in (kv.keys, kv.values))
             heads = slice(share.heads.start * group, share.heads.stop * group)
@@ -289,7 +294,7 @@ def weighted_sums(
     """Scores [Hkv, n, keys] and values [Hkv, keys, D] to weighted sums [Hkv, n, D] in float32, with the weights' peaks
     and totals [Hkv, n, 1]."""
     weights, peak, total = powers(scores, sinks)
-    return weighted_sum(weights, total, values), peak, total
+    return weighted_sum(weights, total, values.dtype, lambda own: own @ values), peak, total
 
 
 def join(parts: Sequence[tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array, mx.array]:
@@ -300,12 +305,14 @@ def join(parts: Sequence[tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array
     return first, second, third
 
 
-def weighted_sum(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
-    """`weights @ values` in float32; total: of the weights. The product is of the values' type, and the sum over many
-    keys may pass what float16 holds, 65,504: there their mean is taken first."""
-    if values.dtype == mx.float16:
-        return ((weights / total).astype(mx.float16) @ values).astype(mx.float32) * total
-    return (weights.astype(values.dtype) @ values).astype(mx.float32)
+def weighted_sum(
+    weights: mx.array, total: mx.array, dtype: mx.Dtype, product: Callable[[mx.array], mx.array]
+) -> mx.array:
+    """The product of the weights and values of `dtype`, in float32; total: of the weights. The product is of the
+    values' type, and the sum over many keys may pass what float16 holds, 65,504: there their mean is taken first."""
+    if dtype == mx.float16:
+        return product((weights / total).astype(dtype)).astype(mx.float32) * total
+    return product(weights.astype(dtype)).astype(mx.float32)
 
 
 def is_exact(queries: mx.array, options: Options) -> bool:

@@ -1,4 +1,4 @@
-"""How the gather backend attends a step: which sequences read which blocks, in which products. Host work only."""
+"""How the gather backend attends a step: which sequences read which blocks, in which products."""
 
 from __future__ import annotations
 
@@ -114,20 +114,27 @@ class PromptChunk:
 
     @functools.cached_property
     def tiles(self) -> list[Tile]:
-        """Their biases are parts of one: what a query sees of the keys before it is the same in every tile."""
+        """Their biases are views of one, the last tile's of another where it is shorter: what a query sees of the keys
+        before it is the same in every tile."""
         length = self.num_queries
         firsts = range(self.num_keys - length, self.num_keys, TILE)  # places of the tiles' first queries among the keys
         most = self._keys_before(firsts[-1])
-        query, key = np.arange(min(TILE, length))[:, None], np.arange(-most, min(TILE, length))
-        bias = bias_of(visible_keys(query, key, self.window))
+        rows = min(TILE, length)
+        query, key = np.arange(rows)[:, None], np.arange(-most, rows)
+        one_head = bias_of(visible_keys(query, key, self.window))
+        bias = self._for_group(one_head)
         tiles = []
         for first in firsts:
             before, size = self._keys_before(first), min(TILE, self.num_keys - first)
             begin = first - firsts[0]
-            part = bias[:size, most - before : most + size]
-            part = mx.broadcast_to(part, (self.group, *part.shape)).reshape(1, self.group * size, -1)
+            own = bias if size == rows else self._for_group(one_head[:size])
+            part = own[..., most - before : most + size]
             tiles.append(Tile(slice(begin, begin + size), slice(first - before, first + size), part))
         return tiles
+
+    def _for_group(self, bias: mx.array) -> mx.array:
+        """[query, key] -> [1, group * query, key], a copy."""
+        return mx.broadcast_to(bias, (self.group, *bias.shape)).reshape(1, -1, bias.shape[-1])
 
     @functools.cached_property
     def visible(self) -> mx.array:

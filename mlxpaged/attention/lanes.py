@@ -17,9 +17,11 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
+
+Part = TypeVar("Part")
 
 HAND_OVER = 45e-6
 """Seconds that a lane costs, to hand its work over and to wait for it."""
@@ -89,9 +91,8 @@ def shares(length: int, seconds: float, unit: int = 1) -> list[slice]:
     return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def lanes(length: int, seconds: float) -> list[tuple[slice, AbstractContextManager[None]]]:
-    """Shares of an axis of `length`, each with the lane it is computed on, for work that takes so long on one core."""
-    parts = shares(length, seconds)
+def assign(parts: Sequence[Part]) -> list[tuple[Part, AbstractContextManager[None]]]:
+    """Each part with the lane it is computed on."""
     return list(zip(parts, contexts(len(parts)), strict=True))
 
 

@@ -228,7 +228,7 @@ class MetalPool:
 
     def _plan(self, meta: AttentionMetadata, window: int | None, group: int) -> Plan:
         """Made once a step for all layers with the same window and heads."""
-        key = ("metal", window, self._variant(group, False).queries, self.tuning)
+        key = ("metal", window, group, self.tuning)
         if key not in meta.derived:
             meta.derived[key] = self._make_plan(meta, window, group)
         plan: Plan = meta.derived[key]

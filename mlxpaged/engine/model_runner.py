@@ -115,8 +115,9 @@ class ModelRunner:
         """Logits [R, V] of the R rows that sample, in the order of the batch; not yet evaluated.
 
         Writes the keys and values of the batch's tokens into their blocks. block_tables: of its rows, as the metadata
-        wants them. drawn: of the step under way, where tokens of the batch are still pending. All that the device has
-        to know of the batch goes there in one array.
+        wants them. drawn: of the step under way, where tokens of the batch are still pending. All that the model has
+        to know of the batch goes to the device in one array; a backend's plan, of which sequence is attended in which
+        part of its work, adds a few of its own.
         """
         if threading.get_ident() != self._thread:
             raise RuntimeError("the model runs on the engine thread only")

@@ -2,7 +2,7 @@
 
 - Linear layers, of any type: the outputs of each are shared out among the cores (laned.py). Those to queries, keys and
   values are one layer (joined.py).
-- The gated activation of most models: MLX's CPU takes 14 ns for an element of a sigmoid and 4 for a power, on one core.
+- The gated activation of most models: MLX's CPU takes 14 ns for an element of a sigmoid and 6 for a power, on one core.
   In an 80-million model on two cores that was a quarter of a step.
 - Rope: rope_tables.py.
 - RMS norms, in two thirds of the operations: a small operation costs some 5 us, whatever it computes.
@@ -20,16 +20,21 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
+from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.models import activations
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxpaged import blas
 from mlxpaged.attention.constants import constant
-from mlxpaged.attention.lanes import lanes
+from mlxpaged.attention.lanes import assign, shares
 from mlxpaged.attention.powers import power_of
 from mlxpaged.models.joined import join_projections
 from mlxpaged.models.laned import LinearByInput, share_out_layers
 from mlxpaged.models.rope_tables import turn_by_tables
+
+LINEAR = (Linear, QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 
 swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
@@ -72,7 +77,7 @@ def swiglu_by_powers(gate: mx.array, x: mx.array) -> mx.array:
     if gate.dtype != mx.float32 or x.dtype != mx.float32:
         return swiglu_of_mlx_lm(gate, x)
     parts = []
-    for rows, on in lanes(gate.shape[0], gate.size * ELEMENT):
+    for rows, on in assign(shares(gate.shape[0], gate.size * ELEMENT)):
         with on:
             parts.append(gated(gate[rows], x[rows]))
     return mx.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -83,8 +88,9 @@ def gated(gate: mx.array, x: mx.array) -> mx.array:
 
 
 class NormBySum(RMSNorm):
-    """An RMS norm of a step's rows, [T, 1, n] or [T, heads, 1, n], with its weight multiplied by the root of n: the sum
-    of the squares takes the place of their mean, and n times eps that of eps. Of float32; of other types as it was."""
+    """An RMS norm of three dimensions and more, such as a step's rows [T, 1, n], with its weight multiplied by the root
+    of n: the sum of the squares takes the place of their mean, and n times eps that of eps. Of float32; of other types
+    as it was."""
 
     _rooted: mx.array
     _wide: mx.array
@@ -109,6 +115,11 @@ def shorten_norms(model: Module) -> None:
             module.__class__ = NormBySum
 
 
+def own_bytes(layer: Module) -> int:
+    """Of the layer's parameters, without those of layers inside of it."""
+    return sum(array.nbytes for array in layer.values() if isinstance(array, mx.array))
+
+
 @dataclass(frozen=True)
 class RowGroups:
     """Rows that products compute together, `size` of them: from `least` rows on, a step takes less time if it is filled
@@ -122,7 +133,10 @@ class RowGroups:
 
 
 def row_groups(model: Module) -> RowGroups:
-    """Groups of one row where its products are not OpenBLAS's."""
-    if blas.loaded is None or not any(isinstance(module, LinearByInput) for module in model.modules()):
+    """Groups of one row where most of its weights are not read by OpenBLAS, for all rows at once: those of other types,
+    or of experts."""
+    layers = [module for module in model.modules() if isinstance(module, LINEAR)]
+    together = sum(own_bytes(layer) for layer in layers if isinstance(layer, LinearByInput))
+    if blas.loaded is None or 2 * together <= sum(map(own_bytes, layers)):
         return RowGroups()
     return RowGroups(OPENBLAS_ROWS, least=1 if blas.loaded.endswith(FROM_ONE_ROW) else 3)

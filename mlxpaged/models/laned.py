@@ -99,7 +99,7 @@ def on_lanes(layers: Sequence[Any], x: mx.array, *args: Any, as_rows: bool = Tru
     """What each computes, on a lane of its own; as_rows: of x as [rows, in]. Each lane makes rows of it by itself: for
     those that another stream makes, it would have to wait."""
     outputs = []
-    for layer, on in zip(layers, lanes.contexts(len(layers)), strict=True):
+    for layer, on in lanes.assign(layers):
         with on:
             own = x.reshape(-1, x.shape[-1]) if as_rows and x.size else x
             outputs.append(layer(own, *args, **more))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from mlxpaged.attention import AttentionMetadata, LayerKVCache, gather, lanes, powers, resolve_backend
-from mlxpaged.attention.gather_plan import make_plan
+from mlxpaged.attention.gather_plan import TILE, PromptChunk, make_plan
 
 Array = npt.NDArray[np.float64]
 
@@ -409,6 +409,25 @@ def test_many_large_values_do_not_pass_what_a_half_type_holds(dtype: mx.Dtype) -
     scene.write_all()
     assert decode_runs(scene)
     assert np.abs(scene.attend() - 40.0).max() < 0.5
+
+
+def test_a_block_of_large_values_does_not_pass_what_a_half_type_holds() -> None:
+    """32 times 30,000."""
+    scene = Scene(Shape(dtype=mx.float16), [(1, 64), (9, 64)])
+    for i in range(2):
+        scene.keys[i], scene.values[i] = 0 * scene.keys[i], 0 * scene.values[i] + 30_000.0
+    scene.write_all()
+    assert np.abs(scene.attend() - 30_000.0).max() < 64
+
+
+def test_the_tiles_of_a_long_prompt_hold_no_bias_each() -> None:
+    chunk = PromptChunk(slice(0, 2048), np.zeros(0, np.int32), 16_384, None, 8)
+    before = mx.get_active_memory()
+    biases = [tile.bias for tile in chunk.tiles]
+    mx.eval(biases)
+    assert len(biases) == 2048 // TILE
+    assert [bias.shape[-1] for bias in biases] == [*range(16_384 - 2048 + TILE, 16_384 + 1, TILE)]
+    assert mx.get_active_memory() - before < 2 * biases[-1].nbytes
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)

@@ -40,7 +40,7 @@ def test_no_other_number_of_lanes_is_much_faster(work: float) -> None:
 def test_no_more_lanes_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores in (1, 2, 3):
         monkeypatch.setattr(lanes, "cores", lambda cores=cores: cores)
-        assert lanes.count(10.0) == len(lanes.shares(512, 10.0)) == len(lanes.lanes(512, 10.0)) == cores
+        assert lanes.count(10.0) == len(lanes.shares(512, 10.0)) == len(lanes.assign(lanes.shares(512, 10.0))) == cores
 
 
 def test_a_gpu_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +90,12 @@ def test_the_last_lane_has_more_by_what_a_hand_over_takes(cores: int, monkeypatc
 @on_cpu
 @pytest.mark.usefixtures("many_lanes")
 def test_within_a_lane_there_are_no_others() -> None:
-    outer = lanes.lanes(3, 1.0)
+    outer = lanes.assign(lanes.shares(3, 1.0))
     assert len(outer) == 3
     for _, on in outer:
         with on:
             assert lanes.count(1.0) == 1
-            for _, inner in lanes.lanes(3, 1.0):
+            for _, inner in lanes.assign(lanes.shares(3, 1.0)):
                 with inner:
                     assert lanes.count(1.0) == 1
             with lanes.contexts(2)[0]:
@@ -131,7 +131,7 @@ def test_every_thread_has_lanes_of_its_own() -> None:
 
     def add() -> None:
         parts = []
-        for share, on in lanes.lanes(4, 1.0):
+        for share, on in lanes.assign(lanes.shares(4, 1.0)):
             with on:
                 parts.append(mx.ones((4, 8))[share].sum())
         sums.append(sum(part.item() for part in parts))

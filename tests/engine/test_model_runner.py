@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, metadata
+from mlxpaged.attention import AttentionMetadata, gather, gather_plan, metadata
 from mlxpaged.engine import EngineConfig, EngineCore, model_runner
 from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
 from mlxpaged.models import RowGroups, ServedModel
@@ -104,7 +104,7 @@ class CountingMlx:
 
 
 @pytest.mark.parametrize("pending", [False, True])
-def test_whatever_the_device_has_to_know_of_a_step_is_one_upload(
+def test_whatever_the_model_has_to_know_of_a_step_is_one_upload(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, pending: bool
 ) -> None:
     tokens = [*LONG[:9], PENDING] if pending else LONG
@@ -117,6 +117,19 @@ def test_whatever_the_device_has_to_know_of_a_step_is_one_upload(
     logits = runner.forward(batch, np.array(TABLES, np.int32), drawn)
     assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 23 + 2 + 4 + 3 + 9,)]
     np.testing.assert_allclose(np.array(logits), expected, atol=1e-4)
+
+
+def test_the_plan_of_a_decode_step_is_uploaded_once_for_all_layers(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places of queries and of blocks, what is hidden; parts and padding, as one has more blocks than the other."""
+    forward(runner, rows((LONG, 0, 9), ([4, 5, 6], 0, 2)))
+    seen = CountingMlx()
+    for module in (model_runner, metadata, gather, gather_plan):
+        monkeypatch.setattr(module, "mx", seen)
+    forward(runner, rows((LONG, 9, 1), ([4, 5, 6], 2, 1)))
+    assert len(runner.layers) > 1
+    assert len(seen.uploads) == 1 + 5
 
 
 @pytest.mark.parametrize("has_head", [True, False])

@@ -12,6 +12,7 @@ import pytest
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.positional_encoding import RoPE
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxpaged import blas
 from mlxpaged.attention import lanes
@@ -185,6 +186,19 @@ def test_steps_are_filled_up_for_openblas_alone(monkeypatch: pytest.MonkeyPatch)
     assert row_groups(model) == RowGroups(4, least=3)
     monkeypatch.setattr(blas, "loaded", None)
     assert row_groups(model) == RowGroups()
+
+
+@on_cpu
+@pytest.mark.parametrize(("experts", "filled_up"), [(SwitchLinear(64, 64, 1), True), (SwitchLinear(64, 64, 8), False)])
+def test_steps_are_not_filled_up_for_a_few_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch, experts: Module, filled_up: bool
+) -> None:
+    """Experts compute row by row."""
+    model = tiny(64)
+    model.experts = experts
+    suit_cpu(model)
+    monkeypatch.setattr(blas, "loaded", "OpenBLAS (Zen)")
+    assert row_groups(model) == (RowGroups(4, least=1) if filled_up else RowGroups())
 
 
 @pytest.mark.parametrize(
