@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from comparison.client import Client
 
 from mlxpaged.api import create_app
@@ -45,7 +46,7 @@ def delivery_seconds(config: EngineConfig, streams: int, steps: int) -> tuple[fl
     event loop's thread for all that is behind that, to the sockets. `streams` chats run at once; their clients are
     another process. Raises RuntimeError where they end before that."""
     with contextlib.redirect_stdout(io.StringIO()):  # the server's banner
-        return asyncio.run(served(config, streams, steps))
+        return uvloop.run(served(config, streams, steps))
 
 
 async def served(config: EngineConfig, streams: int, steps: int) -> tuple[float, float]:

@@ -147,7 +147,13 @@ def running_server(
         keep_core(engine, app)
     with listen("127.0.0.1", 0) as listener:
         uvicorn_config = uvicorn.Config(
-            app, log_config=None, access_log=False, http=HttpProtocol, lifespan="on", timeout_graceful_shutdown=5
+            app,
+            log_config=None,
+            access_log=False,
+            loop="uvloop",
+            http=HttpProtocol,
+            lifespan="on",
+            timeout_graceful_shutdown=5,
         )
         server = uvicorn.Server(uvicorn_config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -43,7 +43,7 @@ async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Respo
 
 def event(data: Any) -> str:
     """One server-sent event with `data` as JSON."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {to_json(data).decode()}\n\n"
 
 
 class EventStream(Response):

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 from mlxpaged.cli import serve
 from mlxpaged.models.loader import DEMO_PATH
@@ -172,7 +173,7 @@ def test_events_leave_at_once() -> None:
             writer.close()
             return option
 
-    assert asyncio.run(option_of_an_accepted_connection()) == 1
+    assert uvloop.run(option_of_an_accepted_connection()) == 1
 
 
 def test_a_port_in_use_is_said_in_a_sentence(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import uvloop
 from rich.console import Console
 
 from mlxpaged.cli.bench.plan import (
@@ -152,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         args.parser.error(str(error))
     try:
-        status = asyncio.run(bench.run())
+        status = uvloop.run(bench.run())
     except KeyboardInterrupt:  # again, after the figures
         status = INTERRUPTED
     return exit_status(bench.engine, status)
