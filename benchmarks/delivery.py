@@ -23,7 +23,7 @@ from mlxpaged.engine.status import EngineStats
 
 CLIENT_SECONDS = 600.0
 POLL_SECONDS = 0.02
-ENDING_STEPS = 64
+ENDING_STEPS = 256
 """Tokens that an answer has beside those that are measured: while all streams begin, and while one looks."""
 
 
@@ -62,7 +62,7 @@ async def served(config: EngineConfig, streams: int, steps: int) -> tuple[float,
     arguments = (listener.getsockname()[1], engine.info.model, streams, steps + ENDING_STEPS)
     client = await asyncio.create_subprocess_exec(sys.executable, str(Path(__file__)), *map(str, arguments))
     try:
-        return await measured(engine, streams, steps)
+        return await measured(engine, client, streams, steps)
     finally:
         with contextlib.suppress(ProcessLookupError):
             client.kill()
@@ -72,19 +72,20 @@ async def served(config: EngineConfig, streams: int, steps: int) -> tuple[float,
         await serving
 
 
-async def measured(engine: AsyncEngine, streams: int, steps: int) -> tuple[float, float]:
+async def measured(
+    engine: AsyncEngine, client: asyncio.subprocess.Process, streams: int, steps: int
+) -> tuple[float, float]:
     """Once all streams decode."""
-    end = time.monotonic() + CLIENT_SECONDS
     while not all_decode(engine, streams):
-        if time.monotonic() > end:
+        if client.returncode is not None:
             raise RuntimeError(f"{streams} streams did not begin")
         await asyncio.sleep(POLL_SECONDS)
     hand_over = HandOver(engine)
     first, cpu = stats_of(engine).steps_total, time.thread_time()
     while stats_of(engine).steps_total < first + steps:
-        await asyncio.sleep(POLL_SECONDS)
         if not all_decode(engine, streams):
             raise RuntimeError(f"fewer than {streams} streams still run")
+        await asyncio.sleep(POLL_SECONDS)
     done = stats_of(engine).steps_total - first
     return hand_over.seconds / done, (time.thread_time() - cpu) / done
 

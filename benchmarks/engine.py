@@ -6,9 +6,10 @@ Decode: a step of the engine and a step of plain mlx-lm (its own KV cache, a sta
 in turn, so that whatever else the machine does falls on both. Prefill: one prompt, in turn as well. Attention: one
 layer of the pool beside MLX's attention over keys that lie in one piece. The figure to quote is the median of the
 ratios; at 1 both take as long, above it the engine is faster. The profile has the parts of a decode step at the largest
-batch, and what it takes to bring that many streams their tokens over HTTP, with clients in another process. Then the
-host's work alone, in CPU time, which other work on the machine hardly changes. Without --model: the model of the
-comparison with other servers (80 million parameters, float32), made where it is missing.
+batch. Then the host's work alone, in CPU time, which other work on the machine hardly changes. At last what it takes to
+bring that many streams their tokens over HTTP, with clients in another process, and with it all that a server adds to
+the forward pass. Without --model: the model of the comparison with other servers (80 million parameters, float32), made
+where it is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mlxpaged.models.loader import resolve_model
 import mlx.core as mx
 from comparison.environments import CACHE
 from comparison.model import benchmark_model
-from delivery import delivery_seconds
+from delivery import ENDING_STEPS, delivery_seconds
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_weights
@@ -143,8 +144,8 @@ class Engine:
         self.core.clear_cache()
 
 
-FOR_THE_DEVICE = ("device", "making the graph", "metadata")
-"""Parts of a step that are the forward pass."""
+FORWARD_PASS = ("device", "making the graph", "metadata")
+"""Parts of a step that any server has: all else is what this one adds."""
 
 
 class Profile:
@@ -181,17 +182,10 @@ class Profile:
 
         return timed
 
-    def report(self, total: float, steps: int, delivery: tuple[float, float]) -> Iterator[str]:
-        """Lines. delivery: seconds of a step that the engine's thread and the event loop's spend on it."""
+    def parts(self, total: float, steps: int) -> dict[str, float]:
+        """Seconds of one step, of `steps` that took `total` seconds."""
         parts = self.seconds | {"other": total - sum(self.seconds.values())}
-        for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
-            yield share(part, seconds / steps, total / steps)
-        yield "beside it, over HTTP:"
-        for part, seconds in zip(("hand-over of tokens", "event loop, CPU time"), delivery, strict=True):
-            yield share(part, seconds, total / steps)
-        work = sum(seconds for part, seconds in parts.items() if part not in FOR_THE_DEVICE) / steps + sum(delivery)
-        yield "scheduler, sampler, detokenizer, statistics, other and delivery together:"
-        yield share("host", work, total / steps)
+        return {part: seconds / steps for part, seconds in parts.items()}
 
 
 def share(part: str, seconds: float, step: float) -> str:
@@ -318,20 +312,27 @@ def main() -> None:
         bare.prefill(prompts), engine.prefill(prompts, args.steps + 16)
         list(pairs(bare.step, engine.step, 4))
         print(line(f"decode, batch {batch}", list(pairs(bare.step, engine.step, args.steps)), batch))
-    batch = max(args.batch)
-    delivery = delivery_seconds(replace(config, kv_cache_bytes=2 * kv_bytes), batch, args.steps)
     profile = Profile(core)
+    batch = max(args.batch)
     prompts = make_prompts(batch, args.context, served.vocab_size)
     engine.prefill(prompts, args.steps + 16)
     profile.seconds.clear()
-    total = sum(engine.step() for _ in range(args.steps))
-    print(f"\nprofile of a decode step at batch {batch}: {1e3 * total / args.steps:.2f} ms")
-    for text in profile.report(total, args.steps, delivery):
-        print(text)
+    step = sum(engine.step() for _ in range(args.steps)) / args.steps
+    parts = profile.parts(step * args.steps, args.steps)
+    print(f"\nprofile of a decode step at batch {batch}: {1e3 * step:.2f} ms")
+    for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+        print(share(part, seconds, step))
     print("\nCPU time of the engine's thread, where the model computes nothing:")
-    for batch in args.host:
-        median = statistics.median(host_times(served, batch, args.context, args.steps))
-        print(f"  decode, batch {batch:<10} {1e3 * median:8.3f} ms")
+    for size in args.host:
+        median = statistics.median(host_times(served, size, args.context, args.steps))
+        print(f"  decode, batch {size:<10} {1e3 * median:8.3f} ms")
+    room = bytes_per_token(served.layers) * batch * (args.steps + 2 * ENDING_STEPS)
+    delivery = delivery_seconds(replace(config, kv_cache_bytes=room), batch, args.steps)
+    print(f"\ndelivery of a decode step's tokens to {batch} streams over HTTP, in shares of the step above:")
+    for part, seconds in zip(("hand-over", "event loop, CPU time"), delivery, strict=True):
+        print(share(part, seconds, step))
+    added = sum(delivery) + sum(seconds for part, seconds in parts.items() if part not in FORWARD_PASS)
+    print(share("with all above but", added, step) + f": {', '.join(FORWARD_PASS)}")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class SetupError(Exception):
 @dataclass(frozen=True)
 class Probe:
     """What is in an environment. gflops: of a product of two 1024 x 1024 float32 matrices, the best of ten. routines:
-    OpenBLAS's, by the processor that they are made for; empty where it is not there."""
+    OpenBLAS's, by the processor that they are made for; empty on a Mac."""
 
     versions: dict[str, str]
     gflops: float

@@ -37,7 +37,7 @@ class HttpServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,  # ours has the request's id, and no query, where a key could be
-                loop="uvloop",  # a step's tokens reach 16 streams in three quarters of the time that asyncio's takes
+                loop="uvloop",  # the engine's thread waits less to hand tokens over, and clients have them sooner
                 http=HttpProtocol,
                 ws="none",
                 lifespan="on",

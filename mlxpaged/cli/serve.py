@@ -309,13 +309,9 @@ def allow_open_files(count: int) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded: a port that is taken should not cost a minute of loading.
-
-    The protocol is named because event loops, asyncio's at least, set TCP_NODELAY only on sockets that say they are
-    TCP; without it the kernel holds each token back until the last one is acknowledged, 40 ms.
-    """
+    """Bound before the model is loaded: a port that is taken should not cost a minute of loading."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.attention import lanes
 from mlxpaged.engine.embedder import STEP_TOKENS, Embedder, EmbeddingRequest
 from mlxpaged.models import load_embedding_model
 from mlxpaged.models.embedding import Pooling
@@ -170,23 +171,27 @@ def test_a_request_that_makes_a_step_fail_ends_alone(tmp_path: Path) -> None:
     assert outputs[2].vectors.shape == (2, 64)
 
 
-def test_an_evaluation_that_fails_ends_its_request_alone(tmp_path: Path) -> None:
-    """In MLX, behind everything that Python sees."""
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU has lanes")
+@pytest.mark.usefixtures("many_lanes")
+def test_an_evaluation_that_fails_on_a_lane_ends_its_request_alone(tmp_path: Path) -> None:
+    """In MLX, behind everything that Python sees; the lane is used again."""
     embedder = make_embedder(make_embedding_model(tmp_path / "m"))
     decode = embedder.model.decode
 
     def failing(tokens: mx.array, cache: Any) -> mx.array:
         states = decode(tokens, cache)
-        if (tokens == 77).any().item():
-            states = states + mx.linalg.inv(mx.zeros((64, 64)), stream=mx.cpu)[0]
-        return states
+        is_bad = (tokens == 77).any().item()
+        with lanes.contexts(2)[0]:
+            return states + (mx.linalg.inv(mx.zeros((64, 64)))[0] if is_bad else mx.zeros(64) + 0)
 
     object.__setattr__(embedder.model, "decode", failing)
-    bad = EmbeddingRequest("bad", [[5], [77, 77]], 64)
-    good = EmbeddingRequest("good", [[5], [6, 7]], 64)
-    outputs = run(embedder, [bad, good])
-    assert [output.finish_reason for output in outputs] == [FinishReason.ERROR, FinishReason.STOP]
-    assert outputs[1].vectors.shape == (2, 64)
+    good = [[5], [6, 7]]
+    outputs = run(embedder, [EmbeddingRequest("bad", [[5], [77, 77]], 64), EmbeddingRequest("good", good, 64)])
+    outputs += run(embedder, [EmbeddingRequest("long", [[77] * 300], 64)])
+    outputs += run(embedder, [EmbeddingRequest("again", good, 64)])
+    expected = [FinishReason.ERROR, FinishReason.STOP, FinishReason.ERROR, FinishReason.STOP]
+    assert [output.finish_reason for output in outputs] == expected
+    assert outputs[3].vectors.shape == (2, 64)
 
 
 def test_numbers_that_are_none_are_an_error(tmp_path: Path) -> None:
