@@ -16,9 +16,8 @@ Client and server share the machine. A request's time to first token (TTFT) is t
 inter-token time (ITL) that between two such events of one answer, as a reader of the stream waits for it: nothing is
 divided by the tokens of an event. Tokens are the servers' own counts (`usage`). In C, ITL is that of the streams, and
 TTFT and the whole are those of the long prompts. A wait that was not over when time was up counts as long as it had
-lasted. Input tokens count whether computed or cached. p99 of 32 or 40
-requests is nearly the slowest. Memory is the highest resident one of the server's processes. CPU: the client's share of
-a core."""
+lasted. Input tokens count whether computed or cached. p99 of 32 or 40 requests is nearly the slowest. Memory is the
+highest resident one of the server's processes. CPU: the client's share of a core."""
 
 COLUMNS = (
     "server",
