@@ -426,35 +426,30 @@ def test_the_end_of_the_terminal_is_an_interrupt_except_under_nohup(before: str,
     assert ("goes on" in done.stdout) is not ends
 
 
-@pytest.mark.parametrize("event", [[], {"choices": [{"delta": 3}]}, {"usage": {"prompt_tokens": 3}}, {"choices": 1}])
-def test_an_event_that_nobody_expects_is_an_error_of_its_answer(event: Any) -> None:
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(1 << 16)
-            connection.sendall(f"HTTP/1.0 200 OK\r\n\r\ndata: {json.dumps(event)}\n\n".encode())
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        served = pool.submit(serve)
-        answer = Client(listener.getsockname()[1], "model", time.perf_counter() + 60, 60).ask([], 1)
-        served.result(10)
-    assert answer.error
-
-
-def test_tokens_without_any_text_are_an_error() -> None:
-    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 64}})
+def answer_in(*lines: str) -> Answer:
+    """What a client makes of these lines of a stream."""
 
     def serve() -> None:
         connection, _ = listener.accept()
         with connection:
             connection.recv(1 << 16)
-            connection.sendall(f"HTTP/1.0 200 OK\r\n\r\ndata: {usage}\n\ndata: [DONE]\n\n".encode())
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + "".join(f"{line}\n\n" for line in lines).encode())
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve)
         answer = Client(listener.getsockname()[1], "model", time.perf_counter() + 60, 60).ask([], 64)
         served.result(10)
-    assert answer.error == "an answer without text"
+    return answer
+
+
+@pytest.mark.parametrize("event", [[], {"choices": [{"delta": 3}]}, {"usage": {"prompt_tokens": 3}}, {"choices": 1}])
+def test_an_event_that_nobody_expects_is_an_error_of_its_answer(event: Any) -> None:
+    assert answer_in(f"data: {json.dumps(event)}").error
+
+
+def test_tokens_without_any_text_are_an_error() -> None:
+    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 64}})
+    assert answer_in(f"data: {usage}", "data: [DONE]").error == "an answer without text"
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
