@@ -98,6 +98,24 @@ def test_long_chunks_go_through_mlx_attention(metal_on_cpu: Interpreter) -> None
     assert names.count("paged_attention") == 2, "one for the decoding sequence, one for the short chunk"
 
 
+def test_layers_of_one_step_may_have_groups_of_their_own(metal: None) -> None:
+    """A softcap's scores are masked head by head. Kernels for these two groups have tiles of as many tokens."""
+    kv = LayerKVCache(16, 1, 32, mx.float32, 8, backend="metal")
+    keys = mx.random.normal((128, 1, 32), key=mx.random.key(0))
+
+    def attend(group: int, meta: AttentionMetadata) -> mx.array:
+        queries = mx.random.normal((128, group, 32), key=mx.random.key(group))
+        return kv.attend(queries, meta, scale=0.2, softcap=2.0)
+
+    def step() -> AttentionMetadata:
+        return AttentionMetadata.build([128], [128], [list(range(16))], 8)
+
+    shared = step()
+    kv.write(keys, keys, shared)
+    for group in (7, 8):
+        assert mx.array_equal(attend(group, shared), attend(group, step()))
+
+
 @pytest.mark.parametrize("group", [12, 16, 33, 71])
 def test_any_group_size_up_to_multi_query_attention(metal: None, group: int) -> None:
     Case(SHORT_DECODE, kv_heads=1, group=group, head_dim=64).check()

@@ -9,18 +9,21 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvloop
 
+from mlxpaged.api import create_app
 from mlxpaged.cli import serve
+from mlxpaged.cli.http_protocol import HttpProtocol
+from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.models.loader import DEMO_PATH
 from tests.cli.helpers import DEADLINE, Command, hub, mlxpaged, question, serving
-from tests.support import make_embedding_model
+from tests.support import make_embedding_model, wait_until
 
 
 @contextlib.contextmanager
@@ -156,24 +159,32 @@ def test_a_client_that_never_finishes_its_request_does_not_hold_up_the_end(tmp_p
         assert "Traceback" not in command.stderr
 
 
-def test_events_leave_at_once() -> None:
-    """Without TCP_NODELAY the kernel holds small writes back for an acknowledgement: 40 ms for every answer."""
+def test_events_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TCP_NODELAY the kernel holds small writes back for an acknowledgement: 40 ms for every answer. The event
+    loop sets it, or does not."""
+    options: list[int] = []
+    connection_made = HttpProtocol.connection_made
 
-    async def option_of_an_accepted_connection() -> int:
-        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    def watched(self: HttpProtocol, transport: asyncio.Transport) -> None:
+        connection_made(self, transport)
+        options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
-        async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            accepted.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
+    def connect() -> None:
+        try:
+            with socket.create_connection(listener.getsockname()):
+                wait_until(lambda: options)
+        finally:
+            server.should_exit = True
 
-        listener = serve.listen("127.0.0.1", 0)
-        async with await asyncio.start_server(accept, sock=listener):
-            _, writer = await asyncio.open_connection(*listener.getsockname())
-            option = await asyncio.wait_for(accepted, DEADLINE)
-            writer.close()
-            return option
-
-    assert uvloop.run(option_of_an_accepted_connection()) == 1
+    monkeypatch.setattr(HttpProtocol, "connection_made", watched)
+    listener = serve.listen("127.0.0.1", 0)
+    server = HttpServer(create_app(None), listener, 0)
+    client = threading.Thread(target=connect)
+    client.start()
+    assert server.run_until_signal() == 0
+    client.join()
+    assert len(options) == 1
+    assert options[0] > 0
 
 
 def test_a_port_in_use_is_said_in_a_sentence(tmp_path: Path) -> None:
