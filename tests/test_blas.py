@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from mlxpaged.blas import OPENBLAS, REFERENCE
+from mlxpaged.blas import INSTALL, OPENBLAS, REFERENCE
 
 WITH_ROUTINES = r"OpenBLAS \(\w+\)"
 """Such as Haswell."""
@@ -24,7 +24,7 @@ def openblas_is_installed() -> bool:
     return True
 
 
-pytestmark = pytest.mark.skipif(not openblas_is_installed(), reason="needs OpenBLAS, on Linux")
+needs_openblas = pytest.mark.skipif(not openblas_is_installed(), reason="needs OpenBLAS, on Linux")
 
 
 def run(*lines: str, preload: str = "", **variables: str | None) -> str:
@@ -40,15 +40,30 @@ def described(*imports: str, preload: str = "") -> str:
     return run(*imports, "from mlxpaged import blas", "print(blas.describe())", preload=preload)
 
 
+@needs_openblas
 def test_openblas_is_loaded_where_it_is_installed() -> None:
     assert re.fullmatch(WITH_ROUTINES, described())
     assert re.fullmatch(WITH_ROUTINES, described("import mlxpaged", "import mlx.core"))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a Mac has its own BLAS")
+def test_who_lacks_openblas_is_told_how_to_get_it() -> None:
+    missing = (
+        "import ctypes",
+        "class CDLL(ctypes.CDLL):",
+        "    def __init__(self, name, *args, **more):",
+        f"        super().__init__('libmissing.so' if name == {OPENBLAS!r} else name, *args, **more)",
+        "ctypes.CDLL = CDLL",
+    )
+    assert described(*missing) == f"{REFERENCE}; {INSTALL}"
+
+
+@needs_openblas
 def test_where_mlx_came_first_nobody_is_told_to_install_what_is_there() -> None:
     assert described("import mlx.core").startswith(f"{REFERENCE}; mlx was imported before mlxpaged")
 
 
+@needs_openblas
 def test_what_was_loaded_before_both_is_in_use() -> None:
     assert re.fullmatch(WITH_ROUTINES, described("import mlx.core", preload=OPENBLAS))
 
@@ -56,6 +71,7 @@ def test_what_was_loaded_before_both_is_in_use() -> None:
 THREADS = f"import ctypes; print(ctypes.CDLL({OPENBLAS!r}).openblas_get_num_threads())"
 
 
+@needs_openblas
 @pytest.mark.parametrize("variable", [None, "3"])
 @pytest.mark.parametrize(("first", "preload"), [("", ""), ("import mlx.core", OPENBLAS)], ids=["loaded", "preloaded"])
 def test_a_product_is_computed_by_who_asks_for_it(variable: str | None, first: str, preload: str) -> None:
@@ -63,5 +79,6 @@ def test_a_product_is_computed_by_who_asks_for_it(variable: str | None, first: s
     assert run(first, "import mlxpaged", THREADS, preload=preload, OPENBLAS_NUM_THREADS=variable) == "1"
 
 
+@needs_openblas
 def test_products_of_others_may_have_more() -> None:
     assert run("from mlxpaged import blas", "blas.use_threads(2)", THREADS) == "2"
