@@ -26,10 +26,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mlxpaged import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.attention import AttentionMetadata, LayerKVCache, lanes
+from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams
-from mlxpaged.engine.step import StepUnderWay
+from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.cpu import swiglu_by_powers, swiglu_of_mlx_lm
 from mlxpaged.models.layers import LayerSpec, bytes_per_token
@@ -163,7 +163,7 @@ class Profile:
             (core.sampler, "sample", "sampler"),
             (core.runner, "start_step", "device"),
             (core.runner, "finish_step", "device"),
-            (StepUnderWay, "read", "device"),
+            (InFlightStep, "read", "device"),
             (core, "_settle", "detokenizer and outputs"),
             (core, "stats", "statistics"),
         ):

@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 
-from mlxpaged import blas  # before mlx: it loads the fast BLAS
+from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine import Constraint, EngineConfig, EngineCore, Request, SamplingParams
 from mlxpaged.models import DEMO_MODEL, load_model
 

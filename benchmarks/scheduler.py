@@ -236,7 +236,7 @@ def simulate(load: float, seconds: float, max_queue: int = 200, seed: int = 0) -
     result.unserved = len(waiting)
     result.oldest = max((clock.now - sequence.arrival_time for sequence in waiting.values()), default=0.0)
     stats = scheduler.stats()
-    result.preemptions, result.rescues = stats.preemptions_total, stats.rescues_total
+    result.preemptions, result.rescues = stats.preemptions_total, stats.starvation_admissions_total
     for sequence in [*scheduler.running, *scheduler.waiting]:
         scheduler.finish(sequence.sequence_id, FinishReason.ABORT)
     if scheduler.pool.usage().used or scheduler.stats().swap.used:

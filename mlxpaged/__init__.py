@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from mlxpaged import blas
+from mlxpaged.cpu import blas
 
 blas.prepare()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxpaged.api.parts import CallEnd, Part, Text, Thinking
 from mlxpaged.api.tool_calls import CallReader
-from mlxpaged.engine import AnswerForm, Constraint
+from mlxpaged.engine import Constraint, StructuredOutput
 from mlxpaged.engine.stop_strings import overlap
 from mlxpaged.models import Tags
 
@@ -40,7 +40,7 @@ class AnswerParser:
         thinking: bool,
         tools: Sequence[Mapping[str, Any]],
         one_call: bool,
-        form: AnswerForm | None = None,
+        form: StructuredOutput | None = None,
     ) -> None:
         self.calls_made = 0
         """Those that are complete."""

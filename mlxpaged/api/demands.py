@@ -9,14 +9,14 @@ from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.openai.tools import Tool
 from mlxpaged.api.tool_calls import AROUND_ARGUMENTS
-from mlxpaged.engine import AnswerForm, CallForm, Constraint, Thinking
+from mlxpaged.engine import Constraint, StructuredOutput, Thinking, ToolCallForm
 from mlxpaged.models import Tags, ToolFormat
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 """What a tool without parameters takes, as OpenAI defines it."""
 
 
-def answer_form(body: ChatRequest, tags: Tags, thinking: Thinking) -> AnswerForm | None:
+def answer_form(body: ChatRequest, tags: Tags, thinking: Thinking) -> StructuredOutput | None:
     """None where any text will do. Raises ApiError for what cannot be promised.
 
     Every call that is demanded fits its tool's schema. Of those that the model may make or not, the calls of strict
@@ -27,7 +27,7 @@ def answer_form(body: ChatRequest, tags: Tags, thinking: Thinking) -> AnswerForm
     text = body.constraint()
     if not (demands_call or strict or text):
         return None
-    calls: tuple[CallForm, ...] = ()
+    calls: tuple[ToolCallForm, ...] = ()
     param = "tool_choice" if demands_call else text.param if text and not strict else "tools"
     if body.offered_tools and tags.tools is not None:
         if tags.tools.name not in AROUND_ARGUMENTS:
@@ -40,7 +40,7 @@ def answer_form(body: ChatRequest, tags: Tags, thinking: Thinking) -> AnswerForm
             if tool.function.name in body.allowed_names
             if not body.names_tool or body.chosen_tool == tool.function.name
         )
-    return AnswerForm(
+    return StructuredOutput(
         thinking=thinking,
         think_start=tags.think_start,
         think_end=tags.think_end,
@@ -52,7 +52,7 @@ def answer_form(body: ChatRequest, tags: Tags, thinking: Thinking) -> AnswerForm
     )
 
 
-def call_form(form: ToolFormat, tool: Tool, param: str, enforced: bool) -> CallForm:
+def call_form(form: ToolFormat, tool: Tool, param: str, enforced: bool) -> ToolCallForm:
     before, after = AROUND_ARGUMENTS[form.name]
     schema = NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters
     given = schema.get("type", "object")
@@ -60,4 +60,4 @@ def call_form(form: ToolFormat, tool: Tool, param: str, enforced: bool) -> CallF
         raise bad_parameter(param, f"arguments are an object; the type of the parameters is {given!r}")
     schema = {**schema, "type": "object"} if enforced else {"type": "object"}
     arguments = Constraint("json_schema", json.dumps(schema), param)
-    return CallForm(before.format(tool.function.name), arguments, after + form.end)
+    return ToolCallForm(before.format(tool.function.name), arguments, after + form.end)

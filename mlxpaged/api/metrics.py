@@ -49,7 +49,11 @@ class EngineCollector(Collector):
             ("prompt_tokens", "Prompt tokens of admitted requests", scheduler.prompt_tokens_total),
             ("generated_tokens", "Tokens generated", stats.generated_tokens_total),
             ("preemptions", "Sequences preempted for want of blocks", scheduler.preemptions_total),
-            ("rescues", "Sequences for which room was made after too many passes", scheduler.rescues_total),
+            (
+                "starvation_admissions",
+                "Sequences admitted at the starvation bound",
+                scheduler.starvation_admissions_total,
+            ),
             ("kv_blocks_copied", "KV blocks copied before a write", scheduler.blocks_copied_total),
             ("kv_blocks_swapped_out", "KV blocks moved to swap space", scheduler.blocks_swapped_out_total),
             ("kv_blocks_swapped_in", "KV blocks moved back from swap space", scheduler.blocks_swapped_in_total),

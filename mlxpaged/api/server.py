@@ -17,7 +17,6 @@ from mlxpaged.api.errors import ApiError, bad_parameter, model_not_found
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
 from mlxpaged.engine import (
-    AnswerForm,
     AsyncEngine,
     Constraint,
     EngineBusyError,
@@ -26,6 +25,7 @@ from mlxpaged.engine import (
     EngineState,
     GrammarError,
     RequestOutput,
+    StructuredOutput,
 )
 from mlxpaged.engine import Request as EngineRequest
 
@@ -96,7 +96,7 @@ class Server:
         """Run a function that uses the tokenizer on the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
 
-    async def compile(self, info: EngineInfo, constraint: Constraint | AnswerForm | None) -> None:
+    async def compile(self, info: EngineInfo, constraint: Constraint | StructuredOutput | None) -> None:
         """So that the engine finds it ready. Raises ApiError, naming the field, where it cannot be enforced, and
         EngineBusyError where there was no time to find out."""
         if constraint is None:

@@ -2,7 +2,7 @@
 
 MLX's CPU runs the operations of a stream on one thread. Parts of an operation on as many streams as there are cores
 take little more than their share of the time: the reason why no library below has to use several threads by itself
-(mlxpaged/blas.py), which for the few rows of a decode step none of them does well.
+(mlxpaged/cpu/blas.py), which for the few rows of a decode step none of them does well.
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpaged import __version__, blas
+from mlxpaged import __version__
 from mlxpaged.attention import Limits, kernels
 from mlxpaged.attention.self_check import KernelCheck, self_check
 from mlxpaged.attention.tuner import ShapeTimes, summary, tune
 from mlxpaged.attention.tuning_cache import Machine
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli.flags import RETUNE, Flags, block_size, positive_int
+from mlxpaged.cpu import blas
 from mlxpaged.engine import EngineConfig
 from mlxpaged.models import DEMO_MODEL, ModelNotFoundError, UnsupportedModelError, load_model
 

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.applications import Starlette
 
-from mlxpaged import __version__, blas
+from mlxpaged import __version__
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.http_protocol import HttpProtocol
+from mlxpaged.cpu import blas
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineInfo, EngineUnavailableError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from mlxpaged.engine.async_engine import (
     RequestStream,
 )
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.constraint import AnswerForm, CallForm, Constraint, ConstraintKind, Thinking
+from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput, Thinking, ToolCallForm
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest
 from mlxpaged.engine.grammar import GrammarError, Grammars
@@ -26,9 +26,7 @@ from mlxpaged.engine.timeline import Timeline
 from mlxpaged.scheduler import Priority
 
 __all__ = [
-    "AnswerForm",
     "AsyncEngine",
-    "CallForm",
     "Constraint",
     "ConstraintKind",
     "DeadlineExceededError",
@@ -55,7 +53,9 @@ __all__ = [
     "RequestStream",
     "SamplingParams",
     "SequenceState",
+    "StructuredOutput",
     "Thinking",
     "Timeline",
     "TokenLogprobs",
+    "ToolCallForm",
 ]

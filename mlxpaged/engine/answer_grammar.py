@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from mlxpaged.engine.constraint import AnswerForm
+from mlxpaged.engine.constraint import StructuredOutput
 
 Pieces = Callable[[str], Sequence[str | int]]
 """Cuts a text into its special tokens, as ids, and the texts between them."""
 
 
-def lark(form: AnswerForm, pieces: Pieces) -> str:
+def lark(form: StructuredOutput, pieces: Pieces) -> str:
     """Its grammar, in which `@part_i` stands for that of `form.parts[i]`."""
 
     def written(text: str) -> str:

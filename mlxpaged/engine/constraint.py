@@ -23,7 +23,7 @@ Thinking = Literal["never", "may", "open"]
 
 
 @dataclass(frozen=True)
-class CallForm:
+class ToolCallForm:
     """The calls of one tool. before: what is written between the opening tag and the arguments. arguments: their JSON
     schema. after: what is written behind them, up to the end of the call."""
 
@@ -33,7 +33,7 @@ class CallForm:
 
 
 @dataclass(frozen=True)
-class AnswerForm:
+class StructuredOutput:
     """think_start, think_end: the tags of a think block; empty where the model has none, and "never" thinks.
 
     text: what the answer is where it is no call; "free" for any text, behind which there may be calls; None where it
@@ -46,7 +46,7 @@ class AnswerForm:
     think_end: str
     text: Constraint | Literal["free"] | None
     call_start: str = ""
-    calls: tuple[CallForm, ...] = ()
+    calls: tuple[ToolCallForm, ...] = ()
     one_call: bool = False
     param: str = field(default="constraint", compare=False)
 

@@ -21,7 +21,7 @@ from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler
 from mlxpaged.engine.status import EngineStats, EngineStatus, engine_status
-from mlxpaged.engine.step import StepDispatcher, StepUnderWay
+from mlxpaged.engine.step import InFlightStep, StepDispatcher
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import bytes_per_token
@@ -75,7 +75,7 @@ class EngineCore:
         self._ids = itertools.count()
         self._requests: dict[int, RunningRequest] = {}
         self._sequence_of: dict[str, int] = {}
-        self._under_way: StepUnderWay | None = None
+        self._under_way: InFlightStep | None = None
         self._steps = 0
         self._generated = 0
         self._deadlines = Deadlines()
@@ -187,9 +187,9 @@ class EngineCore:
         elif self._under_way is None:
             raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
         if batch.moves and not self._move(batch):
-            return self.end_step_under_way() + self._plain_step(batch)
+            return self.finish_in_flight_step() + self._plain_step(batch)
         if any(self._may_force(row) for row in batch.rows):
-            return self.end_step_under_way() + self._plain_step(batch)
+            return self.finish_in_flight_step() + self._plain_step(batch)
         return self._overlapped_step(batch) if self.runner.overlaps else self._plain_step(batch)
 
     def _may_force(self, row: ScheduledSequence) -> bool:
@@ -232,7 +232,7 @@ class EngineCore:
             return self._repeat([*([before.batch] if before else ()), batch])
         return [] if before is None else self._settle_overlapped(before, tokens)
 
-    def end_step_under_way(self) -> list[RequestOutput]:
+    def finish_in_flight_step(self) -> list[RequestOutput]:
         """Wait for the step that the device works on, if it does."""
         before, self._under_way = self._under_way, None
         if before is None:
@@ -280,7 +280,7 @@ class EngineCore:
                 self._lose_pools()
             return False
 
-    def _settle_overlapped(self, step: StepUnderWay, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
+    def _settle_overlapped(self, step: InFlightStep, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
         """The device began with the step once it was sent, and the one before was done."""
         now = self.clock()
         self.scheduler.observe(step.batch, now - max(step.started, self._read_at))
@@ -337,7 +337,7 @@ class EngineCore:
         half = len(rows) // 2
         return {**self._run(rows[:half], failures), **self._run(rows[half:], failures)}
 
-    def _dispatch(self, batch: Batch, before: StepUnderWay | None = None) -> StepUnderWay:
+    def _dispatch(self, batch: Batch, before: InFlightStep | None = None) -> InFlightStep:
         tables = self.scheduler.get_block_tables(batch.sequence_ids)
         return self._dispatcher.dispatch(batch, tables, self._requests, before)
 

@@ -146,7 +146,7 @@ class EngineThread:
                 self._deliver(core, core.logged_step())
             if core.embedder is not None and embeds(core):
                 # It waits for the device in any case, and its time is not to count as that of the step under way.
-                if outputs := core.end_step_under_way():
+                if outputs := core.finish_in_flight_step():
                     self._deliver(core, outputs)
                 core.embedder.step(alone=not core.has_work())
                 self._deliver(core, [])

@@ -22,7 +22,7 @@ from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from mlxpaged.engine.answer_grammar import lark
-from mlxpaged.engine.constraint import AnswerForm, Constraint, ConstraintKind
+from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput
 from mlxpaged.engine.json_schema import check_schema, disjoint_one_of_as_any_of
 from mlxpaged.models import Tokenizer
 
@@ -69,13 +69,13 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._wrapped = tokenizer
         self._vocab_size = vocab_size
-        self._kept: OrderedDict[Constraint | AnswerForm, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[Constraint | StructuredOutput, LLMatcher] = OrderedDict()
         self._kept_lock = threading.Lock()
         self._executor = LLExecutor()
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()  # its own: making the tokenizer takes a second
 
-    def compile(self, constraint: Constraint | AnswerForm) -> LLMatcher:
+    def compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
         """At its start, for copies. Raises GrammarError with the reason."""
         with self._kept_lock:
             if constraint in self._kept:
@@ -88,7 +88,7 @@ class Grammars:
                 self._kept.popitem(last=False)
         return matcher
 
-    def start(self, constraint: Constraint | AnswerForm, ignore_eos: bool) -> GrammarMatcher:
+    def start(self, constraint: Constraint | StructuredOutput, ignore_eos: bool) -> GrammarMatcher:
         """For one answer. Compiles what nobody compiled before, or too long ago. Raises GrammarError."""
         return GrammarMatcher(self.compile(constraint).deep_copy(), self._wrapped.eos_token_ids if ignore_eos else ())
 
@@ -106,16 +106,16 @@ class Grammars:
             for mask, (matcher, avoided) in zip(filled, rows, strict=True)
         ]
 
-    def _compile(self, constraint: Constraint | AnswerForm) -> LLMatcher:
+    def _compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
         check_length(constraint)
         try:
-            text = constraint.text if isinstance(constraint, AnswerForm) else None
+            text = constraint.text if isinstance(constraint, StructuredOutput) else None
             if isinstance(text, Constraint) and text.kind == "grammar":
                 self._new_matcher(text)  # alone it cannot refer to the grammars around it
             return self._new_matcher(constraint)
         except GrammarError:
             until = time.monotonic() + BLAME_SECONDS
-            for part in constraint.parts if isinstance(constraint, AnswerForm) else ():
+            for part in constraint.parts if isinstance(constraint, StructuredOutput) else ():
                 try:
                     if time.monotonic() < until:
                         self._new_matcher(part)
@@ -123,7 +123,7 @@ class Grammars:
                     raise GrammarError(str(error), part.param) from None
             raise
 
-    def _new_matcher(self, constraint: Constraint | AnswerForm) -> LLMatcher:
+    def _new_matcher(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
         try:
             matcher = LLMatcher(self.tokenizer(), self._text(constraint), log_level=0, limits=limits)
@@ -142,7 +142,7 @@ class Grammars:
             check(trial)
         return matcher
 
-    def _text(self, constraint: Constraint | AnswerForm) -> str:
+    def _text(self, constraint: Constraint | StructuredOutput) -> str:
         """In llguidance's own notation. Raises ValueError or RecursionError."""
         if isinstance(constraint, Constraint):
             return grammar_text(constraint)
@@ -193,9 +193,9 @@ def grammar_text(constraint: Constraint) -> str:
     return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
 
 
-def check_length(constraint: Constraint | AnswerForm) -> None:
+def check_length(constraint: Constraint | StructuredOutput) -> None:
     """Raises GrammarError."""
-    parts = constraint.parts if isinstance(constraint, AnswerForm) else (constraint,)
+    parts = constraint.parts if isinstance(constraint, StructuredOutput) else (constraint,)
     for kind, limit in MAX_CHARS.items():
         length = sum(len(part.text) for part in parts if part.kind == kind)
         if length > limit:

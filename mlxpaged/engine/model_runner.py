@@ -29,14 +29,14 @@ from mlxpaged.scheduler.sequence import PENDING
 
 
 @dataclass(frozen=True)
-class DrawnTokens:
+class SampledTokens:
     """tokens[R], on the device: the last token of each of R sequences, in their order."""
 
     tokens: mx.array
     sequence_ids: Sequence[int]
 
 
-def places_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, drawn: DrawnTokens) -> IntArray:
+def places_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, drawn: SampledTokens) -> IntArray:
     """For each of the batch's tokens [T] that is pending, its place in `drawn`. Only a row's last token can be, and
     `last` says where these are."""
     place = {sequence_id: i for i, sequence_id in enumerate(drawn.sequence_ids)}
@@ -111,7 +111,7 @@ class ModelRunner:
         """
         return self.backend == "metal"
 
-    def forward(self, batch: Batch, block_tables: IntArray, drawn: DrawnTokens | None = None) -> mx.array:
+    def forward(self, batch: Batch, block_tables: IntArray, drawn: SampledTokens | None = None) -> mx.array:
         """Logits [R, V] of the R rows that sample, in the order of the batch; not yet evaluated.
 
         Writes the keys and values of the batch's tokens into their blocks. block_tables: of its rows, as the metadata

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mlxpaged.engine.constraint import AnswerForm, Constraint
+from mlxpaged.engine.constraint import Constraint, StructuredOutput
 
 MIN_TEMPERATURE = 1e-5
 """Below it, dividing float32 logits by the temperature overflows long before a second token could be drawn."""
@@ -41,7 +41,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_tokens: int = 0
-    constraint: Constraint | AnswerForm | None = None
+    constraint: Constraint | StructuredOutput | None = None
     think_tags: bool = False
     tool_tags: bool = False
     thinking_budget: int | None = None

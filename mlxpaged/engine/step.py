@@ -11,14 +11,14 @@ import mlx.core as mx
 
 from mlxpaged.cache.table_rows import IntArray
 from mlxpaged.engine.grammar import Grammars, Mask
-from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
+from mlxpaged.engine.model_runner import ModelRunner, SampledTokens
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler, Samples
 from mlxpaged.scheduler import Batch
 
 
 @dataclass(frozen=True)
-class StepUnderWay:
+class InFlightStep:
     """A step that the device works on. started: when it was made up, by the engine's clock. peaks: the largest logit of
     every row, which shows whether they are finite."""
 
@@ -28,10 +28,10 @@ class StepUnderWay:
     samples: Samples | None
 
     @property
-    def drawn(self) -> DrawnTokens | None:
+    def drawn(self) -> SampledTokens | None:
         if self.samples is None:
             return None
-        return DrawnTokens(self.samples.tokens, sampling_ids(self.batch))
+        return SampledTokens(self.samples.tokens, sampling_ids(self.batch))
 
     @property
     def results(self) -> list[mx.array]:
@@ -65,8 +65,8 @@ class StepDispatcher:
         batch: Batch,
         block_tables: IntArray,
         requests: Mapping[int, RunningRequest],
-        before: StepUnderWay | None,
-    ) -> StepUnderWay:
+        before: InFlightStep | None,
+    ) -> InFlightStep:
         """Start a step. block_tables[n, b]: of the batch's rows. requests: by sequence id. before: the step under way
         that draws its pending tokens."""
         started = self._clock()
@@ -76,7 +76,7 @@ class StepDispatcher:
         rows = [
             running.sampling_row(position, masks.get(running.sequence.sequence_id)) for running, position in sampling
         ]
-        step = StepUnderWay(batch, started, logits.max(axis=-1), self._sampler.sample(logits, rows) if rows else None)
+        step = InFlightStep(batch, started, logits.max(axis=-1), self._sampler.sample(logits, rows) if rows else None)
         self._runner.start_step(*step.results)
         return step
 

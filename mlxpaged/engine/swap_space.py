@@ -128,7 +128,7 @@ def map_memory(size: int) -> Bytes:
     """Memory that nothing is committed for yet. Raises MemoryError where the machine has not as much.
 
     Mapped, not from malloc: there it could lie among other allocations, and on Linux it would stay with the process
-    when it is freed (see mlxpaged/blas.py).
+    when it is freed (see mlxpaged/cpu/blas.py).
     """
     free = system_free_memory()  # the system would grant more, and kill the process when the slots are written
     if size > free:

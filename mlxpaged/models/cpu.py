@@ -26,10 +26,10 @@ from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.models import activations
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxpaged import blas
 from mlxpaged.attention.constants import constant
 from mlxpaged.attention.lanes import assign, shares
 from mlxpaged.attention.powers import power_of
+from mlxpaged.cpu import blas
 from mlxpaged.models.joined import join_projections
 from mlxpaged.models.laned import LinearByInput, share_out_layers
 from mlxpaged.models.rope_tables import turn_by_tables

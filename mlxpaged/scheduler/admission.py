@@ -106,7 +106,7 @@ class AdmissionControl:
         parent = sequence.fork_of if sequence.status is SequenceStatus.WAITING else None
         there = (
             parent is not None
-            and parent.num_settled_tokens >= sequence.num_prompt_tokens
+            and parent.num_committed_tokens >= sequence.num_prompt_tokens
             and parent.sequence_id not in self._changed
         )
         return self._blocks.find(sequence, parent if there else None)

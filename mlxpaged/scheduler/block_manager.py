@@ -110,7 +110,7 @@ class BlockManager:
             self._loaded += sequence.swap_slots
             sequence.swap_slots, sequence.num_swapped_tokens = [], 0
         sequence.block_table = table
-        sequence.num_computed_tokens = sequence.num_settled_tokens = computed
+        sequence.num_computed_tokens = sequence.num_committed_tokens = computed
 
     def catch_up(self, sequence: Sequence) -> bool:
         """Take over what others have computed of a prompt since its last chunk, so that nothing is computed twice."""
@@ -158,7 +158,7 @@ class BlockManager:
         """Unpublish what the steps under way should have written. Returns these blocks: others may have taken them."""
         if sequence.block_table is None:
             return set()
-        return set(sequence.block_table.retract(sequence.num_settled_tokens // self.block_size))
+        return set(sequence.block_table.retract(sequence.num_committed_tokens // self.block_size))
 
     # -- giving back ---------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class BlockManager:
         if sequence.block_table is not None:
             sequence.block_table.release()
             sequence.block_table = None
-        sequence.num_computed_tokens = sequence.num_settled_tokens = 0
+        sequence.num_computed_tokens = sequence.num_committed_tokens = 0
         self.drop_swapped(sequence)
 
     def swap_out(self, sequence: Sequence) -> bool:

@@ -70,7 +70,7 @@ class SchedulerStats:
     blocks: BlockUsage
     swap: BlockUsage
     preemptions_total: int
-    rescues_total: int
+    starvation_admissions_total: int
     blocks_copied_total: int
     blocks_swapped_out_total: int
     blocks_swapped_in_total: int

@@ -77,7 +77,7 @@ class Preemption:
             if not slots.isdisjoint(sequence.swap_slots):
                 self._lose_swapped(sequence)
             elif table is not None and not blocks.isdisjoint(table.block_ids):
-                sequence.num_settled_tokens = 0
+                sequence.num_committed_tokens = 0
                 self.start_over(sequence)
 
     def _lose_swapped(self, sequence: Sequence) -> None:

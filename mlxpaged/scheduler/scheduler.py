@@ -155,7 +155,7 @@ class Scheduler:
         for row in batch.rows:
             sequence = row.sequence
             if sequence.status is SequenceStatus.RUNNING:
-                sequence.num_settled_tokens = row.context_len
+                sequence.num_committed_tokens = row.context_len
             elif sequence.status is SequenceStatus.FINISHED:
                 continue
             elif sequence.sequence_id not in token_ids:
@@ -192,7 +192,7 @@ class Scheduler:
             blocks=self.pool.usage(),
             swap=self.blocks.swap_usage(),
             preemptions_total=self._preemption.total,
-            rescues_total=self._rescues,
+            starvation_admissions_total=self._rescues,
             blocks_copied_total=self.blocks.blocks_copied,
             blocks_swapped_out_total=self.blocks.blocks_swapped_out,
             blocks_swapped_in_total=self.blocks.blocks_swapped_in,

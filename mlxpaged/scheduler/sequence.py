@@ -101,7 +101,7 @@ class Sequence:
         self.block_table: BlockTable | None = None  # set while it holds blocks
         self.block_keys: list[bytes] = []  # hashes of its full blocks, for the prefix cache
         self.num_computed_tokens = 0
-        self.num_settled_tokens = 0  # of those, the ones that no step under way still has to compute
+        self.num_committed_tokens = 0  # of those, the ones that no step under way still has to compute
         self.num_pending_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.num_preemptions = 0

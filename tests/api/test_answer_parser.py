@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlxpaged.api.answer_parser import AnswerParser
 from mlxpaged.api.parts import CallArguments, CallEnd, CallStart, Message, Part, Text, Thinking
 from mlxpaged.api.tool_calls import AROUND_ARGUMENTS
-from mlxpaged.engine import AnswerForm, Constraint
+from mlxpaged.engine import Constraint, StructuredOutput
 from mlxpaged.models import Tags, ToolFormat
 
 TOOLS = [
@@ -33,7 +33,12 @@ def tags(tool_format: str | None = "json_tools", think: bool = True) -> Tags:
 
 
 def parse(
-    pieces: list[str], *, using: Tags, thinking: bool = False, one_call: bool = False, held: AnswerForm | None = None
+    pieces: list[str],
+    *,
+    using: Tags,
+    thinking: bool = False,
+    one_call: bool = False,
+    held: StructuredOutput | None = None,
 ) -> list[Part]:
     parser = AnswerParser(using, thinking, TOOLS, one_call, held)
     return [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
@@ -71,7 +76,7 @@ FORMATS = ("json_tools", "mistral", "qwen3_coder", "pythonic", "function_gemma",
 
 LETTERS, ANY_JSON = Constraint("regex", ".*"), Constraint("json_schema", "{}")
 HELD = [
-    AnswerForm(thinking, "", "", text)
+    StructuredOutput(thinking, "", "", text)
     for thinking in ("never", "may", "open")
     for text in (None, "free", LETTERS, ANY_JSON)
 ]
@@ -86,7 +91,7 @@ HELD = [
     held=st.sampled_from([None, None, *HELD]),
 )
 def test_the_parts_do_not_depend_on_the_cuts(
-    pieces: list[str], cuts: list[int], form: str | None, thinking: bool, one_call: bool, held: AnswerForm | None
+    pieces: list[str], cuts: list[int], form: str | None, thinking: bool, one_call: bool, held: StructuredOutput | None
 ) -> None:
     assume(held is None or form in (*AROUND_ARGUMENTS, None))
     text, using = "".join(pieces), tags(form)

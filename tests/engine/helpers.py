@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.engine import EngineConfig, EngineCore
-from mlxpaged.engine.step import StepUnderWay
+from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.scheduler import FinishReason
@@ -26,14 +26,14 @@ def make_core(served: ServedModel, blocks: int = 100, swap_blocks: int = 0, **op
 
 def let_steps_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, every tenth step of several rows, by chance."""
-    rng, read = random.Random(1), StepUnderWay.read
+    rng, read = random.Random(1), InFlightStep.read
 
-    def sometimes_failing(step: StepUnderWay) -> Any:
+    def sometimes_failing(step: InFlightStep) -> Any:
         if len(step.batch.rows) > 1 and rng.random() < 0.1:
             raise RuntimeError("injected")
         return read(step)
 
-    monkeypatch.setattr(StepUnderWay, "read", sometimes_failing)
+    monkeypatch.setattr(InFlightStep, "read", sometimes_failing)
 
 
 def finish(core: EngineCore) -> tuple[dict[str, str], dict[str, FinishReason | None]]:

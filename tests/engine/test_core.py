@@ -14,7 +14,7 @@ import pytest
 from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.sampler import SampledToken
-from mlxpaged.engine.step import StepUnderWay
+from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.scheduler import Batch, FinishReason
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
@@ -256,14 +256,14 @@ def test_the_engine_measures_its_steps_and_cuts_prompts_to_the_limit(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that takes 10 ms for a step and 1 ms more for every token."""
-    now, read, seconds = [0.0], StepUnderWay.read, []
+    now, read, seconds = [0.0], InFlightStep.read, []
 
-    def slow_read(step: StepUnderWay) -> dict[int, SampledToken]:
+    def slow_read(step: InFlightStep) -> dict[int, SampledToken]:
         seconds.append(0.01 + step.batch.num_tokens / 1000)
         now[0] += seconds[-1]
         return read(step)
 
-    monkeypatch.setattr(StepUnderWay, "read", slow_read)
+    monkeypatch.setattr(InFlightStep, "read", slow_read)
     core = EngineCore(EngineConfig(kv_cache_bytes=4_000_000, max_step_ms=60), served, lambda: now[0])
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     core.add(Request("stream", [5, 6, 7], params, 0.0))

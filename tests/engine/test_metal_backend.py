@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
-from mlxpaged.engine.step import StepUnderWay
+from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
 from tests.metal_on_cpu import Interpreter
@@ -104,22 +104,22 @@ def test_sampled_requests_survive_aborts_and_a_failing_step_on_either_backend(
         for i, (prompt, options) in enumerate(zip(PROMPTS, params, strict=False)):
             core.add(Request(str(i), prompt, SamplingParams(max_tokens=8, ignore_eos=True, **options), 0.0))
         core.add(Request("leaves", PROMPTS[4], SamplingParams(max_tokens=8, ignore_eos=True), 0.0))
-        read, reads = StepUnderWay.read, []
+        read, reads = InFlightStep.read, []
 
-        def failing(step: StepUnderWay, read: Any = read, reads: list[int] = reads) -> Any:
+        def failing(step: InFlightStep, read: Any = read, reads: list[int] = reads) -> Any:
             reads.append(1)
             if len(reads) == 3:
                 raise RuntimeError("injected")
             return read(step)
 
-        monkeypatch.setattr(StepUnderWay, "read", failing)
+        monkeypatch.setattr(InFlightStep, "read", failing)
         outputs: dict[str, list[RequestOutput]] = {}
         while core.has_work():
             for output in core.step():
                 outputs.setdefault(output.request_id, []).append(output)
             if len(reads) == 2:
                 core.abort("leaves")
-        monkeypatch.setattr(StepUnderWay, "read", read)
+        monkeypatch.setattr(InFlightStep, "read", read)
         assert core.scheduler.pool.usage().used == 0
         outputs.pop("leaves", None)
         assert not any(output.error for answer in outputs.values() for output in answer)

@@ -14,7 +14,7 @@ import pytest
 
 from mlxpaged.attention import AttentionMetadata, gather, gather_plan, metadata
 from mlxpaged.engine import EngineConfig, EngineCore, model_runner
-from mlxpaged.engine.model_runner import DrawnTokens, ModelRunner
+from mlxpaged.engine.model_runner import ModelRunner, SampledTokens
 from mlxpaged.models import RowGroups, ServedModel
 from mlxpaged.models.head import RowSelection
 from mlxpaged.models.laned import LinearByInput
@@ -109,7 +109,7 @@ def test_whatever_the_model_has_to_know_of_a_step_is_one_upload(
 ) -> None:
     tokens = [*LONG[:9], PENDING] if pending else LONG
     batch = rows((tokens, 9, 1), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20))
-    drawn = DrawnTokens(mx.array([7, LONG[9]]), [5, 0])
+    drawn = SampledTokens(mx.array([7, LONG[9]]), [5, 0])
     expected = np.array(forward(runner, rows((LONG, 0, 10), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20))))
     seen = CountingMlx()
     monkeypatch.setattr(model_runner, "mx", seen)
@@ -142,7 +142,7 @@ def test_rows_that_fill_a_unit_change_no_logits_and_no_pool(
         rows(([*LONG[:9], PENDING], 9, 1), ([4, 5, 6, PENDING], 3, 1), ([1] * 20, 7, 13)),
         rows((LONG, 9, 1), ([4, 5, 6, 8], 3, 1), ([*[1] * 20, PENDING], 20, 1)),
     ]
-    drawn = DrawnTokens(mx.array([8, LONG[9], 3]), [1, 0, 2])
+    drawn = SampledTokens(mx.array([8, LONG[9], 3]), [1, 0, 2])
     seen: list[tuple[int, int]] = []
 
     def run(unit: int) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:

@@ -11,7 +11,7 @@ import pytest
 
 from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.step import StepUnderWay
+from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.scheduler import FinishReason
@@ -54,7 +54,7 @@ def test_a_step_is_started_before_the_tokens_of_the_last_one_are_read(
 ) -> None:
     overlapped(True)
     events: list[str] = []
-    forward, read = ModelRunner.forward, StepUnderWay.read
+    forward, read = ModelRunner.forward, InFlightStep.read
 
     def noting_forward(*args: Any) -> Any:
         events.append("start")
@@ -65,7 +65,7 @@ def test_a_step_is_started_before_the_tokens_of_the_last_one_are_read(
         return read(*args)
 
     monkeypatch.setattr(ModelRunner, "forward", noting_forward)
-    monkeypatch.setattr(StepUnderWay, "read", noting_read)
+    monkeypatch.setattr(InFlightStep, "read", noting_read)
     core = EngineCore(EngineConfig(kv_cache_bytes=1_000_000), served)
     run_requests(core, [[1, 2, 3]], max_tokens=4)
     assert events == ["start", "start", "read", "start", "read", "start", "read", "read"]
@@ -167,16 +167,16 @@ def test_a_failing_step_whose_prefix_was_shared_and_whose_owner_was_aborted_spoi
     add(core, "sharer", [*prefix, 30])
     core.step()
     core.abort("owner")
-    read, failures = StepUnderWay.read, iter([RuntimeError("injected")])
+    read, failures = InFlightStep.read, iter([RuntimeError("injected")])
 
-    def failing(step: StepUnderWay) -> Any:
+    def failing(step: InFlightStep) -> Any:
         for error in failures:
             for layer in core.runner.layers:
                 layer.kv.clear()
             raise error
         return read(step)
 
-    monkeypatch.setattr(StepUnderWay, "read", failing)
+    monkeypatch.setattr(InFlightStep, "read", failing)
     outputs = finish(core)
     assert [token for output in outputs["sharer"] for token in output.token_ids] == expected
 
@@ -188,14 +188,14 @@ def test_tokens_of_a_step_that_failed_do_not_count_for_penalties(
     prompts = [[i + 1] * 5 for i in range(4)]
     params = {"temperature": 0.9, "seed": 5, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
     expected = run_requests(make_core(served), prompts, **params)
-    read, reads = StepUnderWay.read, iter(range(1000))
+    read, reads = InFlightStep.read, iter(range(1000))
 
-    def failing(step: StepUnderWay) -> Any:
+    def failing(step: InFlightStep) -> Any:
         if next(reads) in (1, 7):
             raise RuntimeError("injected")
         return read(step)
 
-    monkeypatch.setattr(StepUnderWay, "read", failing)
+    monkeypatch.setattr(InFlightStep, "read", failing)
     assert run_requests(make_core(served), prompts, **params) == expected
 
 
@@ -211,9 +211,9 @@ def test_whatever_happens_answers_are_those_of_requests_alone(
     roomy = make_core(served)
     expected = [run_requests(roomy, [p], max_tokens=n)[0] for p, n in zip(prompts, lengths, strict=True)]
     core = make_core(served, blocks=7, max_num_batched_tokens=64, max_num_seqs=6)
-    read = StepUnderWay.read
+    read = InFlightStep.read
 
-    def sometimes_failing(step: StepUnderWay) -> Any:
+    def sometimes_failing(step: InFlightStep) -> Any:
         if rng.random() < 0.1:
             raise RuntimeError("injected")
         return read(step)
@@ -221,7 +221,7 @@ def test_whatever_happens_answers_are_those_of_requests_alone(
     outputs: dict[str, list[RequestOutput]] = {}
     waiting, aborted = list(range(len(prompts))), set()
     with monkeypatch.context() as patch:
-        patch.setattr(StepUnderWay, "read", sometimes_failing)
+        patch.setattr(InFlightStep, "read", sometimes_failing)
         while waiting or core.has_work():
             while waiting and rng.random() < 0.4:
                 number = waiting.pop(0)

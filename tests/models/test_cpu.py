@@ -14,8 +14,8 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlxpaged import blas
 from mlxpaged.attention import lanes
+from mlxpaged.cpu import blas
 from mlxpaged.models import load_model
 from mlxpaged.models.cpu import (
     NormBySum,

@@ -279,13 +279,13 @@ def test_a_blocked_sequence_runs_on_pass_65_its_victim_is_queued_again_and_the_p
     for _ in range(MAX_PASSES):
         assert number not in simulation.step().sequence_ids
     victim, large = simulation.scheduler.get(1), simulation.scheduler.get(number)
-    assert (large.num_passes, simulation.scheduler.stats().rescues_total) == (MAX_PASSES, 0)
+    assert (large.num_passes, simulation.scheduler.stats().starvation_admissions_total) == (MAX_PASSES, 0)
     with caplog.at_level(logging.INFO, logger="mlxpaged.scheduler"):
         batch = simulation.step()
     assert batch.sequence_ids == [number]
     assert victim.status is (SequenceStatus.SWAPPED if num_swap_slots else SequenceStatus.PREEMPTED)
     assert list(simulation.scheduler.waiting) == [victim]
-    assert simulation.scheduler.stats().rescues_total == 1
+    assert simulation.scheduler.stats().starvation_admissions_total == 1
     assert any("made room for sequence 2" in record.getMessage() for record in caplog.records)
     assert large.num_passes == 0
     simulation.run()
@@ -311,7 +311,7 @@ def test_steps_that_only_decode_are_passes_too(decode_preference: float) -> None
         assert waiting.num_passes == passes
     simulation.step()
     assert waiting.status is SequenceStatus.RUNNING
-    assert scheduler.stats().rescues_total == 1
+    assert scheduler.stats().starvation_admissions_total == 1
 
 
 def test_a_step_that_only_decodes_is_no_pass_for_one_that_has_not_been_looked_at_or_wants_a_seat() -> None:
@@ -345,7 +345,7 @@ def test_it_is_no_rescue_where_nobody_has_to_give_way() -> None:
         simulation.step()
     simulation.abort(1)
     assert simulation.step().sequence_ids == [large]
-    assert simulation.scheduler.stats().rescues_total == 0
+    assert simulation.scheduler.stats().starvation_admissions_total == 0
 
 
 def test_one_that_was_rescued_and_preempted_since_is_like_any_other() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from mlxpaged.engine import (
-    AnswerForm,
-    CallForm,
     Constraint,
     EngineCore,
     GrammarError,
     Request,
     SamplingParams,
+    StructuredOutput,
+    ToolCallForm,
 )
 from mlxpaged.engine.answer_grammar import lark
 from mlxpaged.engine.grammar import Grammars
@@ -29,20 +29,23 @@ from tests.scripted import make_scripted_model
 
 OBJECT = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
 SCHEMA = Constraint("json_schema", json.dumps(OBJECT), "tools.0")
-CALLS = (CallForm("\nf ", SCHEMA, "\n</tool_call>"), CallForm("\ng ", SCHEMA, "\n</tool_call>"))
+CALLS = (ToolCallForm("\nf ", SCHEMA, "\n</tool_call>"), ToolCallForm("\ng ", SCHEMA, "\n</tool_call>"))
 THINK, TOOL = ("<think>", "</think>"), "<tool_call>"
 WORDS = Constraint("regex", "([a-z]{3} ){1,9}", "guided_regex")
 
 CALL = r'<tool_call>\n[fg] \{\s*"a"\s*:\s*(1|22)\s*\}\n</tool_call>'
-FORMS: dict[str, tuple[AnswerForm, str]] = {
-    "text behind open thoughts": (AnswerForm("open", *THINK, WORDS), r"(?s).*</think>([a-z]{3} ){1,9}"),
-    "calls": (AnswerForm("may", *THINK, None, TOOL, CALLS), rf"(?s)(<think>.*</think>)?\n?\n?{CALL}(\n?{CALL})*"),
-    "one call": (AnswerForm("never", *THINK, None, TOOL, CALLS, one_call=True), CALL),
+FORMS: dict[str, tuple[StructuredOutput, str]] = {
+    "text behind open thoughts": (StructuredOutput("open", *THINK, WORDS), r"(?s).*</think>([a-z]{3} ){1,9}"),
+    "calls": (StructuredOutput("may", *THINK, None, TOOL, CALLS), rf"(?s)(<think>.*</think>)?\n?\n?{CALL}(\n?{CALL})*"),
+    "one call": (StructuredOutput("never", *THINK, None, TOOL, CALLS, one_call=True), CALL),
     "calls or text": (
-        AnswerForm("open", *THINK, WORDS, TOOL, CALLS),
+        StructuredOutput("open", *THINK, WORDS, TOOL, CALLS),
         rf"(?s).*</think>({CALL}.*|([a-z]{{3}} ){{1,9}})",
     ),
-    "text and calls": (AnswerForm("may", *THINK, "free", TOOL, CALLS), rf"(?s)[^<]*(<(?!tool_call>)[^<]*)*({CALL}.*)?"),
+    "text and calls": (
+        StructuredOutput("may", *THINK, "free", TOOL, CALLS),
+        rf"(?s)[^<]*(<(?!tool_call>)[^<]*)*({CALL}.*)?",
+    ),
 }
 
 
@@ -108,11 +111,11 @@ def test_answers_do_not_depend_on_overlap_preemption_forks_or_failures(
 
 def test_the_part_that_cannot_be_enforced_is_named(served: ServedModel) -> None:
     grammars = Grammars(served.tokenizer, served.vocab_size)
-    wrong = CallForm("", Constraint("json_schema", '{"not": {}}', "tools.1"), "")
+    wrong = ToolCallForm("", Constraint("json_schema", '{"not": {}}', "tools.1"), "")
     for form, param in (
-        (AnswerForm("may", *THINK, WORDS, TOOL, (CALLS[0], wrong), param="mine"), "tools.1"),
+        (StructuredOutput("may", *THINK, WORDS, TOOL, (CALLS[0], wrong), param="mine"), "tools.1"),
         (
-            AnswerForm("may", *THINK, Constraint("regex", "[a", "guided_regex"), TOOL, CALLS, param="mine"),
+            StructuredOutput("may", *THINK, Constraint("regex", "[a", "guided_regex"), TOOL, CALLS, param="mine"),
             "guided_regex",
         ),
     ):
@@ -127,7 +130,7 @@ def test_a_tag_in_several_tokens_is_text(tmp_path: Path, served: ServedModel) ->
     def pieces(text: str) -> list[str | int]:
         return [{"<|a|>": 1, "<|b|>": 2}.get(piece, piece) for piece in re.split(r"(<\|[ab]\|>)", text) if piece]
 
-    form = AnswerForm("may", "<|a|>think<|b|>", "[/think/]", WORDS)
+    form = StructuredOutput("may", "<|a|>think<|b|>", "[/think/]", WORDS)
     assert lark(form, pieces).splitlines() == [
         'start: (<[1]> "think" <[2]> thought)? answer',
         "thought: thought_head ",

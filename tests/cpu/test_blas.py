@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from mlxpaged.blas import INSTALL, OPENBLAS, REFERENCE
+from mlxpaged.cpu.blas import INSTALL, OPENBLAS, REFERENCE
 
 WITH_ROUTINES = r"OpenBLAS \(\w+\)"
 """Such as Haswell."""
@@ -37,7 +37,7 @@ def run(*lines: str, preload: str = "", **variables: str | None) -> str:
 
 
 def described(*imports: str, preload: str = "") -> str:
-    return run(*imports, "from mlxpaged import blas", "print(blas.describe())", preload=preload)
+    return run(*imports, "from mlxpaged.cpu import blas", "print(blas.describe())", preload=preload)
 
 
 @needs_openblas
@@ -81,4 +81,4 @@ def test_a_product_is_computed_by_who_asks_for_it(variable: str | None, first: s
 
 @needs_openblas
 def test_products_of_others_may_have_more() -> None:
-    assert run("from mlxpaged import blas", "blas.use_threads(2)", THREADS) == "2"
+    assert run("from mlxpaged.cpu import blas", "blas.use_threads(2)", THREADS) == "2"
