@@ -28,7 +28,7 @@ from typing import Any
 
 from mlxpaged.attention import AttentionMetadata, LayerKVCache, lanes
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams
+from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.cpu import swiglu_by_powers, swiglu_of_mlx_lm
@@ -207,7 +207,7 @@ def host_times(served: ServedModel, batch: int, context: int, steps: int) -> lis
     """Seconds of CPU time that the engine's thread spends on each of some decode steps."""
     served = replace(served, model=NoModel(served.vocab_size), rows=None, layers=served.layers[:1])
     kv_bytes = bytes_per_token(served.layers) * batch * (context + steps + 64)
-    core = EngineCore(EngineConfig(model="nothing", max_num_seqs=batch, kv_cache_bytes=kv_bytes), served)
+    core = build_engine(EngineConfig(model="nothing", max_num_seqs=batch, kv_cache_bytes=kv_bytes), served)
     engine = Engine(core)
     engine.prefill(make_prompts(batch, context, served.vocab_size), steps + 16)
     times = []
@@ -292,7 +292,7 @@ def main() -> None:
         max_step_ms=0,
         kv_cache_bytes=kv_bytes,
     )
-    core = EngineCore(config, served)
+    core = build_engine(config, served)
     bare, engine = Bare(plain), Engine(core)
     print(f"{model}, {served.weight_bytes / 1e6:.1f} MB of weights, {mx.default_device()}, {blas.describe()}\n")
     print(f"{'':22} {'bare ms':>9} {'ours ms':>9} {'bare tok/s':>10} {'ours tok/s':>10}   ratio (10 % to 90 %)")

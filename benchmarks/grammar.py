@@ -14,7 +14,7 @@ import statistics
 import time
 
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
-from mlxpaged.engine import Constraint, EngineConfig, EngineCore, Request, SamplingParams
+from mlxpaged.engine import Constraint, EngineConfig, EngineCore, Request, SamplingParams, build_engine
 from mlxpaged.models import DEMO_MODEL, load_model
 
 # isort: split
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
-    core = EngineCore(
+    core = build_engine(
         EngineConfig(model=args.model, max_num_seqs=args.plain + args.constrained), load_model(args.model)
     )
     print(f"{args.model}, {mx.default_device()}, BLAS: {blas.describe()}; {args.runs} runs of each, in turn")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams
+from mlxpaged.engine import EngineConfig, Request, SamplingParams, build_engine
 from mlxpaged.models import DEMO_MODEL, load_model
 
 QUESTIONS = ("Repeat: blue river stone", "What is 17 + 25?", "Reverse: a b c")
@@ -17,7 +17,7 @@ QUESTIONS = ("Repeat: blue river stone", "What is 17 + 25?", "Reverse: a b c")
 def main(model: str) -> None:
     config = EngineConfig(model=model, kv_cache_bytes=64_000_000)
     served = load_model(config.model)
-    core = EngineCore(config, served)
+    core = build_engine(config, served)
     texts = dict.fromkeys(QUESTIONS, "")
     for question in QUESTIONS:
         prompt = served.tokenizer.apply_chat_template([{"role": "user", "content": question}])

@@ -14,6 +14,7 @@ from mlxpaged.engine.async_engine import (
     RequestFailedError,
     RequestStream,
 )
+from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput, Thinking, ToolCallForm
 from mlxpaged.engine.core import EngineCore
@@ -58,4 +59,5 @@ __all__ = [
     "Timeline",
     "TokenLogprobs",
     "ToolCallForm",
+    "build_engine",
 ]

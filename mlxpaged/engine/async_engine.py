@@ -394,7 +394,7 @@ class AsyncEngine:
             context_length=served.context_length,
             num_layers=len(served.layers),
             weight_bytes=served.weight_bytes,
-            kv_cache_bytes=core.kv_cache_bytes,
+            kv_cache_bytes=core.runner.kv_cache_bytes,
             num_blocks=core.scheduler.pool.num_blocks,
             num_swap_slots=core.scheduler.config.num_swap_slots,
             block_size=core.scheduler.pool.block_size,

@@ -9,88 +9,71 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.attention import Limits, choose_backend, choose_tunings
-from mlxpaged.cache import blocks_for
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine import recovery
 from mlxpaged.engine.deadlines import Deadlines
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
 from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.memory import kv_blocks, swap_slots
-from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler
 from mlxpaged.engine.status import EngineStats, EngineStatus, engine_status
-from mlxpaged.engine.step import InFlightStep, StepDispatcher
+from mlxpaged.engine.step import HostError, InFlightStep, StepLauncher
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.models import ServedModel
-from mlxpaged.models.layers import bytes_per_token
-from mlxpaged.scheduler import (
-    Batch,
-    FinishReason,
-    ScheduledSequence,
-    Scheduler,
-    Sequence,
-    SequenceStatus,
-)
+from mlxpaged.scheduler import Batch, FinishReason, Scheduler, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Everything that runs on the engine thread. One call of `step` is one forward pass of the model.
+    """Everything that runs on the engine thread. `builder.build_engine` makes one.
 
-    clock: seconds; that of the arrival times of requests. embedder: None where no model makes embeddings; it has steps
-    of its own."""
+    One call of `step` launches at most one forward pass of the model. The embedder has steps of its own.
+    """
 
     def __init__(
         self,
-        config: EngineConfig,
         served: ServedModel,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        sampler: Sampler,
+        grammars: Grammars,
         clock: Callable[[], float] = time.monotonic,
         embedder: Embedder | None = None,
         no_embedder_because: str = "",
     ) -> None:
-        per_block = bytes_per_token(served.layers) * config.block_size
-        useful = config.max_num_seqs * blocks_for(served.context_length, config.block_size)
-        reserved = 0 if embedder is None else embedder.model.kv_bytes
-        num_blocks = kv_blocks(per_block, config.kv_cache_bytes, useful, reserved)
-        kv_type = ",".join(sorted({str(spec.dtype) for spec in served.layers}))
         self.served = served
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sampler = sampler
+        self.grammars = grammars
         self.clock = clock
         self.embedder = embedder
         self.no_embedder_because = no_embedder_because
-        self.kv_cache_bytes = num_blocks * per_block
-        slots = swap_slots(per_block, config.swap_space_bytes) if config.swap_space_bytes else 0
-        seed = f"{served.name}|{kv_type}".encode()
-        self.scheduler = Scheduler(config.scheduler_config(num_blocks, slots, seed), clock)
-        shapes = [spec.attention_shape(config.block_size) for spec in served.layers]
-        backend = choose_backend(config.attention_backend, shapes)
-        limits = Limits(served.context_length, config.max_num_seqs)
-        tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune)
-        self.runner = ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir)
-        self.sampler = Sampler(served.vocab_size)
-        self.grammars = Grammars(served.tokenizer, served.vocab_size)
-        self._dispatcher = StepDispatcher(self.runner, self.sampler, self.grammars, clock)
+        self._launcher = StepLauncher(runner, sampler, grammars, clock)
+        self._in_flight: InFlightStep | None = None
+        self._outputs: list[RequestOutput] = []  # of the running call of `step`
         self._ids = itertools.count()
         self._requests: dict[int, RunningRequest] = {}
         self._sequence_of: dict[str, int] = {}
-        self._under_way: InFlightStep | None = None
-        self._steps = 0
-        self._generated = 0
         self._deadlines = Deadlines()
         self._log = StepLog()
-        self._read_at = -math.inf  # the last overlapped step's tokens
+        self._read_at = -math.inf  # when the tokens of the last step were read
+        self._num_steps = 0
+        self._num_generated_tokens = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request that fits the context and the pool. Raises PromptTooLongError where it does not, and
-        GrammarError for a constraint that cannot be enforced."""
+        """Queue a request. Raises PromptTooLongError if it could never run, and GrammarError if its constraint cannot
+        be enforced."""
         params = request.params
         assert params.max_tokens is not None
         matcher = None
         if params.constraint is not None:
             matcher = self.grammars.start(params.constraint, params.ignore_eos)
-        runs_past_eos = params.ignore_eos and matcher is None  # with a grammar, it is drawn only at the very end
+        runs_past_eos = params.ignore_eos and matcher is None  # a grammar allows the end token only at its end
         stop_ids = params.stop_token_ids | (frozenset() if runs_past_eos else self.served.tokenizer.eos_token_ids)
         sequence = Sequence(
             next(self._ids),
@@ -103,18 +86,17 @@ class EngineCore:
         sequence.request_id = request.request_id
         parent = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         sequence.fork_of = None if parent is None else self._requests[parent].sequence
-        sequence.needs_last_token = matcher is not None
         self.scheduler.add(sequence)
         self._requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer, matcher)
         self._deadlines.watch(sequence.sequence_id, request)
         self._sequence_of[request.request_id] = sequence.sequence_id
 
     def refusal(self, request: Request, error: str) -> RequestOutput:
-        """The only output of a request that `add` would not take."""
+        """The only output of a request that `add` refused."""
         return RequestOutput(request.request_id, self.clock(), finish_reason=FinishReason.ERROR, error=error)
 
     def abort(self, request_id: str, error: str | None = None) -> list[RequestOutput]:
-        """End a request and free all it holds; an unknown id (it may just have finished) is no error."""
+        """End a request and free all it holds. An unknown id is no error: the request may just have finished."""
         sequence_id = self._sequence_of.get(request_id)
         if sequence_id is None:
             return []
@@ -126,8 +108,8 @@ class EngineCore:
         return [output for request_id in list(self._sequence_of) for output in self.abort(request_id, error)]
 
     def cancel(self, request_ids: ListOf[str]) -> tuple[list[EndedRequest], list[RequestOutput]]:
-        """End requests on somebody's word. What was ended, and the last output of each; ids that are unknown, because
-        they have just finished, are passed over."""
+        """Cancel requests. Returns what was ended, and the last output of each. Unknown ids are skipped: they may just
+        have finished."""
         ended = [] if self.embedder is None else self.embedder.cancel(request_ids)
         outputs = []
         for request_id in request_ids:
@@ -149,213 +131,179 @@ class EngineCore:
         return outputs
 
     def _end(self, sequence_id: int, reason: FinishReason, error: str | None) -> RequestOutput:
-        """In whatever state it is."""
         self.scheduler.finish(sequence_id, reason)
-        return self._forget(self._requests[sequence_id], error)
+        return self._last_output(self._requests[sequence_id], error)
+
+    # -- what others ask -----------------------------------------------------------------------------------------
 
     def clear_cache(self) -> int:
-        """Empty the prefix cache; running sequences keep their blocks. Returns the number of blocks that were in it."""
+        """Empty the prefix cache; running sequences keep their blocks. Returns the number of blocks it held."""
         cache = self.scheduler.prefix_cache
-        if cache is None:
-            return 0
-        dropped = len(cache)
-        cache.clear()
-        return dropped
+        return 0 if cache is None else cache.clear()
 
     def status(self) -> EngineStatus:
         sequences = ((running.request.request_id, running.sequence) for running in self._requests.values())
-        return engine_status(self.scheduler, sequences, self._steps, self.clock())
+        return engine_status(self.scheduler, sequences, self._num_steps, self.clock())
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            self.scheduler.stats(),
+            self._num_steps,
+            self.runner.model_calls,
+            self.runner.attention_calls,
+            self._num_generated_tokens,
+            NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
+        )
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished() or self._in_flight is not None
+
+    def close(self) -> None:
+        """Release the swap space, which may be a file."""
+        self.runner.close()
+
+    # -- steps ---------------------------------------------------------------------------------------------------
 
     def logged_step(self) -> list[RequestOutput]:
         """`step`, with a line in the debug log."""
         started = self.clock()
         outputs = self.step()
         if self._log.wants_line():
-            self._log.write(self._steps, self.clock() - started, self.scheduler.stats())
+            self._log.write(self._num_steps, self.clock() - started, self.scheduler.stats())
         return outputs
 
-    def has_work(self) -> bool:
-        return self.scheduler.has_unfinished() or self._under_way is not None
-
     def step(self) -> list[RequestOutput]:
-        """Run one batch. A failing forward pass ends the requests that cause it; everything else raised here means that
-        the engine's own books are wrong, and is for the caller to treat as the end of the engine."""
+        """Schedule and launch one batch; returns the outputs of the step that ended.
+
+        A request that makes its step fail ends with an error. Any exception raised here means that the engine's own
+        state is wrong, and the engine cannot go on.
+        """
+        batch = self._schedule()
+        try:
+            if not self._move_blocks(batch):
+                self._finish_in_flight()
+                recovery.run_rows(self, batch.rows)
+            elif self.runner.overlaps:
+                self.overlap_step(batch)
+            else:
+                self.normal_step(batch)
+        except HostError as error:
+            self._isolate(batch, error)
+        except DeviceError as error:
+            self._rebuild_pools(error, batch)
+        return self._take_outputs()
+
+    def normal_step(self, batch: Batch) -> None:
+        """Run a batch to its end: forward pass, sampler, tokens, text. No other step may be in flight."""
+        step = self._launch(batch)
+        self._launcher.sample(step, self._requests)
+        self.runner.finish_step(*step.results)
+        self._process(step)
+
+    def overlap_step(self, batch: Batch) -> None:
+        """Launch the forward pass of a batch, then process the tokens of the step before while the device works.
+
+        Sampled tokens go from one forward pass into the next on the device. Only the sampler waits for the host, which
+        then knows all earlier tokens: grammars, forced tokens and ends of answers are up to date in every step.
+        """
+        step = self._launch(batch, self._in_flight) if batch.rows else None
+        self._finish_in_flight()
+        if step is not None:
+            self._launcher.sample(step, self._requests)
+        self._in_flight = step
+
+    def finish_in_flight_step(self) -> list[RequestOutput]:
+        """Wait for the step in flight, if there is one, and process its tokens."""
+        try:
+            self._finish_in_flight()
+        except DeviceError as error:
+            self._rebuild_pools(error)
+        return self._take_outputs()
+
+    def _schedule(self) -> Batch:
         batch = self.scheduler.schedule()
         self._log.start_step(batch, self._requests, self.clock())
         if batch.rows:
-            self._steps += 1
-        elif self._under_way is None:
+            self._num_steps += 1
+        elif self._in_flight is None:
             raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
-        if batch.moves and not self._move(batch):
-            return self.finish_in_flight_step() + self._plain_step(batch)
-        if any(self._may_force(row) for row in batch.rows):
-            return self.finish_in_flight_step() + self._plain_step(batch)
-        return self._overlapped_step(batch) if self.runner.overlaps else self._plain_step(batch)
+        return batch
 
-    def _may_force(self, row: ScheduledSequence) -> bool:
-        """Whether the token of this step may turn out to be forced, which no step behind it can know in time."""
-        thinking = self._requests[row.sequence.sequence_id].thinking
-        return thinking is not None and thinking.may_force_after_next()
-
-    def _force(self, tokens: dict[int, SampledToken]) -> None:
-        """In place of those drawn, the tokens that have to come."""
-        for sequence_id in tokens:
-            running = self._requests.get(sequence_id)
-            forced = running.forced() if running is not None else None
-            if forced is not None:
-                tokens[sequence_id] = SampledToken(forced)
-                self.sampler.forget(sequence_id)  # the token drawn is among its counts
-
-    def _plain_step(self, batch: Batch) -> list[RequestOutput]:
-        """Run a batch to its end."""
-        failures: list[RequestOutput] = []
-        tokens = self._run(batch.rows, failures)
-        for row in batch.rows:
-            if row.sequence.status is SequenceStatus.PREEMPTED and row.sequence.sequence_id in tokens:
-                del tokens[row.sequence.sequence_id]  # its values were lost after it had run: it runs again
-                self.sampler.forget(row.sequence.sequence_id)
-        self._force(tokens)
-        return failures + self._settle(batch, tokens)
-
-    def _overlapped_step(self, batch: Batch) -> list[RequestOutput]:
-        """Start a batch, then end the one before it: its tokens are read and turned into text behind the device's work.
-
-        The tokens go from one step into the next on the device. A sequence that turns out to have ended has a row in
-        the step that was started already; what it draws is dropped. Where a step fails, both are run again, one after
-        the other, to find out which request is to blame.
-        """
-        before = self._under_way
-        try:
-            self._under_way = self._dispatch(batch, before) if batch.rows else None
-            tokens = {} if before is None else before.read()
-        except Exception:
-            return self._repeat([*([before.batch] if before else ()), batch])
-        return [] if before is None else self._settle_overlapped(before, tokens)
-
-    def finish_in_flight_step(self) -> list[RequestOutput]:
-        """Wait for the step that the device works on, if it does."""
-        before, self._under_way = self._under_way, None
-        if before is None:
-            return []
-        try:
-            tokens = before.read()
-        except Exception:
-            return self._repeat([before.batch])
-        return self._settle_overlapped(before, tokens)
-
-    def _repeat(self, batches: ListOf[Batch]) -> list[RequestOutput]:
-        """Run batches of which one failed under way.
-
-        What a sequence computed that gave way or ended since then is not computed again by that: its blocks may be
-        somebody else's by now, and those that it published are findable without ever having been written. Then
-        everything starts over.
-        """
-        logger.exception("a step failed, it is run again")
-        self._under_way = None
-        rows = [row for batch in batches for row in batch.rows]
-        for row in rows:
-            self.sampler.forget(row.sequence.sequence_id)  # the tokens of failed steps are among its counts
-        outputs = []
-        if not self.runner.recover():
-            message = "the step failed and the KV pools were lost"
-            outputs = [self._fail(row, message) for row in rows if not row.sequence.finish_reason]
-            self._lose_pools()
-        elif any(row.sequence.status is not SequenceStatus.RUNNING for row in rows):
-            self.scheduler.reset_cache()
-        for row in rows:
-            if row.sequence.status in (SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED):
-                self.scheduler.start_over(row.sequence)
-        return outputs + [output for batch in batches for output in self._plain_step(batch)]
-
-    def _move(self, batch: Batch) -> bool:
-        """Swap and copy blocks for a batch. False where that failed: whoever needs them starts over."""
+    def _move_blocks(self, batch: Batch) -> bool:
+        """Swap and copy the blocks of a batch. False if that failed: the sequences that need them are preempted."""
+        if not batch.moves:
+            return True
         try:
             self.runner.move_blocks(batch.moves)
-            return True
         except Exception:
-            logger.exception("KV blocks could not be moved, they are computed again")
-            intact = self.runner.recover()
+            logger.exception("KV blocks could not be moved; the sequences that need them are recomputed")
             self.scheduler.undo_moves(batch)
-            if not intact:
-                self._lose_pools()
+            self.runner.finish_step()  # raises DeviceError if the device is to blame
             return False
+        return True
 
-    def _settle_overlapped(self, step: InFlightStep, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
-        """The device began with the step once it was sent, and the one before was done."""
+    def _launch(self, batch: Batch, previous: InFlightStep | None = None) -> InFlightStep:
+        return self._launcher.launch(batch, self.scheduler.get_block_tables(batch.sequence_ids), previous)
+
+    def _finish_in_flight(self) -> None:
+        if self._in_flight is not None:
+            self._process(self._in_flight)
+            self._in_flight = None
+
+    def _process(self, step: InFlightStep) -> None:
+        """Commit the tokens of a step, and make outputs of them."""
+        tokens, invalid = step.read()
         now = self.clock()
+        # The device began with the step when it was launched and the step before was done.
         self.scheduler.observe(step.batch, now - max(step.started, self._read_at))
         self._read_at = now
-        return self._settle(step.batch, tokens)
+        for sequence_id in invalid & self._requests.keys():
+            preempted = self.fail(self._requests[sequence_id].sequence, "the model's logits are not finite")
+            for sequence in preempted:
+                tokens.pop(sequence.sequence_id, None)
+                self.sampler.forget(sequence.sequence_id)
+        self.scheduler.update(Batch(step.rows), {sequence_id: token.token_id for sequence_id, token in tokens.items()})
+        for sequence_id, token in tokens.items():
+            if sequence_id in self._requests:
+                self._outputs.append(self._output_of(self._requests[sequence_id], token))
 
-    def _settle(self, batch: Batch, tokens: dict[int, SampledToken]) -> list[RequestOutput]:
-        """Book the tokens of a batch that is done, and make text of them."""
-        token_ids = {sequence_id: token.token_id for sequence_id, token in tokens.items()}
-        self.scheduler.update(batch, token_ids)
-        alive = [(self._requests[number], token) for number, token in tokens.items() if number in self._requests]
-        return [self._output_of(running, token) for running, token in alive]
+    def _take_outputs(self) -> list[RequestOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
-    def close(self) -> None:
-        """Give back what lies outside the process's memory, or as much as it."""
-        self.runner.close()
+    # -- failures ------------------------------------------------------------------------------------------------
 
-    def stats(self) -> EngineStats:
-        return EngineStats(
-            self.scheduler.stats(),
-            self._steps,
-            self.runner.model_calls,
-            self.runner.attention_calls,
-            self._generated,
-            NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
-        )
-
-    def _run(self, rows: ListOf[ScheduledSequence], failures: list[RequestOutput]) -> dict[int, SampledToken]:
-        """Sampled tokens by sequence id, of the given rows of a step's batch.
-
-        Rows that fail together are run again in halves, down to the request that causes it: writing the same keys and
-        values twice changes nothing, and nobody is lost for a neighbour's failure.
-        """
-        rows = [row for row in rows if row.sequence.status is SequenceStatus.RUNNING]
-        if not rows:
-            return {}
+    def _isolate(self, batch: Batch, error: HostError) -> None:
         try:
-            step = self._dispatch(Batch(tuple(rows)))
-            self.runner.finish_step(*step.results)
-            tokens = step.read()
-            self.scheduler.observe(step.batch, self.clock() - step.started)
-            return tokens
-        except Exception as error:
-            logger.exception("a step of %s failed", ", ".join(row.sequence.request_id for row in rows))
-            for row in rows:
-                self.sampler.forget(row.sequence.sequence_id)
-            intact = self.runner.recover()
-            if len(rows) == 1 or not intact:
-                message = f"the step failed: {type(error).__name__}: {error}"
-                failures += [self._fail(row, message) for row in rows if not row.sequence.finish_reason]
-                if not intact:
-                    self._lose_pools()
-                return {}
-        half = len(rows) // 2
-        return {**self._run(rows[:half], failures), **self._run(rows[half:], failures)}
+            self._finish_in_flight()
+            recovery.isolate(self, batch.rows, error)
+        except DeviceError as device_error:
+            self._rebuild_pools(device_error, batch)
 
-    def _dispatch(self, batch: Batch, before: InFlightStep | None = None) -> InFlightStep:
-        tables = self.scheduler.get_block_tables(batch.sequence_ids)
-        return self._dispatcher.dispatch(batch, tables, self._requests, before)
+    def _rebuild_pools(self, error: DeviceError, *batches: Batch) -> None:
+        in_flight, self._in_flight = self._in_flight, None
+        recovery.rebuild_pools(self, [*([in_flight.batch] if in_flight is not None else ()), *batches], error)
 
-    def _lose_pools(self) -> None:
-        logger.error("the KV pools were lost: every running sequence starts over")
-        self.scheduler.reset_cache()
+    def fail(self, sequence: Sequence, message: str) -> list[Sequence]:
+        """End a request with an error. Returns the sequences that shared blocks which its step should have written:
+        they are preempted, and recompute these blocks."""
+        preempted: list[Sequence] = []
+        if sequence.status is SequenceStatus.RUNNING:
+            preempted = self.scheduler.fail(sequence.sequence_id)
+            for other in preempted:
+                other.drop_pending_tokens()
+        else:  # it was preempted since, and the blocks that it published cannot be told from others
+            self.scheduler.finish(sequence.sequence_id, FinishReason.ERROR)
+            self.clear_cache()
+        self._outputs.append(self._last_output(self._requests[sequence.sequence_id], message))
+        return preempted
 
-    def _fail(self, row: ScheduledSequence, message: str) -> RequestOutput:
-        sequence_id = row.sequence.sequence_id
-        if row.sequence.status is SequenceStatus.RUNNING:
-            self.scheduler.fail(sequence_id)
-        else:  # preempted, because it shared blocks with a row that failed just before
-            self.scheduler.finish(sequence_id, FinishReason.ERROR)
-        return self._forget(self._requests[sequence_id], message)
+    # -- outputs -------------------------------------------------------------------------------------------------
 
     def _output_of(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
-        """Text is a matter of one request: where making it fails, that request ends."""
-        self._generated += 1
+        """The output that a token adds. If its text cannot be made, the request ends with an error."""
+        self._num_generated_tokens += 1
+        running.sequence.num_device_failures = 0
         try:
             output = running.advance(sampled, self.clock())
         except Exception as error:
@@ -363,14 +311,14 @@ class EngineCore:
             if running.sequence.finish_reason is None:
                 self.scheduler.finish(running.sequence.sequence_id, FinishReason.ERROR)
             running.sequence.finish_reason = FinishReason.ERROR
-            return self._forget(running, f"no text could be made: {type(error).__name__}: {error}")
+            return self._last_output(running, f"no text could be made: {type(error).__name__}: {error}")
         if output.finish_reason is not None:
             if running.sequence.finish_reason is None:
                 self.scheduler.finish(running.sequence.sequence_id, FinishReason.STOP)
             self._release(running)
         return output
 
-    def _forget(self, running: RunningRequest, error: str | None) -> RequestOutput:
+    def _last_output(self, running: RunningRequest, error: str | None) -> RequestOutput:
         """The last output of a request that ended without completing its answer."""
         self._release(running)
         return running.output(self.clock(), running.sequence.finish_reason, error=error)

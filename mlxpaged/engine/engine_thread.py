@@ -12,20 +12,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from mlxpaged.engine.builder import build_embedder, build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.embedder import Embedder, EmbeddingRequest
+from mlxpaged.engine.embedder import EmbeddingRequest
 from mlxpaged.engine.memory import wire_device_memory
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
 from mlxpaged.models import (
     ModelNotFoundError,
-    ServedModel,
     UnsupportedModelError,
-    load_embedding_model,
     load_model,
-    own_embedding_model,
 )
 
 logger = logging.getLogger(__name__)
@@ -113,7 +111,7 @@ class EngineThread:
         try:
             wire_device_memory()
             served = load_model(self._config.model, self._config.served_model_name, self._config.tool_parser)
-            core = EngineCore(self._config, served, self._clock, *make_embedder(self._config, served))
+            core = build_engine(self._config, served, self._clock, *build_embedder(self._config, served))
             with contextlib.closing(core):
                 self._callbacks.on_ready(core)
                 self._serve(core)
@@ -188,28 +186,3 @@ class EngineThread:
 
 def embeds(core: EngineCore) -> bool:
     return core.embedder is not None and core.embedder.has_work()
-
-
-def make_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder | None, str]:
-    """Of the second model, or of the first one, where its directory states that it makes embeddings too; else the
-    reason why not.
-
-    Raises ModelNotFoundError or UnsupportedModelError where the second one, which was asked for, cannot be had.
-    """
-    longest = config.embedding_max_model_len
-    if config.embedding_model is not None:
-        model = load_embedding_model(config.embedding_model, config.served_embedding_model_name, longest)
-    else:
-        try:
-            model = own_embedding_model(served, longest)
-        except UnsupportedModelError as error:
-            return None, str(error)
-    logger.info(
-        "%s makes embeddings of %d numbers, by %s pooling, of inputs to %d tokens; %.1f MB are kept for the longest",
-        model.name,
-        model.dimensions,
-        model.spec.pooling.value,
-        model.max_tokens,
-        model.kv_bytes / 1e6,
-    )
-    return Embedder(model, config.max_num_batched_tokens), ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,10 @@ from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import RowGroups, ServedModel
 from mlxpaged.scheduler import Batch, BlockMoves
 from mlxpaged.scheduler.sequence import PENDING
+
+
+class DeviceError(RuntimeError):
+    """The device failed to run a step, now or earlier: the KV pools are lost."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,10 @@ class ModelRunner:
     @property
     def attention_calls(self) -> int:
         return self._step.attention_calls
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return sum(layer.kv.nbytes for layer in self.layers)
 
     @property
     def backend(self) -> str:
@@ -170,21 +179,30 @@ class ModelRunner:
             self.swap.close()
 
     def start_step(self, *results: mx.array) -> None:
-        """Let the device begin, and return at once."""
-        mx.async_eval(results, [layer.kv.arrays for layer in self.layers])
+        """Let the device begin, and return at once. Raises DeviceError."""
+        with device_errors():
+            mx.async_eval(results, [layer.kv.arrays for layer in self.layers])
 
     def finish_step(self, *results: mx.array) -> None:
-        """Wait until the results are known and the pools are written."""
-        mx.eval(results, [layer.kv.arrays for layer in self.layers])
+        """Wait until the results are known and the pools are written. Raises DeviceError."""
+        with device_errors():
+            mx.eval(results, [layer.kv.arrays for layer in self.layers])
 
-    def recover(self) -> bool:
-        """After a failed step: True where the pools are intact, False where they had to be made anew, all zero."""
+    def rebuild_pools(self) -> None:
+        """After a device error: wait for whatever still runs, then make all KV pools anew. Raises DeviceError if the
+        device cannot do even that."""
         lanes.settle()
-        try:
-            self.finish_step()
-            return True
-        except Exception:
-            for layer in self.layers:
-                layer.kv.clear()
-            self.finish_step()
-            return False
+        with contextlib.suppress(Exception):
+            mx.synchronize()
+        for layer in self.layers:
+            layer.kv.clear()
+        self.finish_step()
+
+
+@contextlib.contextmanager
+def device_errors() -> Iterator[None]:
+    """MLX raises a device's errors at whatever call evaluates next, as exceptions of several types."""
+    try:
+        yield
+    except Exception as error:
+        raise DeviceError(f"{type(error).__name__}: {error}") from error

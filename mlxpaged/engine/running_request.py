@@ -24,7 +24,10 @@ class HeldLogprobs(NamedTuple):
 
 
 class RunningRequest:
-    """A request inside the engine: its sequence and the state of its text."""
+    """A request inside the engine: its sequence and the state of its text.
+
+    `advance` decides whether the answer ends: the sequence has ended, or its grammar or a stop string is complete.
+    """
 
     def __init__(
         self, request: Request, sequence: Sequence, tokenizer: Tokenizer, matcher: GrammarMatcher | None
@@ -34,7 +37,7 @@ class RunningRequest:
         self.matcher = matcher
         self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags)
         self.stop_strings = StopStrings(request.params.stop)
-        self.made_chars = 0  # of the answer's text, those that are held back included
+        self.made_chars = 0  # of the answer's text, the held-back end included
         self.sent_chars = 0
         self.held_logprobs: list[HeldLogprobs] = []
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
@@ -44,18 +47,17 @@ class RunningRequest:
         self.thinking = None if limit is None else ThinkingBudget(limit, start, end, inside)
 
     def forbidden(self, position: int) -> frozenset[int]:
-        """Tokens that must not be drawn at `position`."""
+        """The tokens that must not be sampled at `position`."""
         too_short = position - self.sequence.num_prompt_tokens < self.request.params.min_tokens
         return self.sequence.stop_token_ids if too_short else frozenset()
 
     def forced(self) -> int | None:
-        """The token that has to come next; None for whichever is drawn. A grammar may want a character completed before
-        it."""
+        """The token that must come next, if there is one. A grammar may want a character completed first."""
         token = None if self.thinking is None else self.thinking.forced()
         return token if token is None or self.matcher is None or self.matcher.allows(token) else None
 
     def sampling_row(self, position: int, mask: Mask | None) -> SamplingRow:
-        """To draw the token at `position`. mask: what its grammar allows there, if it has one."""
+        """What the sampler needs for the token at `position`. mask: the tokens that its grammar allows there."""
         sequence = self.sequence
         return SamplingRow(
             sequence.sequence_id,
@@ -66,18 +68,18 @@ class RunningRequest:
             position,
             forbidden=self.forbidden(position) if mask is None else (),
             mask=mask,
+            forced=self.forced(),
         )
 
     def advance(self, sampled: SampledToken, now: float) -> RequestOutput:
-        """Turn the sequence's latest token into text. The output has a finish reason where the answer ends with it: the
-        sequence has ended, or the grammar or a stop string is complete."""
+        """Turn the sequence's latest token into text. The output has a finish reason if the answer ends with it."""
         sequence = self.sequence
         reason = sequence.finish_reason
         complete = self.matcher is not None and self.matcher.advance(sampled.token_id)
         if self.thinking is not None:
             self.thinking.add(sampled.token_id)
         if self.timeline is not None:
-            self.timeline.draw_token(now)
+            self.timeline.sample_token(now)
         piece = "" if reason is FinishReason.STOP else self.detokenizer.add(sampled.token_id)
         if complete:
             reason = FinishReason.STOP
@@ -98,7 +100,7 @@ class RunningRequest:
         return self.output(now, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
 
     def _release_logprobs(self, reason: FinishReason | None, stopped: bool) -> tuple[TokenLogprobs, ...]:
-        """Those of the text that is out. They go with it: tokens of a stop string must not leak through them either."""
+        """The log-probabilities of the text that was sent. Tokens of a stop string must not leak through them."""
         held, sent = self.held_logprobs, self.sent_chars
         if reason is None:
             self.held_logprobs = [entry for entry in held if entry.end > sent]
@@ -114,7 +116,7 @@ class RunningRequest:
         logprobs: tuple[TokenLogprobs, ...] = (),
         error: str | None = None,
     ) -> RequestOutput:
-        """What the request's client is told next; the last of it where there is a reason."""
+        """The next output for the client; its last one if there is a finish reason."""
         return RequestOutput(
             request_id=self.request.request_id,
             time=now,

@@ -1,9 +1,9 @@
 """From logits to tokens, for all rows of a step at once.
 
-Order, as in vLLM: logit bias and penalties, forbidden tokens and grammars, temperature, min-p, top-k, top-p, draw. A
-row draws by adding Gumbel noise to its scaled logits and taking the largest, which samples the softmax exactly (Gumbel
-1954). The noise is a function of the request's seed and the token's position alone, so a seeded request repeats whoever
-else is in the batch.
+Order, as in vLLM: logit bias and penalties, forbidden tokens and grammars, temperature, min-p, top-k, top-p, sampling.
+A row is sampled by adding Gumbel noise to its scaled logits and taking the largest, which samples the softmax exactly
+(Gumbel 1954). The noise depends on the request's seed and the token's position alone, so a seeded request gives the
+same tokens in any batch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from mlxpaged.engine.sampling_params import SamplingParams
 
 
 class SamplingRow(NamedTuple):
-    """One row of logits. position: of the token that is drawn now. token_ids: prompt and answer, of which the tokens
-    from `position` on, and the one before it while a step is under way, may be unknown. forbidden: tokens that must not
-    be drawn now. mask: the tokens that may be, where a grammar says so."""
+    """One row of logits. position: of the token that is sampled. token_ids: prompt and answer, known up to `position`.
+
+    forbidden: tokens that must not be sampled. mask: the tokens that a grammar allows. forced: the token that is taken
+    whatever the logits say.
+    """
 
     sequence_id: int
     params: SamplingParams
@@ -33,10 +35,11 @@ class SamplingRow(NamedTuple):
     position: int
     forbidden: Collection[int] = ()
     mask: Mask | None = None
+    forced: int | None = None
 
     @property
     def plain(self) -> bool:
-        return self.params.plain and not self.forbidden and self.mask is None
+        return self.params.plain and not self.forbidden and self.mask is None and self.forced is None
 
 
 class SampledToken(NamedTuple):
@@ -46,7 +49,8 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True)
 class Samples:
-    """What was drawn for R rows, on the device until it is read. tokens[R]: int32. logprobs: of the rows that asked."""
+    """The tokens sampled for R rows, on the device until they are read. tokens[R]: int32. logprobs: of the rows that
+    asked for them."""
 
     tokens: mx.array
     logprobs: RowLogprobs | None = None
@@ -63,13 +67,18 @@ class Samples:
 
 
 class Sampler:
-    """Stateless but for the token counts of requests with penalties, kept on the device until `forget`."""
+    """Its only state is the token counts of requests with penalties, kept on the device until `forget`."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._counts = TokenCounts(vocab_size)
+        self._vocab_size = vocab_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all sequences, after a device error."""
+        self._counts = TokenCounts(self._vocab_size)
 
     def forget(self, sequence_id: int) -> None:
-        """Drop what is kept for a sequence that ended, or whose last tokens turned out not to be."""
+        """Forget a sequence that ended, or whose last sampled tokens were discarded."""
         self._counts.forget(sequence_id)
 
     def sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Samples:
@@ -79,10 +88,13 @@ class Sampler:
         raw = logits.astype(mx.float32)
         scores = masked(without_forbidden(self._counts.penalize(biased(raw, rows), rows), rows), rows)
         tokens = mx.argmax(scores, axis=-1).astype(mx.int32)
-        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
-        if drawn:
-            index = mx.array(drawn)
-            tokens[index] = draw(scores[index], [rows[i] for i in drawn]).astype(mx.int32)
+        random = [i for i, row in enumerate(rows) if not row.params.greedy]
+        if random:
+            index = mx.array(random)
+            tokens[index] = sample_scaled(scores[index], [rows[i] for i in random]).astype(mx.int32)
+        forced = {i: row.forced for i, row in enumerate(rows) if row.forced is not None}
+        if forced:
+            tokens[mx.array(list(forced))] = mx.array(list(forced.values()), dtype=mx.int32)
         self._counts.add(rows, tokens)
         return Samples(tokens, token_logprobs(raw, tokens, rows))
 
@@ -97,7 +109,7 @@ def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 
 
 def without_forbidden(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Set to -inf what a row must not draw. A tokenizer may have end tokens that the model has no logits for."""
+    """Set each row's forbidden tokens to -inf. A tokenizer may have end tokens that the model has no logits for."""
     size = logits.shape[-1]
     entries = [(i, token) for i, row in enumerate(rows) for token in row.forbidden if token < size]
     if not entries:
@@ -109,8 +121,8 @@ def without_forbidden(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array
 
 
 def masked(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Set to -inf what a row's grammar does not allow. The bits are expanded on the device: they are a 32nd of what
-    would have to be uploaded otherwise."""
+    """Set to -inf what a row's grammar does not allow. The bits are expanded on the device, which makes the upload 32
+    times smaller."""
     masks = {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
     if not masks:
         return logits
@@ -188,7 +200,7 @@ def column(values: Sequence[float]) -> mx.array:
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
-def draw(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+def sample_scaled(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """One token per row of logits[n, V], every row with a temperature above zero."""
     scaled = logits / column([row.params.temperature for row in rows])
     noise = gumbel_noise([row.seed for row in rows], [row.position for row in rows], logits.shape[-1])
@@ -211,12 +223,13 @@ def filtered(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     keep = weights >= column([p.min_p for p in params])
     if all(p.top_k == 0 and p.top_p >= 1.0 for p in params):
         return mx.where(keep, logits, -mx.inf)
-    # Tokens of less than (1 - top_p) / V, all together, do not fill what top-p leaves out. As equal values they take a
-    # CPU less time to sort. Half of that, for the rounding of the sum; and only where no top-k counts them.
+    # All tokens below (1 - top_p) / V together cannot fill what top-p leaves out, so they are dropped before sorting:
+    # equal values sort faster. Half of that bound allows for the rounding of the sum. A top-k counts tokens, so rows
+    # with one keep them.
     total = mx.where(keep, weights, 0).sum(axis=-1, keepdims=True)
     left_out = column([max(0.0, 1 - p.top_p) / (2 * vocab_size) if p.top_k == 0 else 0.0 for p in params])
     logits = mx.where(keep & (weights >= total * left_out), logits, -mx.inf)
-    # Where every row has a top-k, no token behind the largest of them matters, and only these are sorted.
+    # If every row has a top-k, only the largest of them many tokens are sorted.
     width = min(max(p.top_k for p in params), vocab_size) if all(p.top_k for p in params) else vocab_size
     ranked = mx.sort(mx.topk(logits, width, axis=-1) if width < vocab_size else logits, axis=-1)[:, ::-1]
     keep = mx.arange(width) < column([min(p.top_k, width) or width for p in params])
@@ -228,9 +241,8 @@ def filtered(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
 
 
 def largest(logits: mx.array, ranked: mx.array, count: mx.array) -> mx.array:
-    """Set to -inf all but the `count[n, 1]` largest of each row, which `ranked` has in order; of equal ones the first
-    stay. Values were sorted, not indices, and their places are found by comparing: with 16 rows of 152,000 like a
-    model's and top-p alone, a draw took 280 ms of CPU time with indices, and 87 ms so."""
+    """Set to -inf all but the `count[n, 1]` largest of each row, which `ranked` has in order. Of equal values the first
+    stay. Sorting values and comparing took 87 ms of CPU time for 16 rows of 152,000, sorting indices 280 ms."""
     last = mx.take_along_axis(ranked, count - 1, axis=-1)
     above, equal = logits > last, logits == last
     room = count - above.sum(axis=-1, keepdims=True)
@@ -270,7 +282,7 @@ def most_likely(scores: mx.array, count: int) -> mx.array:
 @dataclass(frozen=True)
 class RowLogprobs:
     """Log-probabilities of n of the rows of a step. rows[n]: which; counts[n]: how many of the most likely tokens each
-    asked for. sampled[n]: of the token drawn; best[n, k] and best_logprobs[n, k]: the most likely ones."""
+    asked for. sampled[n]: of the sampled token; best[n, k] and best_logprobs[n, k]: of the most likely tokens."""
 
     rows: Sequence[int]
     counts: Sequence[int]

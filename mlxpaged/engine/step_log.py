@@ -1,4 +1,4 @@
-"""What each step runs, for the debug log and for the timelines of requests."""
+"""The debug log's line for each step, and the timelines of the requests in it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Told of every step when it starts, and of every sequence that ends."""
+    """Hears of every step that starts and every sequence that ends."""
 
     def __init__(self) -> None:
         self._batch = Batch(())
         self._timelines: dict[int, TimelineRecorder] = {}  # of sequences in the batch
 
     def start_step(self, batch: Batch, requests: Mapping[int, RunningRequest], now: float) -> None:
-        """Note who runs in the step, and who has lost his place since the last one."""
+        """Note which sequences run in the step, and which were preempted since the last one."""
         self._batch = batch
         for sequence_id in [i for i, timeline in self._timelines.items() if timeline.check_preempted(now)]:
             del self._timelines[sequence_id]
@@ -35,11 +35,11 @@ class StepLog:
         self._timelines.pop(sequence_id, None)
 
     def wants_line(self) -> bool:
-        """Whether the step that started last is to be written to the debug log."""
+        """Whether the step that started last goes to the debug log."""
         return bool(self._batch.rows) and logger.isEnabledFor(logging.DEBUG)
 
     def write(self, number: int, seconds: float, stats: SchedulerStats) -> None:
-        """The line of the step that started last."""
+        """Write the line of the step that started last."""
         batch = self._batch
         decodes = sum(row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens for row in batch.rows)
         logger.debug(

@@ -1,4 +1,4 @@
-"""A limit on the tokens of an answer's thinking: when it is reached, the closing tag is what comes next."""
+"""A limit on the tokens of an answer's thinking. When it is reached, the closing tag is forced."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Sequence
 class ThinkingBudget:
     """Follows the tokens of one answer.
 
-    limit: tokens in all think blocks together, at least 1. A block that opens when they are spent still gets one: the
-    step behind its opening tag may be under way before that is known. start, end: the tags' tokens. inside: whether the
-    answer begins in a think block.
+    limit: tokens in all think blocks together, at least 1. A block that opens after they are spent still gets one.
+    start, end: the tokens of the tags. inside: whether the answer begins in a think block.
     """
 
     def __init__(self, limit: int, start: Sequence[int], end: Sequence[int], inside: bool) -> None:
@@ -21,15 +20,11 @@ class ThinkingBudget:
         self._closing = 0  # tokens of the closing tag that were forced
 
     def forced(self) -> int | None:
-        """The token that has to come next; None for whichever is drawn."""
+        """The token that must come next; None if any token may."""
         return self._end[self._closing] if self._inside and self._left <= 0 else None
 
-    def may_force_after_next(self) -> bool:
-        """Whether one more token, not known yet, could spend the budget."""
-        return self._inside and self._left <= 1
-
     def add(self, token_id: int) -> None:
-        """The token that did come next. It need not be the one that had to: then that one has to come behind it."""
+        """Note the next token. If it is not the forced one, that one is still forced after it."""
         if token_id == self.forced():
             self._closing += 1
             if self._closing == len(self._end):

@@ -1,4 +1,4 @@
-"""What became of one request, from its arrival to its end: where its time went, and how it was computed."""
+"""The timeline of one request, from its arrival to its end: where its time went, and how it was computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxpaged.scheduler import ScheduledSequence, Sequence, SequenceStatus
 
 
 class Phase(Enum):
-    """Where a request is. PREFILL lasts until the next token is drawn, also after a preemption."""
+    """The phases of a request. PREFILL lasts until the next token is sampled, also after a preemption."""
 
     QUEUED = "queued"
     PREFILL = "prefill"
@@ -21,9 +21,8 @@ class Phase(Enum):
 class Timeline:
     """The four phases add up to total_seconds, from arrival to the last token.
 
-    cached_tokens + sum(prompt_chunks) is the prompt's length: what others had computed, be it while this one ran, and
-    what each step computed.
-    recomputed_tokens: computed once more after a preemption. steps: forward passes that it was part of.
+    cached_tokens + sum(prompt_chunks) is the prompt's length: cached tokens may also be found while the request runs.
+    recomputed_tokens: computed again after a preemption. steps: forward passes that the request was part of.
     """
 
     total_seconds: float
@@ -59,11 +58,11 @@ class TimelineRecorder:
         self._phase, self._since = phase, now
 
     def schedule(self, row: ScheduledSequence, now: float) -> None:
-        """A step is about to run `row` of it."""
+        """A step is about to run this row of the sequence."""
         sequence = self._sequence
         if self._phase in (Phase.QUEUED, Phase.PREEMPTED):
-            comes_back = row.num_tokens == 1 and sequence.num_output_tokens > 0  # swapped in, or all but all is cached
-            self._enter(Phase.DECODE if comes_back else Phase.PREFILL, now)
+            decodes = row.num_tokens == 1 and sequence.num_output_tokens > 0  # swapped in, or all but one token cached
+            self._enter(Phase.DECODE if decodes else Phase.PREFILL, now)
         prompt = sequence.num_prompt_tokens
         self._cached_tokens += max(0, min(row.start, prompt) - self._reached)
         chunk = min(row.context_len, prompt) - max(row.start, self._reached)
@@ -74,13 +73,13 @@ class TimelineRecorder:
         self._steps += 1
 
     def check_preempted(self, now: float) -> bool:
-        """Whether it has lost its place in the batch."""
+        """Whether the sequence was preempted."""
         if self._sequence.status is SequenceStatus.RUNNING:
             return False
         self._enter(Phase.PREEMPTED, now)
         return True
 
-    def draw_token(self, now: float) -> None:
+    def sample_token(self, now: float) -> None:
         if self._phase is Phase.PREFILL:
             self._enter(Phase.DECODE, now)
 

@@ -13,7 +13,6 @@ the first in order can always go on.
 
 A step may be scheduled while the one before it is still under way, its tokens unknown: a sequence is then scheduled on
 with PENDING in the place of its last token. What the device does is ordered, so blocks may change hands at once.
-One that needs its last token on the host (a grammar says what may follow it) sits such a step out; the others do not.
 """
 
 from __future__ import annotations
@@ -280,7 +279,7 @@ class Scheduler:
                 if not self._grow(sequence, num_tokens, plan):
                     return
                 self._add(plan, sequence, num_tokens)
-            elif refused == LOOK_AHEAD or sequence.sequence_id in plan.gave_way or sequence.awaits_host:
+            elif refused == LOOK_AHEAD or sequence.sequence_id in plan.gave_way or self._is_held_back(sequence):
                 continue
             elif self._admit(sequence):
                 num_tokens = plan.chunk_of(sequence)
@@ -346,7 +345,7 @@ class Scheduler:
         One that was let in by the first rule does not give way by either: several that were passed over would take
         turns in throwing each other out, and none would get anywhere.
         """
-        candidates = self._waiting.first(LOOK_AHEAD)
+        candidates = [sequence for sequence in self._waiting.first(LOOK_AHEAD) if not self._is_held_back(sequence)]
         if not candidates:
             return
         rescued = next((sequence for sequence in candidates if sequence.num_passes >= MAX_PASSES), None)
@@ -372,6 +371,11 @@ class Scheduler:
                 self._rescues += 1
                 logger.info("made room for %s: %s", sequence.label, sequence.standing(self.clock()))
 
+    def _is_held_back(self, sequence: Sequence) -> bool:
+        """After a device error, sequences are readmitted one at a time, each after the one before has sampled a token.
+        A second error can then be put down to one sequence."""
+        return sequence.num_device_failures > 0 and any(other.num_device_failures for other in self._running)
+
     def _release_forks(self, parent: Sequence) -> None:
         """Its prompt is computed, or will not be by it: the forks may queue."""
         for fork in self._forks.pop(parent.sequence_id, ()):
@@ -385,4 +389,4 @@ class Scheduler:
 
 
 def is_decoding(sequence: Sequence) -> bool:
-    return sequence.num_uncomputed_tokens == 1 and not (sequence.awaits_last_token or sequence.awaits_host)
+    return sequence.num_uncomputed_tokens == 1 and not sequence.awaits_last_token

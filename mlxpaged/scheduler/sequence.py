@@ -107,10 +107,10 @@ class Sequence:
         self.num_preemptions = 0
         self.num_swaps_out = 0
         self.num_swaps_in = 0
+        self.num_device_failures = 0  # device errors since its last sampled token (engine)
         self.swap_slots: list[int] = []  # of its blocks, in order, while it is swapped out
         self.num_swapped_tokens = 0  # whose values they hold
         self.fork_of: Sequence | None = None  # has the same prompt, and blocks to share
-        self.needs_last_token = False  # on the host, before the step that goes on from it is made up
         self.num_passes = 0  # steps in a row that had no room for it
         self.last_look: LastLook | None = None
         self.rescued = False  # it runs because it was passed over too often
@@ -161,11 +161,6 @@ class Sequence:
     def awaits_last_token(self) -> bool:
         """The answer is as long as it may be once the pending token is read: there is nothing left to run."""
         return len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens
-
-    @property
-    def awaits_host(self) -> bool:
-        """It sits out the step that is made up while another one draws its last token."""
-        return self.needs_last_token and self.num_pending_tokens > 0
 
     @property
     def num_uncomputed_tokens(self) -> int:

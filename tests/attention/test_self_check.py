@@ -12,7 +12,7 @@ import pytest
 from mlxpaged.attention import AttentionShape, choose_backend, kernels
 from mlxpaged.attention.self_check import CASES, self_check
 from mlxpaged.cli import main
-from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.engine import EngineConfig, build_engine
 from mlxpaged.models import load_model
 from tests.support import make_tiny_model, run_requests
 
@@ -101,12 +101,12 @@ def test_the_engine_serves_on_metal_where_the_check_passes_and_on_gather_where_n
 ) -> None:
     served = load_model(str(make_tiny_model(tmp_path / "m", "llama", head_dim=32)))
     assert [(spec.num_query_heads, spec.num_kv_heads) for spec in served.layers] == [(4, 2), (4, 2)]
-    core = EngineCore(EngineConfig(kv_cache_bytes=1_000_000), served)
+    core = build_engine(EngineConfig(kv_cache_bytes=1_000_000), served)
     assert core.runner.backend == "metal"
     expected = run_requests(core, [[1, 2, 3]], max_tokens=4)
     break_kernel(copied_kernels, "merge_partials")
     kernels._build.cache_clear()
-    core = EngineCore(EngineConfig(kv_cache_bytes=1_000_000), served)
+    core = build_engine(EngineConfig(kv_cache_bytes=1_000_000), served)
     assert core.runner.backend == "gather"
     assert run_requests(core, [[1, 2, 3]], max_tokens=4) == expected
 

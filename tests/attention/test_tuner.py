@@ -29,7 +29,7 @@ from mlxpaged.attention.tuner import Prepare, Run, ShapeTimes, Tuner, Workload, 
 from mlxpaged.attention.tuning import CONTIGUOUS, Choice, ShapeClass, default_choice
 from mlxpaged.attention.tuning_cache import Machine, TuningCache
 from mlxpaged.cli import main
-from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.engine import EngineConfig, EngineCore, build_engine
 from mlxpaged.models import load_model
 from mlxpaged.models.layers import bytes_per_token
 from tests.metal_on_cpu import Interpreter
@@ -659,7 +659,7 @@ def test_timed_pools_stay_small_and_are_freed(metal: None, cache: TuningCache, m
 def engine(directory: Path, **settings: Any) -> EngineCore:
     served = load_model(str(make_tiny_model(directory, "llama", head_dim=32, max_position_embeddings=256)))
     config = EngineConfig(kv_cache_bytes=20 * 32 * bytes_per_token(served.layers), max_num_seqs=2, **settings)
-    return EngineCore(config, served)
+    return build_engine(config, served)
 
 
 PROMPTS = [[(7 * i) % 250 for i in range(150)], [3, 4, 5]]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.engine import EngineConfig, EngineCore, build_engine
+from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import bytes_per_token
@@ -19,18 +20,20 @@ def make_core(served: ServedModel, blocks: int = 100, swap_blocks: int = 0, **op
     """Blocks are poisoned whenever they are handed out."""
     block = 32 * bytes_per_token(served.layers)
     config = EngineConfig(kv_cache_bytes=blocks * block, swap_space_bytes=swap_blocks * block, **options)
-    core = EngineCore(config, served)
+    core = build_engine(config, served)
     poison_new_blocks(core)
     return core
 
 
 def let_steps_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, every tenth step of several rows, by chance."""
+    """From now on, every tenth step of several rows fails on the device, by chance. No request is hit twice without a
+    token in between: that would end it."""
     rng, read = random.Random(1), InFlightStep.read
 
     def sometimes_failing(step: InFlightStep) -> Any:
-        if len(step.batch.rows) > 1 and rng.random() < 0.1:
-            raise RuntimeError("injected")
+        hit_before = any(row.sequence.num_device_failures for row in step.batch.rows)
+        if len(step.batch.rows) > 1 and not hit_before and rng.random() < 0.1:
+            raise DeviceError("injected")
         return read(step)
 
     monkeypatch.setattr(InFlightStep, "read", sometimes_failing)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
+from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
 from mlxpaged.engine.deadlines import Deadlines
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models import ServedModel, load_model
@@ -36,7 +36,7 @@ def _overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def make_core(served: ServedModel, clock: Clock, blocks: int = 100, **options: Any) -> EngineCore:
     cache = blocks * 32 * bytes_per_token(served.layers)
-    core = EngineCore(EngineConfig(kv_cache_bytes=cache, **options), served, clock)
+    core = build_engine(EngineConfig(kv_cache_bytes=cache, **options), served, clock)
     poison_new_blocks(core)
     return core
 

@@ -34,7 +34,7 @@ def add(core: EngineCore, name: str, prompt: list[int], constraint: Constraint |
 def texts_of(core: EngineCore) -> dict[str, str]:
     texts, reasons = finish(core)
     for name, text in texts.items():
-        if name.startswith("held") and reasons[name] is FinishReason.STOP:
+        if name.startswith("constrained") and reasons[name] is FinishReason.STOP:
             assert re.fullmatch(LINES.text, text)
     return texts
 
@@ -79,32 +79,35 @@ def test_answers_do_not_depend_on_overlap_preemption_or_failures(
     assert (stats.blocks_swapped_out_total > 0) == (swap > 0)
 
 
-def test_only_the_constrained_ones_sit_out_the_look_ahead(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With overlapped steps a free one has a row in every step, a held one in every second."""
+def test_constrained_requests_are_in_every_step_when_steps_overlap(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ModelRunner, "overlaps", True)
     rows: list[set[int]] = []
-    dispatch = EngineCore._dispatch
+    forward = ModelRunner.forward
 
-    def noting(core: EngineCore, batch: Any, before: Any = None) -> Any:
+    def noting(runner: ModelRunner, batch: Any, *args: Any) -> Any:
         rows.append({row.sequence.sequence_id for row in batch.rows})
-        return dispatch(core, batch, before)
+        return forward(runner, batch, *args)
 
-    monkeypatch.setattr(EngineCore, "_dispatch", noting)
+    monkeypatch.setattr(ModelRunner, "forward", noting)
     core = make_core(served)
     add(core, "free", [1, 2, 3], None, max_tokens=20)
-    add(core, "held", [4, 5, 6], Constraint("regex", "[a-z]{40}"), max_tokens=10)
+    add(core, "constrained", [4, 5, 6], Constraint("regex", "[a-z]{40}"), max_tokens=10)
     finish(core)
-    assert rows[:20] == [{0, 1} if step % 2 == 0 else {0} for step in range(20)]
+    assert rows == [{0, 1}] * 10 + [{0}] * 10
 
 
-def test_a_held_one_alone_goes_on_without_look_ahead(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constrained_request_alone_gives_the_same_answer_when_steps_overlap(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ModelRunner, "overlaps", True)
     core = make_core(served)
-    add(core, "held", [4, 5, 6], LINES)
+    add(core, "constrained", [4, 5, 6], LINES)
     alone = texts_of(core)
     monkeypatch.setattr(ModelRunner, "overlaps", False)
     core = make_core(served)
-    add(core, "held", [4, 5, 6], LINES)
+    add(core, "constrained", [4, 5, 6], LINES)
     assert alone == texts_of(core) != {}
 
 
@@ -120,7 +123,7 @@ def test_compiled_constraints_are_kept_but_not_for_ever(served: ServedModel) -> 
 def test_what_cannot_be_compiled_is_refused_by_the_engine_too(served: ServedModel) -> None:
     core = make_core(served)
     with pytest.raises(GrammarError, match="unclosed"):
-        add(core, "held", [1], Constraint("regex", "[a"))
+        add(core, "constrained", [1], Constraint("regex", "[a"))
     assert not core.has_work()
 
 

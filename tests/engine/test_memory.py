@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, engine_thread, memory
+from mlxpaged.engine import EngineConfig, build_engine, engine_thread, memory
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.memory import free_device_memory, kv_blocks, parse_size, swap_slots
 from mlxpaged.models import ModelNotFoundError, load_embedding_model, load_model
@@ -103,9 +103,9 @@ def test_what_is_reserved_for_embeddings_is_not_taken(tmp_path: Path) -> None:
         kv_blocks(1000, 7_000_000, 10**9, reserved_bytes=4_000_000)
     served = load_model("demo")
     model = load_embedding_model(str(make_embedding_model(tmp_path / "m")), None, 8192)
-    cores = [EngineCore(EngineConfig(), served, embedder=embedder) for embedder in (None, Embedder(model, 256))]
+    cores = [build_engine(EngineConfig(), served, embedder=embedder) for embedder in (None, Embedder(model, 256))]
     assert model.kv_bytes == 512 * 512  # tokens, and bytes of each: 2 layers, keys and values, 2 heads of 16 float32
-    lost = int(model.kv_bytes * 0.5 * 0.85) / (cores[0].kv_cache_bytes / cores[0].scheduler.pool.num_blocks)
+    lost = int(model.kv_bytes * 0.5 * 0.85) / (cores[0].runner.kv_cache_bytes / cores[0].scheduler.pool.num_blocks)
     assert cores[0].scheduler.pool.num_blocks - cores[1].scheduler.pool.num_blocks == pytest.approx(lost, abs=1)
     assert lost > 1
 

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
+from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
+from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
@@ -63,7 +64,9 @@ def interpreter() -> Iterator[Interpreter | None]:
 
 def make_core(served: ServedModel, backend: str) -> EngineCore:
     cache = BLOCKS * 32 * bytes_per_token(served.layers)
-    core = EngineCore(EngineConfig(kv_cache_bytes=cache, attention_backend=backend, max_num_batched_tokens=100), served)
+    core = build_engine(
+        EngineConfig(kv_cache_bytes=cache, attention_backend=backend, max_num_batched_tokens=100), served
+    )
     poison_new_blocks(core)
     return core
 
@@ -109,7 +112,7 @@ def test_sampled_requests_survive_aborts_and_a_failing_step_on_either_backend(
         def failing(step: InFlightStep, read: Any = read, reads: list[int] = reads) -> Any:
             reads.append(1)
             if len(reads) == 3:
-                raise RuntimeError("injected")
+                raise DeviceError("injected")
             return read(step)
 
         monkeypatch.setattr(InFlightStep, "read", failing)
@@ -135,7 +138,7 @@ def test_a_long_prompt_takes_the_path_of_long_chunks(served: ServedModel, interp
     prompts = [[(7 * i) % 250 for i in range(150)], [3, 4]]
     config = {"kv_cache_bytes": 20 * 32 * bytes_per_token(served.layers), "max_num_batched_tokens": 300}
     outputs = [
-        run_requests(EngineCore(EngineConfig(attention_backend=backend, **config), served), prompts, max_tokens=4)
+        run_requests(build_engine(EngineConfig(attention_backend=backend, **config), served), prompts, max_tokens=4)
         for backend in ("gather", "metal")
     ]
     assert outputs[0] == outputs[1]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mlxpaged.attention import AttentionMetadata, gather, gather_plan, metadata
-from mlxpaged.engine import EngineConfig, EngineCore, model_runner
-from mlxpaged.engine.model_runner import ModelRunner, SampledTokens
+from mlxpaged.engine import EngineConfig, build_engine, model_runner
+from mlxpaged.engine.model_runner import DeviceError, ModelRunner, SampledTokens
 from mlxpaged.models import RowGroups, ServedModel
 from mlxpaged.models.head import RowSelection
 from mlxpaged.models.laned import LinearByInput
@@ -234,7 +234,7 @@ def test_a_forward_that_raises_leaves_the_pools_and_the_next_step_intact(
         patch.setattr(type(runner.layers[1]), "attend", broken)
         with pytest.raises(RuntimeError, match="injected"):
             forward(runner, rows(([4, 5, 6], 0, 3)), [[0]])
-    assert runner.recover()
+    runner.finish_step()
     after = keys_of(runner)
     for layer_before, layer_after in zip(before, after, strict=True):
         np.testing.assert_array_equal(layer_before[[2, 5]], layer_after[[2, 5]])
@@ -261,7 +261,7 @@ def test_an_error_on_a_lane_ends_with_the_step(tmp_path: Path, monkeypatch: pyte
             except Exception as error:
                 logits.append(str(error))
                 monkeypatch.setattr(LinearByInput, "__call__", linear)
-                assert runner.recover()
+                runner.rebuild_pools()
 
     thread = threading.Thread(target=steps)
     thread.start()
@@ -279,19 +279,22 @@ def failing_linear(layer: LinearByInput, x: mx.array) -> mx.array:
     return x @ layer.weight.T + four.sum()
 
 
-def test_lost_pools_are_made_anew_and_reported(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_device_has_a_type_of_its_own_and_the_pools_can_be_rebuilt(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = np.array(forward(runner, rows((LONG, 0, 10))))
     runner.finish_step()
-    failures = iter([RuntimeError("device lost")])
-    original = mx.eval
+    with monkeypatch.context() as patch:
 
-    def failing(*args: Any) -> None:
-        for error in failures:
-            raise error
-        original(*args)
+        def failing(*args: Any) -> None:
+            raise RuntimeError("device lost")
 
-    monkeypatch.setattr(mx, "eval", failing)
-    assert not runner.recover()
+        patch.setattr(mx, "eval", failing)
+        patch.setattr(mx, "async_eval", failing)
+        for call in (runner.start_step, runner.finish_step):
+            with pytest.raises(DeviceError, match="RuntimeError: device lost"):
+                call()
+    runner.rebuild_pools()
     assert not any(keys.any() for keys in keys_of(runner))
     np.testing.assert_allclose(np.array(forward(runner, rows((LONG, 0, 10)))), first, atol=1e-6)
 
@@ -309,15 +312,15 @@ def test_pools_keep_their_place_in_memory_from_step_to_step(runner: ModelRunner)
 
 
 def test_a_step_that_fails_after_sampling_is_repeated_with_the_same_penalties(served: ServedModel) -> None:
-    """A token that was drawn, and dropped with its step, must not count as one that the answer contains."""
+    """A token that was sampled and discarded with its step must not count for the penalties."""
 
     def answers(failing_calls: set[int]) -> list[list[int]]:
-        core = EngineCore(EngineConfig(served.name, kv_cache_bytes=3_000_000), served)
+        core = build_engine(EngineConfig(served.name, kv_cache_bytes=3_000_000), served)
         original, calls = core.runner.finish_step, iter(range(1000))
 
         def finish_step(*logits: mx.array) -> None:
             if next(calls) in failing_calls:
-                raise RuntimeError("injected")
+                raise DeviceError("injected")
             original(*logits)
 
         core.runner.finish_step = finish_step  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams
+from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
 from tests.metal_on_cpu import Interpreter
@@ -27,7 +27,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 def decoding(served: ServedModel, num_blocks: int, **options: Any) -> EngineCore:
     """An engine whose prompts are computed, so that every step decodes four tokens."""
     cache = num_blocks * 32 * bytes_per_token(served.layers)
-    core = EngineCore(EngineConfig(kv_cache_bytes=cache, **options), served)
+    core = build_engine(EngineConfig(kv_cache_bytes=cache, **options), served)
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
         core.add(Request(str(i), prompt, params, 0.0))

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams
-from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
+from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
@@ -42,7 +43,7 @@ def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def make_core(served: ServedModel, blocks: int, swap_blocks: int = 0, **options: Any) -> EngineCore:
     block = 32 * bytes_per_token(served.layers)
     config = {"kv_cache_bytes": blocks * block, "swap_space_bytes": swap_blocks * block, "prefix_caching": False}
-    core = EngineCore(EngineConfig(**(config | options)), served)
+    core = build_engine(EngineConfig(**(config | options)), served)
     poison_new_blocks(core)
     return core
 
@@ -137,7 +138,7 @@ def test_pools_that_are_lost_with_a_failed_swap_are_not_read_again(
 ) -> None:
     """The running ones need nothing of what was moved, and all that they have computed is gone nevertheless."""
     core = make_core(served, blocks=9, swap_blocks=40, prefix_caching=True)
-    store, recover, lost = SwapSpace.store, core.runner.recover, []
+    store, finish_step, lost = SwapSpace.store, core.runner.finish_step, []
 
     def failing(self: SwapSpace, pairs: Any) -> None:
         if pairs and not lost:
@@ -145,16 +146,18 @@ def test_pools_that_are_lost_with_a_failed_swap_are_not_read_again(
             raise RuntimeError("the device is gone")
         store(self, pairs)
 
-    def losing() -> bool:
-        for layer in core.runner.layers:
-            layer.kv.clear()
-        recover()
-        return False
+    def losing(*results: mx.array) -> None:
+        if len(lost) == 1:
+            lost.append(())
+            for layer in core.runner.layers:
+                layer.kv.clear()
+            raise DeviceError("the device is gone")
+        finish_step(*results)
 
     monkeypatch.setattr(SwapSpace, "store", failing)
-    monkeypatch.setattr(core.runner, "recover", losing)
+    monkeypatch.setattr(core.runner, "finish_step", losing)
     assert run_requests(core, PROMPTS, max_tokens=TOKENS) == undisturbed
-    assert lost
+    assert len(lost) == 2
     check_balanced(core)
 
 

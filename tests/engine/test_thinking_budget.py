@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.engine import EngineConfig, build_engine
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.thinking_budget import ThinkingBudget
 from mlxpaged.models import ServedModel, load_model
@@ -18,14 +18,12 @@ START, END = [7, 8], [9, 8]
 
 
 @given(
-    drawn=st.lists(st.sampled_from([1, 7, 8, 9, *(2, 3)]), max_size=40), limit=st.integers(1, 6), inside=st.booleans()
+    sampled=st.lists(st.sampled_from([1, 7, 8, 9, *(2, 3)]), max_size=40), limit=st.integers(1, 6), inside=st.booleans()
 )
-def test_no_block_is_longer_than_the_limit(drawn: list[int], limit: int, inside: bool) -> None:
-    budget, answer, predicted = ThinkingBudget(limit, START, END, inside), [], True
-    for token in drawn:
+def test_no_block_is_longer_than_the_limit(sampled: list[int], limit: int, inside: bool) -> None:
+    budget, answer = ThinkingBudget(limit, START, END, inside), []
+    for token in sampled:
         forced = budget.forced()
-        assert forced is None or predicted  # a step that draws it knows so before the token behind it is read
-        predicted = budget.may_force_after_next()
         budget.add(token if forced is None else forced)
         answer.append(token if forced is None else forced)
     run, thinking = 0, inside
@@ -43,7 +41,6 @@ def test_a_token_that_comes_between_postpones_the_tag() -> None:
     for token, forced in ((2, 9), (3, 9), (9, 8), (3, 9), (9, 8), (8, None)):
         budget.add(token)
         assert budget.forced() == forced
-        assert budget.may_force_after_next() == (forced is not None)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +59,7 @@ def test_the_closing_tag_is_forced_and_the_answer_goes_on_from_it(
     prompts = [[10, 11, 12], [20, 21]]
 
     def generate(prompts: list[list[int]], **params: Any) -> list[list[int]]:
-        return run_requests(EngineCore(EngineConfig(kv_cache_bytes=1_000_000), served), prompts, **params)
+        return run_requests(build_engine(EngineConfig(kv_cache_bytes=1_000_000), served), prompts, **params)
 
     penalty = {"repetition_penalty": 1.5}
     free = generate(prompts, max_tokens=limit, **penalty)
@@ -74,5 +71,5 @@ def test_the_closing_tag_is_forced_and_the_answer_goes_on_from_it(
 
 
 def test_without_a_block_nothing_is_forced(served: ServedModel) -> None:
-    core = EngineCore(EngineConfig(kv_cache_bytes=1_000_000), served)
+    core = build_engine(EngineConfig(kv_cache_bytes=1_000_000), served)
     assert run_requests(core, [[10, 11, 12]], thinking_budget=1) == run_requests(core, [[10, 11, 12]])

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.engine import EngineConfig, EngineCore, build_engine
 from mlxpaged.models.laned import LanedLayer
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import load_model
@@ -122,7 +122,7 @@ class Case:
 
     def engine(self, num_blocks: int = 256, block_size: int = 32, **config: Any) -> EngineCore:
         size = num_blocks * block_size * bytes_per_token(self.served.layers)
-        core = EngineCore(
+        core = build_engine(
             EngineConfig(str(self.path), kv_cache_bytes=size, block_size=block_size, **config), self.served
         )
         assert core.scheduler.pool.num_blocks == num_blocks

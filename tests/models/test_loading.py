@@ -16,7 +16,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.attention import PagedLayer, StepContext
-from mlxpaged.engine import EngineConfig, EngineCore
+from mlxpaged.engine import EngineConfig, build_engine
 from mlxpaged.models import RowGroups, ServedModel, loader
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.laned import LinearByInput
@@ -113,7 +113,7 @@ def test_a_model_is_served_whose_first_tokens_were_never_trained(tmp_path: Path,
     served = load_model(str(path))
     plain = load_plain_model(path)[0]
     prompt = list(range(demo_vocab_size() - 30, demo_vocab_size() - 10))
-    [tokens] = run_requests(EngineCore(EngineConfig(str(path), kv_cache_bytes=1_000_000), served), [prompt])
+    [tokens] = run_requests(build_engine(EngineConfig(str(path), kv_cache_bytes=1_000_000), served), [prompt])
     logits = plain(mx.array([prompt + tokens]), cache=make_prompt_cache(plain))[0]
     assert tokens == mx.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist()
 
@@ -287,7 +287,9 @@ def test_only_the_rows_that_are_sampled_reach_the_output_head(
 
     monkeypatch.setattr(base, method, spy)
     config = EngineConfig(str(path), kv_cache_bytes=10_000_000, max_num_seqs=4, max_num_batched_tokens=50)
-    run_requests(EngineCore(config, replace(served, row_groups=RowGroups())), [[1] * 120, [2] * 10, [3]], max_tokens=3)
+    run_requests(
+        build_engine(config, replace(served, row_groups=RowGroups())), [[1] * 120, [2] * 10, [3]], max_tokens=3
+    )
     # 120 + 10 + 1 tokens in steps of 50, with decoding of the shorter prompts beside the longer one's end.
     assert rows[:2] == [1, 1]
     assert max(rows) == 3
@@ -310,7 +312,7 @@ def test_the_head_is_told_from_other_layers_of_the_vocabularys_size(tmp_path: Pa
 def assert_greedy_tokens_of_mlx_lm(path: Path, served: ServedModel) -> None:
     prompts = [[5, 6, 7], [8] * 40]
     config = EngineConfig(str(path), kv_cache_bytes=10_000_000)
-    got = run_requests(EngineCore(config, served), prompts, max_tokens=4)
+    got = run_requests(build_engine(config, served), prompts, max_tokens=4)
     plain, _ = load_plain_model(path)
     for prompt, tokens in zip(prompts, got, strict=True):
         logits = plain(mx.array([prompt + tokens[:-1]]))[0]
@@ -353,7 +355,7 @@ def test_another_model_of_the_same_module_goes_on_with_mlx_lms_own_attention(tmp
     plain, _ = load_plain_model(path)
     before = plain(tokens)
     served = load_model(str(path))
-    core = EngineCore(EngineConfig(str(path), kv_cache_bytes=1_000_000), served)
+    core = build_engine(EngineConfig(str(path), kv_cache_bytes=1_000_000), served)
     cache = make_prompt_cache(plain)
     stepwise = [plain(tokens[:, :3], cache=cache), plain(tokens[:, 3:], cache=cache)]
     assert mx.allclose(mx.concatenate(stepwise, axis=1), before, atol=1e-4)

@@ -1,0 +1,82 @@
+"""Assembles an engine: sizes the memory, checks the kernels, tunes the attention, and makes the parts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from mlxpaged.attention import Limits, choose_backend, choose_tunings
+from mlxpaged.cache import blocks_for
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.embedder import Embedder
+from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.memory import kv_blocks, swap_slots
+from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.sampler import Sampler
+from mlxpaged.models import ServedModel, UnsupportedModelError, load_embedding_model, own_embedding_model
+from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(
+    config: EngineConfig,
+    served: ServedModel,
+    clock: Callable[[], float] = time.monotonic,
+    embedder: Embedder | None = None,
+    no_embedder_because: str = "",
+) -> EngineCore:
+    """An engine for a loaded model, on the thread that will run it.
+
+    clock: seconds, the one of the requests' arrival times. embedder: None if no model makes embeddings, with the
+    reason. Raises MemoryError if the KV pools or the swap space do not fit, and SwapSpaceError for its directory.
+    """
+    per_block = bytes_per_token(served.layers) * config.block_size
+    useful = config.max_num_seqs * blocks_for(served.context_length, config.block_size)
+    reserved = 0 if embedder is None else embedder.model.kv_bytes
+    num_blocks = kv_blocks(per_block, config.kv_cache_bytes, useful, reserved)
+    slots = swap_slots(per_block, config.swap_space_bytes) if config.swap_space_bytes else 0
+    kv_type = ",".join(sorted({str(spec.dtype) for spec in served.layers}))
+    scheduler_config = config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode())
+    shapes = [spec.attention_shape(config.block_size) for spec in served.layers]
+    backend = choose_backend(config.attention_backend, shapes)
+    limits = Limits(served.context_length, config.max_num_seqs)
+    tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune)
+    return EngineCore(
+        served,
+        Scheduler(scheduler_config, clock),
+        ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir),
+        Sampler(served.vocab_size),
+        Grammars(served.tokenizer, served.vocab_size),
+        clock,
+        embedder,
+        no_embedder_because,
+    )
+
+
+def build_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder | None, str]:
+    """The embedder of the second model, or of the first one if its directory says that it makes embeddings; else None
+    and the reason.
+
+    Raises ModelNotFoundError or UnsupportedModelError if a second model was asked for and cannot be loaded.
+    """
+    longest = config.embedding_max_model_len
+    if config.embedding_model is not None:
+        model = load_embedding_model(config.embedding_model, config.served_embedding_model_name, longest)
+    else:
+        try:
+            model = own_embedding_model(served, longest)
+        except UnsupportedModelError as error:
+            return None, str(error)
+    logger.info(
+        "%s makes embeddings of %d numbers, by %s pooling, of inputs up to %d tokens; %.1f MB are reserved for one",
+        model.name,
+        model.dimensions,
+        model.spec.pooling.value,
+        model.max_tokens,
+        model.kv_bytes / 1e6,
+    )
+    return Embedder(model, config.max_num_batched_tokens), ""

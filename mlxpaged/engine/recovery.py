@@ -1,0 +1,76 @@
+"""What follows a failed step: find the request that the host cannot run, or rebuild KV pools that the device lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as ListOf
+from typing import TYPE_CHECKING
+
+from mlxpaged.engine.step import HostError
+from mlxpaged.scheduler import Batch, ScheduledSequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from mlxpaged.engine.core import EngineCore
+    from mlxpaged.engine.model_runner import DeviceError
+
+logger = logging.getLogger(__name__)
+
+MAX_DEVICE_FAILURES = 2
+"""A request ends when this many steps in a row that it was part of failed on the device."""
+
+
+def run_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> None:
+    """Run rows to their end."""
+    running = running_rows(core, rows)
+    if running:
+        try:
+            core.normal_step(Batch(running))
+        except HostError as error:
+            isolate(core, running, error)
+
+
+def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError) -> None:
+    """Run rows that failed together in halves, down to the request that causes the failure, and end that request.
+
+    Writing the same keys and values twice changes nothing, so the other requests lose only time.
+    """
+    cause = error.__cause__
+    logger.error("a step of %s failed", ", ".join(row.sequence.label for row in rows), exc_info=cause)
+    for row in rows:
+        core.sampler.forget(row.sequence.sequence_id)  # its counts may contain a token of the failed step
+    if len(rows) > 1:
+        half = len(rows) // 2
+        run_rows(core, rows[:half])
+        run_rows(core, rows[half:])
+    else:
+        for row in running_rows(core, rows):
+            core.fail(row.sequence, f"the step failed: {type(cause).__name__}: {cause}")
+
+
+def running_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
+    """The rows whose sequences still run. Sequences that were preempted since they were scheduled lose their pending
+    tokens here."""
+    running = tuple(row for row in rows if row.sequence.status is SequenceStatus.RUNNING)
+    core.scheduler.update(Batch(tuple(row for row in rows if row not in running)), {})
+    return running
+
+
+def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) -> None:
+    """Replace the KV pools after a device error, and recompute everything that runs from its prompt and known tokens.
+
+    MLX reports a failed command buffer late and at another call (mlx PR 3523), so the failure cannot be put down to a
+    row. batches: those in flight, the oldest first. The sequences of the oldest one are readmitted one at a time, each
+    after the one before has sampled a token: if one of them makes the device fail again, it is that one which ends.
+    """
+    logger.error("a step failed on the device; KV pools are rebuilt, running sequences are recomputed: %s", error)
+    core.runner.rebuild_pools()
+    core.sampler.reset()
+    core.scheduler.reset_cache()
+    for batch in batches:
+        core.scheduler.undo_moves(batch)
+    for sequence in (row.sequence for batch in batches for row in batch.rows):
+        sequence.drop_pending_tokens()
+    for sequence in (row.sequence for row in batches[0].rows):
+        sequence.num_device_failures += 1
+        if sequence.num_device_failures >= MAX_DEVICE_FAILURES and sequence.finish_reason is None:
+            core.fail(sequence, f"the step failed on the device {MAX_DEVICE_FAILURES} times: {error}")
