@@ -1,17 +1,23 @@
-"""Throughput of plain streams with grammar-constrained ones among them, beside the same without grammars.
+"""What requests with a grammar cost the other requests in the batch.
 
-    python benchmarks/grammar.py [--model demo] [--plain 16] [--constrained 4] [--new-tokens 200]
+    python benchmarks/grammar.py [--model demo] [--plain 16] [--constrained 4] [--new-tokens 200] [--device-ms 0]
 
-Both run in this process, in turn; the figure to quote is the ratio of tokens per second of the plain streams, while as
-many others run beside them, held to a JSON schema or free.
+Plain streams run beside as many others, which are held to a JSON schema or free, in turn and in this process. The
+figure to quote is the ratio of the plain streams' tokens per second. With --device-ms, steps overlap as on a Mac, on a
+stand-in for a device that takes so long for a forward pass: the inter-token times then show whether constrained
+requests get a token in every step, and whether the others' steps are later.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import statistics
 import time
+from collections import defaultdict
+from dataclasses import astuple, dataclass
 
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine import Constraint, EngineConfig, EngineCore, Request, SamplingParams, build_engine
@@ -19,6 +25,7 @@ from mlxpaged.models import DEMO_MODEL, load_model
 
 # isort: split
 import mlx.core as mx
+from stand_in_device import stand_in_device
 
 RECORDS = Constraint(
     "json_schema",
@@ -37,23 +44,42 @@ RECORDS = Constraint(
 )
 
 
-def time_plain(core: EngineCore, args: argparse.Namespace, constraint: Constraint | None) -> float:
-    """Tokens per second of the plain streams, from the first token of the batch to their last one."""
+@dataclass(frozen=True)
+class Run:
+    """plain_rate: tokens per second of the plain streams. gaps: median inter-token seconds of plain and other ones."""
+
+    plain_rate: float
+    plain_gap: float
+    other_gap: float
+
+
+def run(core: EngineCore, args: argparse.Namespace, constraint: Constraint | None) -> Run:
+    """From the first token of the batch to the last one of the plain streams. constraint: of the other streams."""
     others = args.constrained
     for i in range(args.plain + others):
         held = constraint if i < others else None
         params = SamplingParams(max_tokens=args.new_tokens, temperature=1.0, seed=i, ignore_eos=True, constraint=held)
         core.add(Request(f"{'other' if i < others else 'plain'} {i}", [20 + i, 5, 6, 7], params, core.clock()))
     core.step()
-    start, tokens, running = time.perf_counter(), 0, args.plain
+    start, running = time.perf_counter(), args.plain
+    times: dict[str, list[float]] = defaultdict(list)
     while running:
         for output in core.step():
-            if output.request_id.startswith("plain"):
-                tokens += len(output.token_ids)
-                running -= output.finish_reason is not None
+            times[output.request_id] += [output.time] * len(output.token_ids)
+            running -= output.request_id.startswith("plain") and output.finish_reason is not None
     seconds = time.perf_counter() - start
-    core.abort_all("the plain ones are done")
-    return tokens / seconds
+    core.abort_all("the plain streams are done")
+    core.finish_in_flight_step()
+    plain, other = (
+        [after - before for name in times if name.startswith(kind) for before, after in itertools.pairwise(times[name])]
+        for kind in ("plain", "other")
+    )
+    tokens = sum(len(each) for name, each in times.items() if name.startswith("plain"))
+    return Run(tokens / seconds, statistics.median(plain), statistics.median(other))
+
+
+def sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
 
 
 def main() -> None:
@@ -63,18 +89,25 @@ def main() -> None:
     parser.add_argument("--constrained", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--device-ms", type=float, default=0.0, help="a stand-in device's forward pass (default: none)")
     args = parser.parse_args()
-    core = build_engine(
-        EngineConfig(model=args.model, max_num_seqs=args.plain + args.constrained), load_model(args.model)
-    )
-    print(f"{args.model}, {mx.default_device()}, BLAS: {blas.describe()}; {args.runs} runs of each, in turn")
-    time_plain(core, args, RECORDS)
-    pairs = [(time_plain(core, args, RECORDS), time_plain(core, args, None)) for _ in range(args.runs)]
-    held, free = (statistics.median(rates) for rates in zip(*pairs, strict=True))
-    ratios = sorted(a / b for a, b in pairs)
-    print(f"{args.plain} plain streams, tokens per second: {held:.1f} beside {args.constrained} held to a schema,")
-    print(f"{free:.1f} beside {args.constrained} free ones; ratio {statistics.median(ratios):.2f}", end=" ")
-    print(f"({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    config = EngineConfig(model=args.model, max_num_seqs=args.plain + args.constrained)
+    core = build_engine(config, load_model(args.model))
+    device = f"a stand-in device of {args.device_ms:g} ms a step" if args.device_ms else str(mx.default_device())
+    print(f"{args.model}, {device}, BLAS: {blas.describe()}; {args.runs} runs of each, in turn")
+    seconds = args.device_ms / 1000
+    with stand_in_device(core, seconds, seconds / 20, sleep_until) if seconds else contextlib.nullcontext():
+        run(core, args, RECORDS)
+        pairs = [(run(core, args, RECORDS), run(core, args, None)) for _ in range(args.runs)]
+    held, free = zip(*pairs, strict=True)
+    ratios = sorted(a.plain_rate / b.plain_rate for a, b in pairs)
+    print(f"{args.plain} plain streams beside {args.constrained} others; tokens per second of the plain streams,")
+    print("and median inter-token times in ms:")
+    print(f"{'the others are':16} {'tok/s':>8} {'plain':>8} {'others':>8}")
+    for name, runs in (("held to a schema", held), ("free", free)):
+        rate, plain, other = (statistics.median(column) for column in zip(*map(astuple, runs), strict=True))
+        print(f"{name:16} {rate:8.1f} {1e3 * plain:8.2f} {1e3 * other:8.2f}")
+    print(f"ratio of tok/s {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
+from benchmarks.stand_in_device import stand_in_device
+from mlxpaged.engine import Constraint, EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
@@ -238,3 +240,53 @@ def test_whatever_happens_answers_are_those_of_requests_alone(
         got = outputs.get(str(number), [])
         if str(number) not in aborted:
             assert [token for output in got for token in output.token_ids] == tokens
+
+
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait_until(self, time: float) -> None:
+        self.now = max(self.now, time)
+
+
+def step_times(served: ServedModel, constrained: int, masks_seconds: float) -> list[float]:
+    """Seconds between the tokens of 16 sequences, of which some have a grammar whose masks take the host some time, on
+    a device that takes 10 ms for a forward pass and 1 ms for its sampler. Every step must bring a token to each."""
+    clock = Clock()
+    core = build_engine(EngineConfig(kv_cache_bytes=4_000_000), served, clock)
+    masks = core.grammars.masks
+
+    def slow_masks(rows: Any) -> Any:
+        clock.now += masks_seconds
+        return masks(rows)
+
+    core.grammars.masks = slow_masks  # type: ignore[method-assign]
+    for i in range(16):
+        constraint = Constraint("regex", "[a-z ]*") if i < constrained else None
+        params = SamplingParams(temperature=1.0, seed=i, max_tokens=30, ignore_eos=True, constraint=constraint)
+        core.add(Request(str(i), [20 + i, 5], params, clock()))
+    times = []
+    with stand_in_device(core, 0.010, 0.001, clock.wait_until):
+        core.step()
+        while core.has_work():
+            outputs = core.step()
+            assert sorted(output.request_id for output in outputs) == sorted(map(str, range(16)))
+            times.append(outputs[0].time)
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def test_constrained_sequences_get_a_token_in_every_overlapped_step_and_delay_no_step(served: ServedModel) -> None:
+    free = step_times(served, constrained=0, masks_seconds=0.0)
+    assert free == pytest.approx([0.011] * 29)
+    assert step_times(served, constrained=4, masks_seconds=0.008) == pytest.approx(free)
+
+
+def test_masks_that_take_longer_than_the_device_delay_the_sampler(served: ServedModel) -> None:
+    """The stand-in device shows a delay if there is one."""
+    assert step_times(served, constrained=4, masks_seconds=0.015) == pytest.approx([0.016] * 29)
