@@ -1,26 +1,26 @@
 """The MLX thread and what runs on it: command queue, step loop, model runner, sampler, detokenizer, delivery."""
 
-from mlxpaged.engine.async_engine import (
-    AsyncEngine,
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput, Thinking, ToolCallForm
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.embedder import EmbeddingRequest
+from mlxpaged.engine.errors import (
     DeadlineExceededError,
     DuplicateRequestError,
     EngineBusyError,
-    EngineInfo,
     EngineState,
     EngineUnavailableError,
     MinTokensError,
     QueueFullError,
     RequestCancelledError,
     RequestFailedError,
-    RequestStream,
 )
-from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput, Thinking, ToolCallForm
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.embedder import EmbeddingRequest
 from mlxpaged.engine.grammar import GrammarError, Grammars
+from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
+from mlxpaged.engine.request_stream import RequestStream
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.status import EngineStats, EngineStatus, SequenceState
 from mlxpaged.engine.timeline import Timeline

@@ -1,4 +1,4 @@
-"""What an answer, or the text in it, must be."""
+"""Constraints on an answer: a schema, regular expression, choice or grammar for its text, and tool calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True)
 class Constraint:
-    """What form an answer must have: that of a JSON schema, a regular expression, one of a JSON list of strings, or a
-    grammar in Lark's or GBNF's notation. param: the field of the request that asks for it, for messages."""
+    """A JSON schema, a regular expression, a JSON list of strings to choose from, or a grammar in Lark's or GBNF's
+    notation. param: the request's field that asks for it, for error messages."""
 
     kind: ConstraintKind
     text: str
@@ -19,13 +19,13 @@ class Constraint:
 
 
 Thinking = Literal["never", "may", "open"]
-"""Whether an answer may begin with a think block, or continues the one that its prompt opened."""
+"""Whether an answer never thinks, may begin with a think block, or continues the block that its prompt opened."""
 
 
 @dataclass(frozen=True)
 class ToolCallForm:
-    """The calls of one tool. before: what is written between the opening tag and the arguments. arguments: their JSON
-    schema. after: what is written behind them, up to the end of the call."""
+    """How a model writes the calls of one tool. before: the text between the opening tag and the arguments. arguments:
+    their JSON schema. after: the text from the arguments to the end of the call."""
 
     before: str
     arguments: Constraint
@@ -34,11 +34,12 @@ class ToolCallForm:
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """think_start, think_end: the tags of a think block; empty where the model has none, and "never" thinks.
+    """An answer with optional thinking, and text or tool calls.
 
-    text: what the answer is where it is no call; "free" for any text, behind which there may be calls; None where it
-    must be a call. calls: those that may be made, one of them where `one_call`, else any number. call_start: the tag
-    that opens each. param: as a constraint's.
+    think_start, think_end: the tags of a think block; empty if the model has none. text: the constraint of an answer
+    without calls; "free" for any text, which calls may follow; None if the answer must be a call. calls: the allowed
+    calls. one_call: whether only one of them may be made. call_start: the tag that opens a call. param: as in
+    `Constraint`.
     """
 
     thinking: Thinking
@@ -57,7 +58,7 @@ class StructuredOutput:
 
     @property
     def spaced(self) -> bool:
-        """Whether line breaks may come first, as models write them behind their thoughts: not where they could be part
-        of the text."""
+        """Whether line breaks may come first, as models write them after thinking. Not if they could belong to the
+        text."""
         is_json = isinstance(self.text, Constraint) and self.text.kind == "json_schema"
         return self.thinking != "never" and (self.text is None or is_json)

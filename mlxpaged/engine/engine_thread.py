@@ -38,14 +38,14 @@ class Submit:
 
 @dataclass(frozen=True)
 class Embed:
-    """Inputs for the embedder, which there has to be. The request's reply is the answer."""
+    """Inputs for the embedder, which must exist. The request's reply is the answer."""
 
     request: EmbeddingRequest
 
 
 @dataclass(frozen=True)
 class Abort:
-    """request_id: None ends every request. error: None where the client itself gave up."""
+    """End a request, or every request if request_id is None. error: None if the client left."""
 
     request_id: str | None
     error: str | None = None
@@ -61,7 +61,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Query:
-    """Ask the engine, or change what is no request; the reply is what `ask` returns, or raises."""
+    """Call `ask` on the engine thread; the reply is what it returns or raises."""
 
     ask: Callable[[EngineCore], Any]
     reply: Future[Any]
@@ -69,7 +69,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the thread; what still runs is ended with an error."""
+    """End the thread. Running requests end with an error."""
 
 
 Command = Submit | Embed | Abort | Cancel | Query | Stop
@@ -77,8 +77,8 @@ Command = Submit | Embed | Abort | Cancel | Query | Stop
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Called on the engine thread. on_step once per step, with all its outputs; on_end last, with the reason of an
-    unexpected end, or None."""
+    """Called on the engine thread. on_step: once per step, with all its outputs. on_end: last, with the reason of an
+    unexpected end or None."""
 
     on_ready: Callable[[EngineCore], None]
     on_step: Callable[[list[RequestOutput], EngineStats], None]
@@ -93,7 +93,7 @@ class EngineThread:
         self._callbacks = callbacks
         self._clock = clock
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        # A daemon, so that an interpreter that is told to quit at once is not held up by a step or a download.
+        # A daemon: a step or a download must not hold up an interpreter that quits.
         self._thread = threading.Thread(target=self._main, name="mlxpaged-engine", daemon=True)
 
     def start(self) -> None:
@@ -103,7 +103,7 @@ class EngineThread:
         self._commands.put(command)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the thread's end. False where it still runs after `timeout` seconds."""
+        """Wait for the thread's end. Returns False if it still runs after `timeout` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -138,12 +138,12 @@ class EngineThread:
                     self._deliver(core, outputs)
                     outputs = []
             outputs += core.expire()
-            if outputs:  # their clients need not wait for the step
+            if outputs:  # before the step, so that clients do not wait for it
                 self._deliver(core, outputs)
             if core.has_work():
                 self._deliver(core, core.logged_step())
             if core.embedder is not None and embeds(core):
-                # It waits for the device in any case, and its time is not to count as that of the step under way.
+                # An embedding waits for the device anyway, and its time must not count as that of the step in flight.
                 if outputs := core.finish_in_flight_step():
                     self._deliver(core, outputs)
                 core.embedder.step(alone=not core.has_work())
@@ -156,7 +156,7 @@ class EngineThread:
                 for request in requests:
                     try:
                         core.add(request)
-                    except ValueError as error:  # refused where it came in, as a rule; no reason for others to end
+                    except ValueError as error:  # the API refuses most of these before
                         refusals.append(core.refusal(request, str(error)))
                 return refusals
             case Embed(request):
@@ -169,14 +169,14 @@ class EngineThread:
                 return core.abort(request_id, error)
             case Cancel(request_ids, reply):
                 ended, outputs = core.cancel(request_ids)
-                if reply.set_running_or_notify_cancel():  # False where nobody waits for it any more
+                if reply.set_running_or_notify_cancel():  # False if its waiter is gone
                     reply.set_result(ended)
                 return outputs
             case Query(ask, reply):
                 if reply.set_running_or_notify_cancel():
                     try:
                         reply.set_result(ask(core))
-                    except Exception as error:  # the asker's own
+                    except Exception as error:  # the error is the caller's
                         reply.set_exception(error)
                 return []
 

@@ -1,8 +1,7 @@
-"""Constraints as grammars: what an answer may be, compiled by llguidance, and how far each answer has come in its own.
+"""Constraints as grammars, compiled by llguidance, and a matcher for each answer.
 
-Compiling happens on any thread and is bounded: llguidance gives up on what is too large or too complex. A matcher
-belongs to the engine thread and is advanced by tokens that are booked, never by tokens that are drawn: a step that
-fails, is repeated, or loses its sequence to a preemption leaves it where the known tokens are.
+Any thread may compile. Compilation is bounded: llguidance gives up on what is too large or too complex. A matcher
+belongs to the engine thread. Only committed tokens advance it, so that a failed step or a preemption does not.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-from mlxpaged.engine.answer_grammar import lark
+from mlxpaged.engine.structured_output import lark
 from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput
 from mlxpaged.engine.json_schema import check_schema, disjoint_one_of_as_any_of
 from mlxpaged.models import Tokenizer
@@ -32,28 +31,28 @@ MAX_CHARS: dict[ConstraintKind, int] = {
     "choice": 64 * 1024,
     "grammar": 32 * 1024,
 }
-"""Of a constraint. The compiler cannot be interrupted, and the time of some parts of it grows with the square of this:
-at these limits the worst that was found took two seconds, a regular expression of 80,000 characters a minute."""
+"""The longest constraints. The compiler cannot be interrupted, and some of its parts take quadratic time: the slowest
+case found within these limits took two seconds, a regular expression of 80,000 characters a minute."""
 
 MAX_LEXER_STATES = 50_000
-"""Of one answer: 1 to 2 KB each, says llguidance, which allows five times as many."""
+"""Lexer states of one answer, 1 to 2 KB each. llguidance's own limit is five times as large."""
 
 KEPT = 64
-"""Compiled constraints in memory. Clients repeat theirs: compiling again costs up to half a second."""
+"""Compiled constraints in memory. Clients repeat them, and compiling one again takes up to half a second."""
 
 BLAME_SECONDS = 2.0
-"""To find the part of a form that is to blame, by compiling each by itself. There may be a thousand."""
+"""Time limit for finding the part of a structured output that does not compile, by compiling each part alone."""
 
 WHITESPACE = r"( |\n[ \t]{0,64})?"
-"""Between the tokens of JSON: what models write. Where any amount is allowed, some write it until max_tokens."""
+"""White space between the tokens of JSON. If any amount is allowed, some models write it until max_tokens."""
 
 Mask = npt.NDArray[np.int32]
-"""[W]: one bit for each of 32 * W tokens, the lowest first; set where the token may be drawn."""
+"""[W]: one bit for each of 32 * W tokens, the lowest first, which is set if the token is allowed."""
 
 
 class GrammarError(ValueError):
-    """A constraint that cannot be enforced, or an answer that left its own. param: the field to blame, where it is not
-    that of the whole constraint."""
+    """A constraint that cannot be enforced, or an answer that violates it. param: the field to blame, if it is not the
+    whole constraint's."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -76,7 +75,7 @@ class Grammars:
         self._tokenizer_lock = threading.Lock()  # its own: making the tokenizer takes a second
 
     def compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
-        """At its start, for copies. Raises GrammarError with the reason."""
+        """A matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
         with self._kept_lock:
             if constraint in self._kept:
                 self._kept.move_to_end(constraint)
@@ -89,14 +88,14 @@ class Grammars:
         return matcher
 
     def start(self, constraint: Constraint | StructuredOutput, ignore_eos: bool) -> GrammarMatcher:
-        """For one answer. Compiles what nobody compiled before, or too long ago. Raises GrammarError."""
+        """A matcher for one answer. Raises GrammarError."""
         return GrammarMatcher(self.compile(constraint).deep_copy(), self._wrapped.eos_token_ids if ignore_eos else ())
 
     def masks(self, rows: Sequence[tuple[GrammarMatcher, Collection[int]]]) -> list[Mask]:
-        """What each answer may go on with. Beside its matcher: tokens to avoid now, beyond the matcher's own.
+        """The tokens that each answer may continue with. rows: matchers, each with tokens to avoid now.
 
-        Never without a token: where the grammar allows nothing else, what should be avoided is drawn. A matcher that
-        went wrong allows the end of the answer, and says what happened when it is advanced.
+        A mask is never empty: avoided tokens stay if the grammar allows nothing else. A matcher with an error allows
+        the end of the answer, and raises the error when it is advanced.
         """
         filled = allocate_token_bitmask(len(rows), self.tokenizer().vocab_size)
         matchers = [(matcher.matcher, i) for i, (matcher, _) in enumerate(rows)]
@@ -111,7 +110,7 @@ class Grammars:
         try:
             text = constraint.text if isinstance(constraint, StructuredOutput) else None
             if isinstance(text, Constraint) and text.kind == "grammar":
-                self._new_matcher(text)  # alone it cannot refer to the grammars around it
+                self._new_matcher(text)  # compiled alone, it cannot refer to the other grammars
             return self._new_matcher(constraint)
         except GrammarError:
             until = time.monotonic() + BLAME_SECONDS
@@ -138,12 +137,12 @@ class Grammars:
             raise GrammarError("only the empty text fits it")
         trial = matcher.deep_copy()
         for token_id in trial.compute_ff_tokens()[:1]:
-            trial.consume_token(token_id)  # fails where what has to follow never ends
+            trial.consume_token(token_id)  # fails if what must follow is endless
             check(trial)
         return matcher
 
     def _text(self, constraint: Constraint | StructuredOutput) -> str:
-        """In llguidance's own notation. Raises ValueError or RecursionError."""
+        """The grammar in llguidance's notation. Raises ValueError or RecursionError."""
         if isinstance(constraint, Constraint):
             return grammar_text(constraint)
         grammars = [{"name": "answer", "lark_grammar": lark(constraint, self._pieces)}]
@@ -162,32 +161,32 @@ class Grammars:
 
     @functools.cached_property
     def _special_tokens(self) -> dict[str, int]:
-        """What llguidance takes for one; the longest come first."""
+        """Special tokens by text, as llguidance sees them, the longest first."""
         added = self._wrapped.reader.added_tokens_decoder.items()
         special = {token.content: i for i, token in added if self.tokenizer().is_special_token(i)}
         return dict(sorted(special.items(), key=lambda item: -len(item[0])))
 
     def tokenizer(self) -> LLTokenizer:
-        """llguidance's view of the vocabulary. Raises GrammarError where the model's tokenizer does not allow one."""
+        """llguidance's view of the vocabulary. Raises GrammarError if the model's tokenizer does not allow one."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 wrapped = self._wrapped.reader
                 size = max(len(wrapped), self._vocab_size)
                 try:
                     self._tokenizer = from_tokenizer(wrapped, size, sorted(self._wrapped.eos_token_ids) or None)
-                except Exception as error:  # whatever an unusual tokenizer makes the libraries raise
+                except Exception as error:  # unusual tokenizers make the libraries raise anything
                     raise GrammarError(f"this model's tokenizer cannot be constrained: {error}") from error
             return self._tokenizer
 
 
 def grammar_text(constraint: Constraint) -> str:
-    """In llguidance's own notation. Raises ValueError."""
+    """A constraint in llguidance's notation. Raises ValueError."""
     if constraint.kind != "json_schema":
         return grammar_from(constraint.kind, constraint.text)
     schema = json.loads(constraint.text)
     check_schema(schema)
-    # A schema may carry options of llguidance's. These are not its author's to choose: the first two would let the
-    # answer be what the schema does not allow.
+    # A schema may contain options for llguidance. The author may not choose these: the first two would allow answers
+    # that violate the schema.
     options = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
     text = json.dumps(disjoint_one_of_as_any_of(schema))
     return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
@@ -203,7 +202,7 @@ def check_length(constraint: Constraint | StructuredOutput) -> None:
 
 
 def check(matcher: LLMatcher) -> None:
-    """Raises GrammarError for one that went wrong, which it stays."""
+    """Raises GrammarError for a matcher with an error. Errors are final."""
     if matcher.is_error():
         reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
         raise GrammarError("no text fits it" if reason == "NoExtensionBias" else reason)
@@ -219,25 +218,25 @@ def without(mask: Mask, token_ids: Collection[int]) -> Mask:
 
 
 def preferring(mask: Mask, avoided: Collection[int]) -> Mask:
-    """The mask without these tokens, unless it has no others."""
+    """The mask without these tokens, unless it would be empty."""
     rest = without(mask, avoided) if avoided else mask
     return rest if rest.any() else mask
 
 
 class GrammarMatcher:
-    """One answer's way through its grammar. avoided: tokens that are drawn only where nothing else fits."""
+    """The state of one answer in its grammar. avoided: tokens that are allowed only if nothing else is."""
 
     def __init__(self, matcher: LLMatcher, avoided: Collection[int] = ()) -> None:
         self.matcher = matcher
         self.avoided = avoided
 
     def allows(self, token_id: int) -> bool:
-        """Whether the answer may go on with this token."""
+        """Whether the answer may continue with this token."""
         return bool(self.matcher.validate_tokens([token_id]))
 
     def advance(self, token_id: int) -> bool:
-        """The answer goes on with this token. True where nothing can follow. Raises GrammarError for one that does not
-        fit, or where the grammar became too complex."""
+        """Append a token to the answer. Returns True if nothing can follow. Raises GrammarError for a token that is not
+        allowed, or if the grammar became too complex."""
         self.matcher.consume_token(token_id)
         try:
             check(self.matcher)

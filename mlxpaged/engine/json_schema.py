@@ -1,6 +1,6 @@
-"""JSON schemas on their way to the compiler: rewritten where that makes them enforceable, refused where they are traps.
+"""JSON schemas are rewritten here if that makes them enforceable, and refused if they would trap the compiler.
 
-`oneOf` whose branches exclude each other anyway means `anyOf`, which a grammar can say. That is how pydantic writes a
+A `oneOf` whose branches exclude each other means `anyOf`, which a grammar can express. That is how pydantic writes a
 union with a discriminator. Any other `oneOf` stays, and is refused by the compiler.
 """
 
@@ -32,7 +32,7 @@ TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
 
 def check_schema(schema: Any) -> None:
-    """Raises ValueError for one that is no object, or that would take the compiler for ever."""
+    """Raises ValueError for a schema that is no object, or that the compiler would not finish."""
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
     nodes = list(_nodes(schema))

@@ -12,19 +12,17 @@ from mlxpaged.scheduler import FinishReason, Priority, SequenceStatus
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it. arrival_time: seconds on the engine's clock. fork_of: an earlier request with
-    the same prompt, whose blocks this one shares. timeout, ttft_timeout: seconds from arrival in which the answer must
-    be complete, and its first token generated; None for any time. timeline: whether one is recorded."""
+    """A prompt and how to continue it."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    arrival_time: float
+    arrival_time: float  # seconds on the engine's clock
     priority: Priority = Priority.NORMAL
-    fork_of: str | None = None
-    timeout: float | None = None
-    ttft_timeout: float | None = None
-    timeline: bool = False
+    fork_of: str | None = None  # an earlier request with the same prompt, whose blocks this one shares
+    timeout: float | None = None  # seconds from arrival to the complete answer
+    ttft_timeout: float | None = None  # seconds from arrival to the first token
+    timeline: bool = False  # whether to record one
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,12 @@ class TokenLogprobs:
 
 
 class RequestOutput(NamedTuple):
-    """What one step adds to one answer. text may be empty while a character or a stop string may still be growing.
+    """What one step adds to one answer. text is empty while a character or a stop string is incomplete.
 
-    finish_reason is set on the last output of a request, with it `error` where the answer is not complete, and
-    `timeline` where the request asked for one. num_output_tokens counts all tokens so far, the one that ended the
-    answer included. stop_string: the one that ended the answer, if any. A tuple, since there is one for every token: it
-    is made in less than half of a frozen dataclass's time.
+    finish_reason is set on the last output of a request, together with `error` if the answer is not complete and
+    `timeline` if the request asked for one. num_output_tokens counts all tokens so far, with the one that ended the
+    answer. stop_string: the one that ended the answer. There is an output for every token: a NamedTuple is made in less
+    than half the time of a frozen dataclass.
     """
 
     request_id: str
@@ -63,7 +61,7 @@ class RequestOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class EndedRequest:
-    """A request that was cancelled, as it was just before."""
+    """The last state of a cancelled request."""
 
     request_id: str
     status: SequenceStatus

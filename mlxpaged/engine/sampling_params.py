@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen, and when its answer ends."""
+"""How the tokens of one request are sampled, and when its answer ends."""
 
 from __future__ import annotations
 
@@ -8,44 +8,34 @@ from dataclasses import dataclass, field
 from mlxpaged.engine.constraint import Constraint, StructuredOutput
 
 MIN_TEMPERATURE = 1e-5
-"""Below it, dividing float32 logits by the temperature overflows long before a second token could be drawn."""
+"""Below it, dividing float32 logits by the temperature overflows long before a second token could be sampled."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Ranges are checked where requests come in (api/). max_tokens: None for as many as context and pool allow.
+    """Sampling parameters. The API checks their ranges."""
 
-    temperature: 0 is greedy. top_k: 0 for all. repetition_penalty: divides (positive) or multiplies (negative) logits
-    of tokens seen in prompt or answer (CTRL, Keskar et al. 2019). presence_ and frequency_penalty: subtracted once, and
-    per occurrence, for tokens of the answer, as OpenAI defines them. seed: None draws one. logprobs: None for none,
-    else the number of most likely tokens to report beside the sampled one. min_tokens: so many are drawn before a token
-    or a string may end the answer. constraint: what the answer must be; it ends where nothing can follow, whatever
-    ignore_eos and min_tokens say, which only keep it from ending where it could go on. think_tags, tool_tags: whether
-    the text shows the special tokens that mark thinking and tool calls. thinking_budget: most tokens in think blocks,
-    for models that have them; None for any number, and always with logprobs. begins_thinking: whether the prompt opened
-    a block.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
+    max_tokens: int | None = None  # None for as many as context and pool allow
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 for all tokens
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # for tokens of prompt and answer (CTRL, Keskar et al. 2019)
+    presence_penalty: float = 0.0  # subtracted once for tokens of the answer, as OpenAI defines it
+    frequency_penalty: float = 0.0  # subtracted per occurrence in the answer, as OpenAI defines it
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    logprobs: int | None = None
+    seed: int | None = None  # None for a random one
+    logprobs: int | None = None  # how many of the most likely tokens to report; None for no log-probabilities
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-    min_tokens: int = 0
+    min_tokens: int = 0  # tokens before a stop token or a stop string may end the answer
+    # An answer with a constraint ends when nothing can follow, even with ignore_eos or min_tokens.
     constraint: Constraint | StructuredOutput | None = None
-    think_tags: bool = False
-    tool_tags: bool = False
-    thinking_budget: int | None = None
-    begins_thinking: bool = False
+    think_tags: bool = False  # whether the text shows the special tokens of thinking
+    tool_tags: bool = False  # whether the text shows the special tokens of tool calls
+    thinking_budget: int | None = None  # most tokens in think blocks
+    begins_thinking: bool = False  # whether the prompt opened a think block
 
     @property
     def greedy(self) -> bool:
@@ -53,7 +43,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are excluded before one is drawn."""
+        """Whether some tokens are excluded before sampling."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
@@ -62,5 +52,5 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """Whether the most likely token is all that is asked for."""
+        """Whether taking the most likely token is enough."""
         return self.greedy and not self.penalizes and not self.logit_bias and self.logprobs is None

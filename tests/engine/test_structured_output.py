@@ -19,7 +19,7 @@ from mlxpaged.engine import (
     StructuredOutput,
     ToolCallForm,
 )
-from mlxpaged.engine.answer_grammar import lark
+from mlxpaged.engine.structured_output import lark
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models import ServedModel, load_model

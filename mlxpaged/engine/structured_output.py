@@ -1,5 +1,5 @@
-"""The form of a whole answer as one grammar, so that the bytes say where thinking, text and calls end, however a model
-cuts them into tokens. In llguidance's Lark."""
+"""A structured output as one grammar, in llguidance's Lark: thinking, text and tool calls. The grammar works on bytes, so
+it does not matter how the model cuts the tags into tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from mlxpaged.engine.constraint import StructuredOutput
 
 Pieces = Callable[[str], Sequence[str | int]]
-"""Cuts a text into its special tokens, as ids, and the texts between them."""
+"""Splits a text into special tokens, as ids, and the texts between them."""
 
 
 def lark(form: StructuredOutput, pieces: Pieces) -> str:
-    """Its grammar, in which `@part_i` stands for that of `form.parts[i]`."""
+    """The grammar. `@part_i` in it refers to the grammar of `form.parts[i]`."""
 
     def written(text: str) -> str:
         return " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in pieces(text))
 
     def until(name: str, tag: str, *absent: str) -> list[str]:
-        """The rule `name`: any text up to and including the tag. A regular expression cannot hold a special token."""
+        """The rule `name`: any text up to the end of the tag. A regular expression cannot contain a special token."""
         first, *_ = pieces(tag)
         if isinstance(first, int):
             return [f"{name}: {name.upper()} {written(tag)}", f"{name.upper()}: {text_without(tag, *absent)}"]
@@ -50,7 +50,7 @@ def lark(form: StructuredOutput, pieces: Pieces) -> str:
 
 
 def text_without(*texts: str) -> str:
-    """A terminal: any text that has none of these in it."""
+    """A terminal: any text that contains none of these."""
     return "/(?s:.*)/" + "".join(f" & ~/(?s:.*){in_regex(text)}(?s:.*)/" for text in texts)
 
 

@@ -1,0 +1,58 @@
+"""The outputs of one request, as its handler on the event loop reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from mlxpaged.engine.errors import (
+    DeadlineExceededError,
+    EngineState,
+    EngineUnavailableError,
+    RequestCancelledError,
+    RequestFailedError,
+)
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.scheduler import FinishReason
+
+
+class RequestStream:
+    """An iterator over outputs. A reader that stops before the last output must close it."""
+
+    def __init__(self, request: Request, abort: Callable[[str], None], state: Callable[[], EngineState]) -> None:
+        self.request = request
+        self._state = state
+        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._abort = abort
+        self._finished = False
+
+    def put(self, output: RequestOutput) -> None:
+        self._outputs.put_nowait(output)
+
+    def close(self) -> None:
+        """Abort the request unless its last output was read."""
+        if not self._finished:
+            self._finished = True
+            self._abort(self.request.request_id)
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """Raises the errors of `raise_unless_complete`."""
+        while not self._finished:
+            output = await self._outputs.get()
+            if output.finish_reason is not None:
+                self._finished = True
+            raise_unless_complete(output.finish_reason, output.error, self._state())
+            yield output
+
+
+def raise_unless_complete(reason: FinishReason | None, error: str | None, state: EngineState) -> None:
+    """Raises DeadlineExceededError, RequestCancelledError or RequestFailedError if a request ended without its answer,
+    and EngineUnavailableError if that is because the engine itself ends."""
+    if reason is FinishReason.TIMEOUT:
+        raise DeadlineExceededError(error)
+    if reason is FinishReason.CANCELLED:
+        raise RequestCancelledError(error)
+    if reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if state in (EngineState.DRAINING, EngineState.DEAD):
+            raise EngineUnavailableError(state, error or "the client left")
+        raise RequestFailedError(error or "the client left")

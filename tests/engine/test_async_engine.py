@@ -1,0 +1,37 @@
+"""The event loop's side of the engine: every output reaches its stream, whatever its observer does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mlxpaged.engine import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
+
+
+async def answers(engine: AsyncEngine, count: int) -> list[list[int]]:
+    """The tokens of requests that are submitted together."""
+    engine.start()
+    await engine.wait_loaded()
+    with engine.reserve(count) as now:
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        streams = engine.submit([Request(str(i), [20 + i, 5], params, now) for i in range(count)])
+    tokens = [[token async for output in stream for token in output.token_ids] for stream in streams]
+    await engine.drain(5)
+    assert await engine.stop()
+    return tokens
+
+
+def test_an_observer_that_raises_costs_no_output(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+
+    def observe(request: Request, output: RequestOutput) -> None:
+        seen.append(request.request_id)
+        raise ValueError("injected")
+
+    config = EngineConfig(kv_cache_bytes=4_000_000)
+    expected = asyncio.run(answers(AsyncEngine(config), 3))
+    assert [len(tokens) for tokens in expected] == [4, 4, 4]
+    assert asyncio.run(answers(AsyncEngine(config, on_output=observe), 3)) == expected
+    assert sorted(seen) == sorted(["0", "1", "2"] * 4)
+    assert caplog.text.count("ValueError: injected") == 12
