@@ -20,9 +20,9 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-from mlxpaged.engine.structured_output import lark
 from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput
 from mlxpaged.engine.json_schema import check_schema, disjoint_one_of_as_any_of
+from mlxpaged.engine.structured_output import lark
 from mlxpaged.models import Tokenizer
 
 MAX_CHARS: dict[ConstraintKind, int] = {

@@ -19,9 +19,9 @@ from mlxpaged.engine import (
     StructuredOutput,
     ToolCallForm,
 )
-from mlxpaged.engine.structured_output import lark
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.structured_output import lark
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.scheduler import FinishReason
 from tests.engine.helpers import finish, let_steps_fail, make_core
