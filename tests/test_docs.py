@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from mlxpaged.cli import main
+from mlxpaged.engine import EngineConfig
+from tests.api.helpers import raw
 from tests.support import RunningServer, running_server
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +23,7 @@ OF_OTHERS = {"--add-host", "--budget", "--continuous-batching", "--quick"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as server:
+    with running_server(EngineConfig(kv_cache_bytes=16_000_000)) as server:
         yield server
 
 
@@ -62,13 +63,15 @@ def test_flags_in_the_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_of_endpoints_is_that_of_the_server(server: RunningServer) -> None:
-    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    with raw(server) as client:
+        paths = client.get("/openapi.json").json()["paths"]
     served = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
     assert sorted(names_in_table("api.md", "## Endpoints")) == sorted(served)
 
 
 def test_the_table_of_metrics_is_that_of_the_server(server: RunningServer) -> None:
-    shown = httpx.get(f"{server.url}/metrics").text
+    with raw(server) as client:
+        shown = client.get("/metrics").text
     names = re.findall(r"^# TYPE (mlxpaged_\w+) (?:counter|gauge|histogram)$", shown, flags=re.MULTILINE)
     names = [name for name in names if not name.endswith("_created")]
     assert sorted(names_in_table("operations.md", "## Metrics")) == sorted(names)
