@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-scheduler test-contract test-clients test-fuzz lint types bench bench-engine bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-scheduler test-contract test-clients test-fuzz lint types docs bench bench-engine bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -38,6 +38,13 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# The site is whole without a network: no script, style or font comes from another host.
+docs: $(STAMP)
+	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[dev,docs]'; \
+	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs]'; fi
+	$(BIN)/mkdocs build --strict
+	! grep -rlE --include='*.html' '<(script|link|img)[^>]+(src|href)="?https?://' site
+
 bench:
 	$(PYTHON) benchmarks/compare.py $(ARGS)
 
@@ -55,7 +62,7 @@ train-demo: $(STAMP)
 	$(BIN)/python demo_model/train.py --out mlxpaged/models/demo
 
 clean:
-	rm -rf $(VENV) dist
+	rm -rf $(VENV) dist site
 
 $(STAMP): pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then \
