@@ -1,5 +1,7 @@
-"""A structured output as one grammar, in llguidance's Lark: thinking, text and tool calls. The grammar works on bytes, so
-it does not matter how the model cuts the tags into tokens."""
+"""A structured output as one grammar, in llguidance's Lark: thinking, text and tool calls.
+
+The grammar works on bytes, so it does not matter how the model cuts the tags into tokens.
+"""
 
 from __future__ import annotations
 

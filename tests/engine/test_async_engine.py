@@ -16,7 +16,9 @@ async def answers(engine: AsyncEngine, count: int) -> list[list[int]]:
     with engine.reserve(count) as now:
         params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         streams = engine.submit([Request(str(i), [20 + i, 5], params, now) for i in range(count)])
-    tokens = [[token async for output in stream for token in output.token_ids] for stream in streams]
+    tokens = []
+    for stream in streams:
+        tokens.append([token async for output in stream for token in output.token_ids])
     await engine.drain(5)
     assert await engine.stop()
     return tokens
