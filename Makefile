@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-scheduler test-contract test-clients test-fuzz lint types docs bench bench-engine bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-scheduler test-contract test-clients test-fuzz lint types coverage docs bench bench-engine bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -31,12 +31,18 @@ test-clients: $(STAMP)
 test-fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_demands_fuzz.py
 
+# Branch coverage of mlxpaged/, servers that the tests start included.
+coverage: $(STAMP)
+	rm -f .coverage .coverage.*
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 # The site is whole without a network: no script, style or font comes from another host.
 docs: $(STAMP)
