@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import threading
@@ -172,13 +173,13 @@ def running_server(
 
 def keep_core(engine: AsyncEngine, app: Starlette) -> None:
     """Let tests reach the EngineCore, which otherwise only the engine thread knows."""
-    original = engine._thread._callbacks.on_ready
+    callbacks = engine.thread.callbacks
 
     def on_ready(core: EngineCore) -> None:
         app.state.core = core
-        original(core)
+        callbacks.on_ready(core)
 
-    object.__setattr__(engine._thread._callbacks, "on_ready", on_ready)
+    engine.thread.callbacks = dataclasses.replace(callbacks, on_ready=on_ready)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:

@@ -62,19 +62,19 @@ class AsyncEngine:
         self._streams: dict[str, RequestStream] = {}
         self._replies: set[asyncio.Future[Any]] = set()
         self._embedding = 0  # requests that wait for embeddings
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._loaded = asyncio.Event()  # set when the model is loaded or failed to load
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended_all = False
         self._reserved = 0
         callbacks = Callbacks(self._ready_on_thread, self._step_on_thread, self._end_on_thread)
-        self._thread = EngineThread(config, callbacks, clock)
+        self.thread = EngineThread(config, callbacks, clock)
 
     def start(self) -> None:
         """Start the engine thread; the model loads in the background."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self.loop = asyncio.get_running_loop()
+        self.thread.start()
 
     async def wait_loaded(self) -> None:
         """Raises EngineUnavailableError if loading failed."""
@@ -137,7 +137,7 @@ class AsyncEngine:
             streams.append(RequestStream(limited, self._abort, lambda: self.state))
         self._streams.update((stream.request.request_id, stream) for stream in streams)
         self._idle.clear()
-        self._thread.send(Submit(tuple(stream.request for stream in streams)))
+        self.thread.send(Submit(tuple(stream.request for stream in streams)))
         return streams
 
     async def embed(self, request: EmbeddingRequest, arrival_time: float, timeout: float | None) -> Vectors:
@@ -151,7 +151,7 @@ class AsyncEngine:
         self._replies.add(waiter)
         self._embedding += 1
         self._idle.clear()
-        self._thread.send(Embed(request))
+        self.thread.send(Embed(request))
         try:
             left = None if timeout is None else max(0.0, arrival_time + timeout - self.clock())
             output = await asyncio.wait_for(waiter, left)
@@ -171,7 +171,7 @@ class AsyncEngine:
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
-            self._thread.send(Abort(request_id))
+            self.thread.send(Abort(request_id))
 
     async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
         """Cancel requests: their streams raise RequestCancelledError. Returns those that had not ended yet; all they
@@ -195,7 +195,7 @@ class AsyncEngine:
             self.require_ready()
         waiter = asyncio.wrap_future(reply)
         self._replies.add(waiter)
-        self._thread.send(command)
+        self.thread.send(command)
         try:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes with the reply.
             done, _ = await asyncio.wait([waiter], timeout=REPLY_SECONDS)
@@ -222,12 +222,12 @@ class AsyncEngine:
     def end_all(self, error: str) -> None:
         """End every request with an error."""
         self._ended_all = self.num_unfinished > 0
-        self._thread.send(Abort(None, error))
+        self.thread.send(Abort(None, error))
 
     async def stop(self, timeout: float = 10.0) -> bool:
         """End the engine thread. Returns False if it does not end within `timeout` seconds."""
-        self._thread.send(Stop())
-        ended = await asyncio.to_thread(self._thread.join, timeout)
+        self.thread.send(Stop())
+        ended = await asyncio.to_thread(self.thread.join, timeout)
         if not ended:
             doing = "loads the model" if self.info is None else "is busy"
             logger.warning("the engine thread still %s after %.0f s; not waiting for it", doing, timeout)
@@ -236,9 +236,9 @@ class AsyncEngine:
     # -- from the engine thread --------------------------------------------------------------------------------------
 
     def _hand_over(self, callback: Callable[..., None], *args: object) -> None:
-        assert self._loop is not None
+        assert self.loop is not None
         try:
-            self._loop.call_soon_threadsafe(callback, *args)
+            self.loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:  # the loop is closed
             logger.debug("the event loop is closed; dropped %s", getattr(callback, "__name__", callback))
 

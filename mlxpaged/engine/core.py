@@ -55,7 +55,7 @@ class EngineCore:
         self._in_flight: InFlightStep | None = None
         self._outputs: list[RequestOutput] = []  # of the running call of `step`
         self._ids = itertools.count()
-        self._requests: dict[int, RunningRequest] = {}
+        self.requests: dict[int, RunningRequest] = {}
         self._sequence_of: dict[str, int] = {}
         self._deadlines = Deadlines()
         self._log = StepLog()
@@ -85,9 +85,9 @@ class EngineCore:
         )
         sequence.request_id = request.request_id
         parent = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
-        sequence.fork_of = None if parent is None else self._requests[parent].sequence
+        sequence.fork_of = None if parent is None else self.requests[parent].sequence
         self.scheduler.add(sequence)
-        self._requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer, matcher)
+        self.requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer, matcher)
         self._deadlines.watch(sequence.sequence_id, request)
         self._sequence_of[request.request_id] = sequence.sequence_id
 
@@ -115,7 +115,7 @@ class EngineCore:
         for request_id in request_ids:
             sequence_id = self._sequence_of.get(request_id)
             if sequence_id is not None:
-                sequence = self._requests[sequence_id].sequence
+                sequence = self.requests[sequence_id].sequence
                 ended.append(EndedRequest(request_id, sequence.status, sequence.num_output_tokens))
                 outputs.append(self._end(sequence_id, FinishReason.CANCELLED, "the request was cancelled"))
         return ended, outputs
@@ -124,7 +124,7 @@ class EngineCore:
         """End the requests whose deadline has passed."""
         now, outputs = self.clock(), []
         for deadline in self._deadlines.pop_passed(now):
-            running = self._requests[deadline.sequence_id]
+            running = self.requests[deadline.sequence_id]
             if not (deadline.of_first_token and running.sequence.num_output_tokens > 0):
                 message = deadline.message(running.sequence, now)
                 outputs.append(self._end(deadline.sequence_id, FinishReason.TIMEOUT, message))
@@ -132,7 +132,7 @@ class EngineCore:
 
     def _end(self, sequence_id: int, reason: FinishReason, error: str | None) -> RequestOutput:
         self.scheduler.finish(sequence_id, reason)
-        return self._last_output(self._requests[sequence_id], error)
+        return self._last_output(self.requests[sequence_id], error)
 
     # -- what others ask -----------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class EngineCore:
         return 0 if cache is None else cache.clear()
 
     def status(self) -> EngineStatus:
-        sequences = ((running.request.request_id, running.sequence) for running in self._requests.values())
+        sequences = ((running.request.request_id, running.sequence) for running in self.requests.values())
         return engine_status(self.scheduler, sequences, self._num_steps, self.clock())
 
     def stats(self) -> EngineStats:
@@ -196,7 +196,7 @@ class EngineCore:
     def normal_step(self, batch: Batch) -> None:
         """Run a batch to its end: forward pass, sampler, tokens, text. No other step may be in flight."""
         step = self._launch(batch)
-        self._launcher.sample(step, self._requests)
+        self._launcher.sample(step, self.requests)
         self.runner.finish_step(*step.results)
         self._process(step)
 
@@ -209,7 +209,7 @@ class EngineCore:
         step = self._launch(batch, self._in_flight) if batch.rows else None
         self._finish_in_flight()
         if step is not None:
-            self._launcher.sample(step, self._requests)
+            self._launcher.sample(step, self.requests)
         self._in_flight = step
 
     def finish_in_flight_step(self) -> list[RequestOutput]:
@@ -222,7 +222,7 @@ class EngineCore:
 
     def _schedule(self) -> Batch:
         batch = self.scheduler.schedule()
-        self._log.start_step(batch, self._requests, self.clock())
+        self._log.start_step(batch, self.requests, self.clock())
         if batch.rows:
             self._num_steps += 1
         elif self._in_flight is None:
@@ -257,15 +257,15 @@ class EngineCore:
         # The device began with the step when it was launched and the step before was done.
         self.scheduler.observe(step.batch, now - max(step.started, self._read_at))
         self._read_at = now
-        for sequence_id in invalid & self._requests.keys():
-            preempted = self.fail(self._requests[sequence_id].sequence, "the model's logits are not finite")
+        for sequence_id in invalid & self.requests.keys():
+            preempted = self.fail(self.requests[sequence_id].sequence, "the model's logits are not finite")
             for sequence in preempted:
                 tokens.pop(sequence.sequence_id, None)
                 self.sampler.forget(sequence.sequence_id)
         self.scheduler.update(Batch(step.rows), {sequence_id: token.token_id for sequence_id, token in tokens.items()})
         for sequence_id, token in tokens.items():
-            if sequence_id in self._requests:
-                self._outputs.append(self._output_of(self._requests[sequence_id], token))
+            if sequence_id in self.requests:
+                self._outputs.append(self._output_of(self.requests[sequence_id], token))
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
@@ -295,7 +295,7 @@ class EngineCore:
         else:  # it was preempted since, and the blocks that it published cannot be told from others
             self.scheduler.finish(sequence.sequence_id, FinishReason.ERROR)
             self.clear_cache()
-        self._outputs.append(self._last_output(self._requests[sequence.sequence_id], message))
+        self._outputs.append(self._last_output(self.requests[sequence.sequence_id], message))
         return preempted
 
     # -- outputs -------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class EngineCore:
 
     def _release(self, running: RunningRequest) -> None:
         sequence_id = running.sequence.sequence_id
-        del self._requests[sequence_id]
+        del self.requests[sequence_id]
         del self._sequence_of[running.request.request_id]
         self._deadlines.forget(sequence_id)
         self._log.forget(sequence_id)

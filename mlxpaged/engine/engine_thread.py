@@ -90,9 +90,9 @@ class EngineThread:
 
     def __init__(self, config: EngineConfig, callbacks: Callbacks, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
-        self._callbacks = callbacks
+        self.callbacks = callbacks
         self._clock = clock
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         # A daemon: a step or a download must not hold up an interpreter that quits.
         self._thread = threading.Thread(target=self._main, name="mlxpaged-engine", daemon=True)
 
@@ -100,7 +100,7 @@ class EngineThread:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        self._commands.put(command)
+        self.commands.put(command)
 
     def join(self, timeout: float) -> bool:
         """Wait for the thread's end. Returns False if it still runs after `timeout` seconds."""
@@ -113,28 +113,28 @@ class EngineThread:
             served = load_model(self._config.model, self._config.served_model_name, self._config.tool_parser)
             core = build_engine(self._config, served, self._clock, *build_embedder(self._config, served))
             with contextlib.closing(core):
-                self._callbacks.on_ready(core)
+                self.callbacks.on_ready(core)
                 self._serve(core)
         except (ModelNotFoundError, UnsupportedModelError, MemoryError, SwapSpaceError) as error:
             logger.critical("%s", error)
-            self._callbacks.on_end(str(error))
+            self.callbacks.on_end(str(error))
         except BaseException as error:
             logger.critical("the engine thread cannot go on", exc_info=error)
-            self._callbacks.on_end(f"{type(error).__name__}: {error}")
+            self.callbacks.on_end(f"{type(error).__name__}: {error}")
         else:
             logger.info("scheduler closed: %s", core.stats().scheduler.blocks)
-            self._callbacks.on_end(None)
+            self.callbacks.on_end(None)
 
     def _serve(self, core: EngineCore) -> None:
         while True:
             outputs: list[RequestOutput] = []
-            while not (core.has_work() or embeds(core)) or not self._commands.empty():
-                command = self._commands.get()
+            while not (core.has_work() or embeds(core)) or not self.commands.empty():
+                command = self.commands.get()
                 if isinstance(command, Stop):
                     self._deliver(core, outputs + core.abort_all("the server was shut down"))
                     return
                 outputs += self._handle(core, command)
-                if outputs and self._commands.empty():
+                if outputs and self.commands.empty():
                     self._deliver(core, outputs)
                     outputs = []
             outputs += core.expire()
@@ -181,7 +181,7 @@ class EngineThread:
                 return []
 
     def _deliver(self, core: EngineCore, outputs: list[RequestOutput]) -> None:
-        self._callbacks.on_step(outputs, core.stats())
+        self.callbacks.on_step(outputs, core.stats())
 
 
 def embeds(core: EngineCore) -> bool:

@@ -93,7 +93,7 @@ class ModelRunner:
         pools = [layer.kv for layer in self.layers]
         self._groups = served.row_groups if self.backend == "gather" else RowGroups()
         self.swap = SwapSpace(pools, num_swap_slots, swap_dir) if num_swap_slots else None
-        self._thread = threading.get_ident()
+        self.thread_id = threading.get_ident()
         self.model_calls = 0
         mx.eval([layer.kv.arrays for layer in self.layers])
 
@@ -128,7 +128,7 @@ class ModelRunner:
         to know of the batch goes to the device in one array; a backend's plan, of which sequence is attended in which
         part of its work, adds a few of its own.
         """
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
         rows = batch.rows
         tokens: list[int] = []

@@ -219,7 +219,7 @@ class StepGate:
 def within_one_step(server: RunningServer, gate: StepGate, method: str, path: str, **options: Any) -> httpx.Response:
     """The answer to a question to the engine, which is in the middle of a step: that one is let through, no other."""
     gate.wait_held()
-    commands = server.engine._thread._commands
+    commands = server.engine.thread.commands
     before = commands.qsize()
     pending = Background.request(server, method, path, **options)
     wait_until(lambda: commands.qsize() > before)
@@ -283,7 +283,7 @@ def run_until_preempted(server: RunningServer, gate: StepGate, request_id: str) 
 
     def preempted() -> bool:
         running = [
-            r.sequence.status for r in list(server.core._requests.values()) if r.request.request_id == request_id
+            r.sequence.status for r in list(server.core.requests.values()) if r.request.request_id == request_id
         ]
         return running in ([SequenceStatus.PREEMPTED], [SequenceStatus.SWAPPED])
 

@@ -238,7 +238,7 @@ def test_a_cancellation_of_a_dying_engine_is_answered(server: RunningServer) -> 
             Background.request(dying, method, path)
             for method, path in (("DELETE", f"{REQUESTS}/a"), ("GET", "/v1/status"), ("POST", "/v1/cache/clear"))
         ]
-        wait_until(lambda: dying.engine._thread._commands.qsize() == 3)
+        wait_until(lambda: dying.engine.thread.commands.qsize() == 3)
         gate.open()
         assert pending.result().status_code == 503
         for question in questions:

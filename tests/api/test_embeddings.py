@@ -384,8 +384,8 @@ def test_a_draining_server_completes_them_and_takes_no_more(model_path: Path) ->
         undo = hold(server)
         pending = Background.post(server, PATH, {"model": "vectors", "input": [[7] * 500] * 8})
         wait_until(lambda: waiting(server) > 0)
-        assert server.engine._loop is not None
-        drained = asyncio.run_coroutine_threadsafe(server.engine.drain(DEADLINE), server.engine._loop)
+        assert server.engine.loop is not None
+        drained = asyncio.run_coroutine_threadsafe(server.engine.drain(DEADLINE), server.engine.loop)
         wait_until(lambda: server.engine.state is EngineState.DRAINING)
         with raw(server) as client:
             refused = client.post(PATH, json={"model": "vectors", "input": "x"})

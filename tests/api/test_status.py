@@ -208,7 +208,7 @@ def test_an_engine_that_does_not_reply_is_reported_busy(server: RunningServer, m
     monkeypatch.setattr(async_engine, "REPLY_SECONDS", 0.05)
     with StepGate(server) as gate, raw(server) as client:
         pending = start(server, run_on("x", 5), "it")
-        wait_until(lambda: server.core._steps > 0)
+        wait_until(lambda: server.core.stats().steps_total > 0)
         for method, path in (("GET", STATUS), ("POST", CLEAR), ("DELETE", "/v1/requests/it")):
             response = client.request(method, path)
             assert response.status_code == 503
@@ -231,6 +231,6 @@ def test_a_question_is_cancelled_although_its_reply_comes_at_that_moment(server:
         await asyncio.wait([asked])
         return asked.cancelled()
 
-    assert server.engine._loop is not None
-    assert asyncio.run_coroutine_threadsafe(cancelled(), server.engine._loop).result(DEADLINE)
+    assert server.engine.loop is not None
+    assert asyncio.run_coroutine_threadsafe(cancelled(), server.engine.loop).result(DEADLINE)
     assert ask_idle(server, "POST", CLEAR) == {"dropped_blocks": 0}

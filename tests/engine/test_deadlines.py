@@ -57,7 +57,7 @@ def finish(core: EngineCore, clock: Clock, cancel_at: dict[int, str] | None = No
         for output in cancelled + core.expire() + (core.step() if core.has_work() else []):
             outputs.setdefault(output.request_id, []).append(output)
     assert core.scheduler.pool.usage().used == 0
-    assert not core._requests
+    assert not core.requests
     return outputs
 
 
