@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mlxpaged.cache import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from mlxpaged.scheduler import FinishReason, Priority, Scheduler, SchedulerConfig, Sequence
-
-BLOCK_SIZE = 32
 
 
 class Clock:
@@ -123,7 +122,7 @@ def cost(case: Case, steps: int) -> tuple[float, float]:
     times = []
     for _ in range(steps):
         for sequence in scheduler.waiting.first(8):
-            sequence.num_passes = 0  # else room would be made for one of them
+            sequence.skipped_steps = 0  # or the starvation bound would admit one of them
         start = time.perf_counter()
         run_step(scheduler)
         times.append(1e6 * (time.perf_counter() - start))
@@ -142,7 +141,7 @@ def print_costs(sequences: int, blocks: int, steps: int) -> None:
     long = max(blocks // 5, 40_000)
     groups: list[tuple[str, list[tuple[int, Case]]]] = [
         ("batch", rows([1, 8, 32, 128, 256], lambda n: Case(batch=n))),
-        ("waiting for a seat", rows(queue_sizes, lambda n: Case(waiting=n))),
+        ("waiting for a slot", rows(queue_sizes, lambda n: Case(waiting=n))),
         ("waiting for blocks", rows(queue_sizes, lambda n: Case(waiting=n, full=True, waiting_tokens=8_192))),
         ("blocks in the pool", rows(pool_sizes, lambda n: Case(blocks=n))),
         ("% of the pool cached", rows([0, 40, 80], lambda n: Case(blocks=blocks, cached_share=n / 100))),
@@ -191,7 +190,7 @@ class Arrivals:
     unserved: int = 0
     oldest: float = 0.0
     preemptions: int = 0
-    rescues: int = 0
+    starved: int = 0
 
 
 CAPACITY = 2.1
@@ -236,7 +235,7 @@ def simulate(load: float, seconds: float, max_queue: int = 200, seed: int = 0) -
     result.unserved = len(waiting)
     result.oldest = max((clock.now - sequence.arrival_time for sequence in waiting.values()), default=0.0)
     stats = scheduler.stats()
-    result.preemptions, result.rescues = stats.preemptions_total, stats.starvation_admissions_total
+    result.preemptions, result.starved = stats.preemptions_total, stats.starvation_admissions_total
     for sequence in [*scheduler.running, *scheduler.waiting]:
         scheduler.finish(sequence.sequence_id, FinishReason.ABORT)
     if scheduler.pool.usage().used or scheduler.stats().swap.used:
@@ -246,7 +245,7 @@ def simulate(load: float, seconds: float, max_queue: int = 200, seed: int = 0) -
 
 def print_fairness(minutes: float) -> None:
     print(f"\nSeconds to the first token, {minutes:g} simulated minutes; at most 200 wait, more are refused")
-    print("load  class    served     p50     p99     max  refused  preempted  rescued  still waiting, oldest")
+    print("load  class    served     p50     p99     max  refused  preempted  starved  still waiting, oldest")
     for load in (0.5, 0.8, 0.95, 1.1, 1.5):
         result = simulate(load, 60 * minutes)
         for priority, waits in result.waits.items():
@@ -254,7 +253,7 @@ def print_fairness(minutes: float) -> None:
             rest = ""
             if priority is Priority.HIGH:
                 rest = (
-                    f"  {result.refused:7}  {result.preemptions:9}  {result.rescues:7}  "
+                    f"  {result.refused:7}  {result.preemptions:9}  {result.starved:7}  "
                     f"{result.unserved:4}, {result.oldest:.0f} s"
                 )
             print(

@@ -12,7 +12,7 @@ from collections.abc import Sequence as ListOf
 from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import blocks_for
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.deadlines import Deadlines
+from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.memory import kv_blocks, swap_slots
@@ -78,7 +78,7 @@ class EngineCore:
         self._under_way: InFlightStep | None = None
         self._steps = 0
         self._generated = 0
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(self.scheduler)
         self._log = StepLog()
         self._read_at = -math.inf  # the last overlapped step's tokens
 
@@ -103,10 +103,10 @@ class EngineCore:
         sequence.request_id = request.request_id
         parent = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         sequence.fork_of = None if parent is None else self._requests[parent].sequence
-        sequence.needs_last_token = matcher is not None
+        set_deadlines(sequence, request)
         self.scheduler.add(sequence)
         self._requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer, matcher)
-        self._deadlines.watch(sequence.sequence_id, request)
+        self._deadlines.watch(sequence, request)
         self._sequence_of[request.request_id] = sequence.sequence_id
 
     def refusal(self, request: Request, error: str) -> RequestOutput:
@@ -139,14 +139,9 @@ class EngineCore:
         return ended, outputs
 
     def expire(self) -> list[RequestOutput]:
-        """End the requests whose deadline has passed."""
-        now, outputs = self.clock(), []
-        for deadline in self._deadlines.pop_passed(now):
-            running = self._requests[deadline.sequence_id]
-            if not (deadline.of_first_token and running.sequence.num_output_tokens > 0):
-                message = deadline.message(running.sequence, now)
-                outputs.append(self._end(deadline.sequence_id, FinishReason.TIMEOUT, message))
-        return outputs
+        """End the requests whose deadline has passed or cannot be met."""
+        missed = self._deadlines.missed(self.clock())
+        return [self._end(sequence_id, FinishReason.TIMEOUT, message) for sequence_id, message in missed]
 
     def _end(self, sequence_id: int, reason: FinishReason, error: str | None) -> RequestOutput:
         """In whatever state it is."""
@@ -264,7 +259,7 @@ class EngineCore:
             self.scheduler.reset_cache()
         for row in rows:
             if row.sequence.status in (SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED):
-                self.scheduler.start_over(row.sequence)
+                self.scheduler.recompute(row.sequence)
         return outputs + [output for batch in batches for output in self._plain_step(batch)]
 
     def _move(self, batch: Batch) -> bool:
