@@ -83,7 +83,7 @@ class Deadlines:
                 yield (
                     sequence.sequence_id,
                     f"{deadline.label} cannot be met: the remaining {prefill.num_tokens} {kind} take about "
-                    f"{prefill.seconds:.2g} s on this machine",
+                    f"{prefill.seconds:.1f} s on this machine",
                 )
                 continue
             next_check = now + left / 2 if left > SHORTEST_WAIT else deadline.time
