@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxpaged.cache.block_pool import BlockPool
-from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache, PrefixHit
+from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache
 from mlxpaged.cache.table_rows import TableRows
 
 
@@ -27,7 +27,7 @@ class BlockTable:
         self._pool = pool
         self._rows = rows
         self._prefix_cache = prefix_cache
-        self._chain: list[CachedBlock] = []  # contents of the leading full blocks, as far as published or adopted
+        self.chain: list[CachedBlock] = []  # contents of the leading full blocks, as far as published or adopted
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -50,19 +50,14 @@ class BlockTable:
         self.block_ids[first:] = block_ids
         self._rows.write(self.row, first, block_ids)
 
-    @property
-    def chain(self) -> Sequence[CachedBlock]:
-        """Contents of its leading full blocks, as far as they were published or adopted."""
-        return self._chain
-
-    def adopt(self, hit: PrefixHit) -> None:
+    def adopt(self, hit: Sequence[CachedBlock]) -> None:
         """Share the blocks of a hit, after those of the chain. They replace the private blocks there."""
-        for cached in hit.blocks:
+        for cached in hit:
             self._pool.share(cached.block)
-        first = len(self._chain)
+        first = len(self.chain)
         replaced = self.block_ids[first:]
-        self._put(first, [cached.block for cached in hit.blocks])
-        self._chain += hit.blocks
+        self._put(first, [cached.block for cached in hit])
+        self.chain += hit
         self._pool.release(reversed(replaced))
 
     def fork(self, parent: BlockTable, num_tokens: int) -> None:
@@ -72,7 +67,7 @@ class BlockTable:
         self._put(0, parent.block_ids[: blocks_for(num_tokens, self._pool.block_size)])
         for block in self.block_ids:
             self._pool.share(block)
-        self._chain = parent._chain[: num_tokens // self._pool.block_size]
+        self.chain = parent.chain[: num_tokens // self._pool.block_size]
 
     def is_shared(self, position: int) -> bool:
         """Whether the block of `position` has another owner. False if there is no such block yet."""
@@ -89,7 +84,7 @@ class BlockTable:
         [target] = self._pool.allocate(1)
         self._pool.release([source])
         self._put(index, [target, *self.block_ids[index + 1 :]])
-        del self._chain[index:]
+        del self.chain[index:]
         return source, target
 
     def publish(self, token_ids: Sequence[int], num_tokens: int, keys: Sequence[bytes]) -> None:
@@ -97,10 +92,10 @@ class BlockTable:
         if self._prefix_cache is None:
             return
         size = self._pool.block_size
-        for index in range(len(self._chain), num_tokens // size):
-            parent = self._chain[-1] if self._chain else None
+        for index in range(len(self.chain), num_tokens // size):
+            parent = self.chain[-1] if self.chain else None
             tokens = tuple(token_ids[index * size : (index + 1) * size])
-            self._chain.append(self._prefix_cache.insert(keys[index], parent, tokens, self.block_ids[index]))
+            self.chain.append(self._prefix_cache.insert(keys[index], parent, tokens, self.block_ids[index]))
 
     def unpublish(self, num_full_blocks: int) -> list[int]:
         """Undo the publication of the blocks from `num_full_blocks` on: their contents were never computed.
@@ -108,10 +103,10 @@ class BlockTable:
         Returns their ids: other tables may have adopted them and must not keep them.
         """
         own = set(self.block_ids[num_full_blocks:])
-        unpublished = [cached.block for cached in self._chain[num_full_blocks:] if cached.block in own]
+        unpublished = [cached.block for cached in self.chain[num_full_blocks:] if cached.block in own]
         for block in unpublished:
             self._pool.forget(block)
-        del self._chain[num_full_blocks:]
+        del self.chain[num_full_blocks:]
         return unpublished
 
     def release(self) -> None:
@@ -120,4 +115,4 @@ class BlockTable:
         if self.row is not None:
             self._rows.release(self.row)
         self.block_ids, self.row = [], None
-        self._chain = []
+        self.chain = []

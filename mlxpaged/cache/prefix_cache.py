@@ -25,16 +25,6 @@ class CachedBlock:
     block: int
 
 
-@dataclass(frozen=True)
-class PrefixHit:
-    """The longest cached chain of full blocks at the start of a prompt."""
-
-    blocks: tuple[CachedBlock, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-
 def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
     """The 128-bit key of a full block that follows the block (or the seed) named by `parent_key`."""
     return hashlib.blake2b(parent_key + array("q", tokens).tobytes(), digest_size=16).digest()
@@ -59,7 +49,9 @@ class PrefixCache:
             parent_key = keys[-1] if keys else self._root
             keys.append(hash_block(parent_key, token_ids[index * size : (index + 1) * size]))
 
-    def match(self, keys: Sequence[bytes], token_ids: Sequence[int], prefix: Sequence[CachedBlock] = ()) -> PrefixHit:
+    def match(
+        self, keys: Sequence[bytes], token_ids: Sequence[int], prefix: Sequence[CachedBlock] = ()
+    ) -> list[CachedBlock]:
         """The longest chain of cached blocks for these keys and tokens that follows the blocks of `prefix`."""
         size = self._pool.block_size
         chain: list[CachedBlock] = []
@@ -72,7 +64,7 @@ class PrefixCache:
                 break
             chain.append(found)
             parent = found
-        return PrefixHit(tuple(chain))
+        return chain
 
     def insert(self, key: bytes, parent: CachedBlock | None, tokens: tuple[int, ...], block: int) -> CachedBlock:
         """Publish a block. Returns the record of its content.

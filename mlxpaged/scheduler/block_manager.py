@@ -12,13 +12,12 @@ from mlxpaged.cache import (
     BlockPool,
     BlockTable,
     BlockUsage,
+    CachedBlock,
     OutOfBlocksError,
     PrefixCache,
-    PrefixHit,
     TableRows,
     blocks_for,
 )
-from mlxpaged.cache.prefix_cache import CachedBlock
 from mlxpaged.scheduler.batch import BlockMoves
 from mlxpaged.scheduler.sequence import RoomLookup, Sequence
 
@@ -31,7 +30,7 @@ class Reuse:
     """What a waiting sequence need not compute: `hit` from the prefix cache, followed by what was swapped out; or the
     blocks of all tokens except the last, which it shares with the sequence `fork_of`."""
 
-    hit: PrefixHit
+    hit: ListOf[CachedBlock]
     fork_of: Sequence | None = None
 
 
@@ -63,13 +62,8 @@ class BlockManager:
     def find(self, sequence: Sequence, fork_of: Sequence | None = None) -> Reuse:
         """What a sequence without blocks can reuse. At least one token is left to compute, for its logits."""
         if fork_of is not None:
-            return Reuse(PrefixHit(), fork_of)
+            return Reuse((), fork_of)
         return Reuse(self._match(sequence))
-
-    def num_reused_tokens(self, sequence: Sequence, reuse: Reuse) -> int:
-        if reuse.fork_of is not None:
-            return len(sequence.token_ids) - 1
-        return max(len(reuse.hit) * self.block_size, sequence.num_swapped_tokens)
 
     def room_for(self, sequence: Sequence, reuse: Reuse) -> int:
         """Free blocks that a waiting sequence needs for all its tokens and the first token of its answer.
@@ -80,7 +74,7 @@ class BlockManager:
         wanted = blocks_for(min(len(sequence.token_ids) + 1, sequence.max_kv_tokens), self.block_size)
         if reuse.fork_of is not None:  # the partly full block is copied
             return wanted - (len(sequence.token_ids) - 1) // self.block_size
-        in_use = sum(self.pool.ref_count(cached.block) > 0 for cached in reuse.hit.blocks)
+        in_use = sum(self.pool.ref_count(cached.block) > 0 for cached in reuse.hit)
         sequence.last_lookup = RoomLookup(len(sequence.token_ids), wanted - in_use, self.pool.num_gains)
         return wanted - in_use
 
@@ -97,12 +91,13 @@ class BlockManager:
 
         Returns the number of leading tokens that need not be computed.
         """
-        table = BlockTable(self.pool, self.tables, self.prefix_cache)
-        computed = self.num_reused_tokens(sequence, reuse)
+        sequence.block_table = table = BlockTable(self.pool, self.tables, self.prefix_cache)
         if reuse.fork_of is not None:
             assert reuse.fork_of.block_table is not None
+            computed = len(sequence.token_ids) - 1
             table.fork(reuse.fork_of.block_table, computed)
         else:
+            computed = max(len(reuse.hit) * self.block_size, sequence.num_swapped_tokens)
             table.adopt(reuse.hit)
             table.grow(computed)
             first = len(reuse.hit)
@@ -112,7 +107,6 @@ class BlockManager:
             sequence.num_swaps_in += bool(sequence.swap_slots)
             self._loaded += sequence.swap_slots
             sequence.swap_slots, sequence.num_swapped_tokens = [], 0
-        sequence.block_table = table
         return computed
 
     def catch_up(self, sequence: Sequence) -> int:
@@ -217,10 +211,10 @@ class BlockManager:
         self._loaded = []
         return moves
 
-    def _match(self, sequence: Sequence, chain: ListOf[CachedBlock] = ()) -> PrefixHit:
+    def _match(self, sequence: Sequence, chain: ListOf[CachedBlock] = ()) -> list[CachedBlock]:
         """The cached blocks of the sequence that follow `chain`."""
         if self.prefix_cache is None:
-            return PrefixHit()
+            return []
         tokens = sequence.token_ids
         self.prefix_cache.extend_keys(sequence.block_keys, tokens, sequence.num_known_tokens)
         usable = sequence.block_keys[: (len(tokens) - 1) // self.block_size]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.scheduler.batch import ScheduleBuilder
+from mlxpaged.scheduler.batch import BlockMoves, ScheduleBuilder
 from mlxpaged.scheduler.block_manager import BlockManager
 from mlxpaged.scheduler.queue import SequenceQueue
 from mlxpaged.scheduler.sequence import Sequence, SequenceStatus
@@ -51,7 +51,7 @@ class Preemption:
         if self._blocks.least_room_for(sequence) > room + most:
             return None
         reuse = self._blocks.find(sequence)
-        hit = {cached.block for cached in reuse.hit.blocks}  # already counted as not needed
+        hit = {cached.block for cached in reuse.hit}  # already counted as not needed
         missing = self._blocks.room_for(sequence, reuse) - room
         dropped: Counter[int] = Counter()
         victims: list[Sequence] = []
@@ -101,9 +101,49 @@ class Preemption:
         verb = "swapped out" if swapped else "preempted"
         logger.info("%s %s: %s", verb, sequence.label, sequence.describe_priority(self._clock()))
 
-    def preempt_all(self) -> None:
+    # -- after a failed step: what was not written is recomputed ---------------------------------------------------
+
+    def recompute(self, sequence: Sequence) -> list[Sequence]:
+        """The KV that the steps in flight compute for a sequence, or that was moved for it, is lost. Returns the
+        sequences that share such blocks: they are recomputed too."""
+        if sequence.status is SequenceStatus.RUNNING:
+            invalid = self._blocks.unpublish(sequence)
+            self.preempt(sequence, swap=False)
+            return self.recompute_sharing(invalid)
+        if sequence.status is SequenceStatus.SWAPPED:
+            self._lose_swapped(sequence)
+        return []
+
+    def recompute_sharing(self, invalid: set[int]) -> list[Sequence]:
+        """Recompute the running sequences that have one of these blocks, or a block of such a sequence."""
+        sharing = []
+        for other in list(self._running):
+            assert other.block_table is not None
+            if not invalid.isdisjoint(other.block_table.block_ids):
+                invalid |= self._blocks.unpublish(other)
+                self.preempt(other, swap=False)
+                sharing.append(other)
+        return sharing
+
+    def recompute_all(self) -> None:
         for sequence in list(self._running):
             self.preempt(sequence, swap=False)
+
+    def undo_moves(self, moves: BlockMoves, sequences: ListOf[Sequence]) -> None:
+        """The moves failed, wholly or in part: recompute those of `sequences` that need them."""
+        slots = {slot for _, slot in moves.swap_out}
+        blocks = {block for _, block in (*moves.copies, *moves.swap_in)}
+        for sequence in sequences:
+            table = sequence.block_table
+            if not slots.isdisjoint(sequence.swap_slots):
+                self._lose_swapped(sequence)
+            elif table is not None and not blocks.isdisjoint(table.block_ids):
+                sequence.num_committed_tokens = 0
+                self.recompute(sequence)
+
+    def _lose_swapped(self, sequence: Sequence) -> None:
+        sequence.transition(SequenceStatus.PREEMPTED)
+        self._blocks.drop_swapped(sequence)
 
 
 def may_preempt(sequence: Sequence, other: Sequence) -> bool:

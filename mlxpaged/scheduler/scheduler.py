@@ -31,7 +31,6 @@ from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.preemption import Preemption
 from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from mlxpaged.scheduler.queue import ORDER, SequenceQueue, WaitingQueue, arrival_order
-from mlxpaged.scheduler.recovery import Recovery
 from mlxpaged.scheduler.sequence import FinishReason, Sequence, SequenceStatus
 from mlxpaged.scheduler.stats import SchedulerStats
 
@@ -69,16 +68,15 @@ class Scheduler:
         self.pool = self.blocks.pool
         self.prefix_cache = self.blocks.prefix_cache
         self.clock = clock
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, Sequence] = {}  # all unfinished ones
         self._arrivals = itertools.count()
-        self._running = SequenceQueue()
-        self._waiting = WaitingQueue()
+        self.running = SequenceQueue()
+        self.waiting = WaitingQueue()
         self._forks: dict[int, list[Sequence]] = {}  # by parent: they wait for its prompt
         self._changed: set[int] = set()  # got blocks with their contents for the step that is being scheduled
-        self._preemption = Preemption(self.blocks, self._running, self._waiting, clock)
-        self._recovery = Recovery(self.blocks, self._running, self._preemption)
+        self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
         self._admission = AdmissionControl(
-            config.max_num_seqs, self.blocks, self._preemption, self._running, self._changed
+            config.max_num_seqs, self.blocks, self._preemption, self.running, self._changed
         )
         self._prefill = PrefillLimits(config)
         self._decode_credit = 0.0
@@ -101,7 +99,7 @@ class Scheduler:
         if parent is not None and parent.sequence_id in self._sequences and parent.num_output_tokens == 0:
             self._forks.setdefault(parent.sequence_id, []).append(sequence)
         else:
-            self._waiting.add(sequence)
+            self.waiting.add(sequence)
 
     def get(self, sequence_id: int) -> Sequence:
         """Raises UnknownSequenceError if no unfinished sequence has this id."""
@@ -117,7 +115,7 @@ class Scheduler:
         if sequence in siblings:
             siblings.remove(sequence)
         else:
-            (self._running if sequence.status is SequenceStatus.RUNNING else self._waiting).remove(sequence)
+            (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(sequence)
         self._queue_forks(sequence)
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
@@ -154,16 +152,16 @@ class Scheduler:
         if self.config.prefill_mode == "mixed":
             self._add_decodes(builder)
             self._add_prompts(builder)
-        else:
-            decodes_first = self._is_turn_of_decodes()
-            first, second = self._add_decodes, self._add_prompts
-            if not decodes_first:
-                first, second = second, first
-            first(builder)
-            if not builder.rows:
-                second(builder)
-            elif decodes_first:
+        elif self._is_turn_of_decodes():
+            self._add_decodes(builder)
+            if builder.rows:
                 self._count_skipped_step()
+            else:
+                self._add_prompts(builder)
+        else:
+            self._add_prompts(builder)
+            if not builder.rows:
+                self._add_decodes(builder)
         self.blocks.relieve()
         return builder.build(self.blocks.take_moves())
 
@@ -213,8 +211,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            running=len(self._running),
-            waiting=len(self._sequences) - len(self._running),
+            running=len(self.running),
+            waiting=len(self._sequences) - len(self.running),
             blocks=self.pool.usage(),
             swap=self.blocks.swap_usage(),
             preemptions_total=self._preemption.total,
@@ -226,16 +224,6 @@ class Scheduler:
             prompt_tokens_total=self._prompt_tokens,
         )
 
-    @property
-    def running(self) -> SequenceQueue:
-        """In the order of queue.py."""
-        return self._running
-
-    @property
-    def waiting(self) -> WaitingQueue:
-        """In the order of queue.py. Forks that wait for their parent's prompt are not in it."""
-        return self._waiting
-
     # -- failure -------------------------------------------------------------------------------------------------
 
     def fail(self, sequence_id: int) -> list[Sequence]:
@@ -246,21 +234,21 @@ class Scheduler:
         sequence = self.get(sequence_id)
         invalid = self.blocks.unpublish(sequence)
         self.finish(sequence_id, FinishReason.ERROR)
-        return self._recovery.recompute_sharing(invalid)
+        return self._preemption.recompute_sharing(invalid)
 
     def recompute(self, sequence: Sequence) -> list[Sequence]:
         """What the steps in flight compute for a sequence is lost. Returns the sequences that share such blocks: they
         are recomputed too."""
-        return self._recovery.recompute(sequence)
+        return self._preemption.recompute(sequence)
 
     def undo_moves(self, batch: Batch) -> None:
         """The moves of a batch failed, wholly or in part: recompute the sequences that need them. The step in flight
         before it did not fail, and its tokens will be read."""
-        self._recovery.undo_moves(batch.moves, list(self._sequences.values()))
+        self._preemption.undo_moves(batch.moves, list(self._sequences.values()))
 
     def reset_cache(self) -> None:
         """The pool's contents are lost: recompute the running sequences and empty the prefix cache."""
-        self._preemption.preempt_all()
+        self._preemption.recompute_all()
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
 
@@ -277,22 +265,22 @@ class Scheduler:
     def _count_skipped_step(self) -> None:
         """A step without prompts skips the waiting sequences for which the last step with prompts had no room."""
         if self._admission.num_free_slots > 0:
-            for sequence in self._waiting.first(LOOK_AHEAD):
+            for sequence in self.waiting.first(LOOK_AHEAD):
                 sequence.skipped_steps += sequence.skipped_steps > 0
 
     def _add_decodes(self, builder: ScheduleBuilder) -> None:
-        for sequence in list(filter(is_decoding, self._running)):
+        for sequence in list(filter(is_decoding, self.running)):
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, 1, builder):
                 self._add(builder, sequence, 1)
 
     def _add_prompts(self, builder: ScheduleBuilder) -> None:
         """Add chunks of running and waiting prompts, in order. Stop at a running one that finds no block: those after
         it would take the blocks that it waits for."""
-        prefilling = [sequence for sequence in self._running if sequence.num_uncomputed_tokens > 1]
-        waiting = self._waiting.first(self._admission.num_free_slots + LOOK_AHEAD)
+        prefilling = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
+        waiting = self.waiting.first(self._admission.num_free_slots + LOOK_AHEAD)
         if not prefilling and not waiting:
             return
-        decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self._running))
+        decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self.running))
         budget = self._prefill.budget(builder.rows, decoding)
         refused = 0
         for sequence in heapq.merge(prefilling, waiting, key=ORDER):
@@ -345,32 +333,27 @@ class Scheduler:
             sequence.skipped_steps += self._admission.num_free_slots > 0
             return False
         first_time = sequence.status is SequenceStatus.WAITING
-        self._waiting.remove(sequence)
+        self.waiting.remove(sequence)
         sequence.transition(SequenceStatus.RUNNING)
         sequence.num_computed_tokens = sequence.num_committed_tokens = self.blocks.start(sequence, reuse)
         sequence.skipped_steps = 0
-        self._running.add(sequence)
+        self.running.add(sequence)
         self._changed.add(sequence.sequence_id)
         if first_time:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self._prefix_hit_tokens += sequence.num_cached_tokens
             self._prompt_tokens += sequence.num_prompt_tokens
         logger.debug("admitted %s: %s", sequence.label, sequence.describe_priority(self.clock()))
-        shared = [self.pool.ref_count(cached.block) for cached in reuse.hit.blocks]
-        if shared:
-            logger.debug(
-                "%s: prefix_hit=true, %d blocks (%d tokens), reference counts up to %d",
-                sequence.label,
-                len(shared),
-                len(shared) * self.config.block_size,
-                max(shared),
-            )
+        if reuse.hit:
+            blocks, count = len(reuse.hit), max(self.pool.ref_count(cached.block) for cached in reuse.hit)
+            message = "%s: prefix_hit=true, %d blocks (%d tokens), reference counts up to %d"
+            logger.debug(message, sequence.label, blocks, blocks * self.config.block_size, count)
         return True
 
     def _preempt_for_waiting(self, builder: ScheduleBuilder) -> None:
         """Admit one waiting sequence for which running ones may be preempted: the first that has reached the starvation
         bound, or else the first in order."""
-        first = self._waiting.first(LOOK_AHEAD)
+        first = self.waiting.first(LOOK_AHEAD)
         if not first:
             return
         starving = next((sequence for sequence in first if sequence.skipped_steps >= STARVATION_BOUND), None)
@@ -402,7 +385,7 @@ class Scheduler:
     def _queue_forks(self, parent: Sequence) -> None:
         """The parent's prompt is computed, or the parent has ended."""
         for fork in self._forks.pop(parent.sequence_id, ()):
-            self._waiting.add(fork)
+            self.waiting.add(fork)
 
 
 def is_decoding(sequence: Sequence) -> bool:

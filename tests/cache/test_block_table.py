@@ -90,7 +90,7 @@ def test_adopted_blocks_follow_the_chain_and_replace_private_ones() -> None:
     first = BlockTable(pool, TableRows(), cache)
     fill(first, cache, tokens)
     hit = cache.match(keys, tokens, second.chain)
-    assert [cached.block for cached in hit.blocks] == first.block_ids[1:]
+    assert [cached.block for cached in hit] == first.block_ids[1:]
     second.adopt(hit)
     assert second.block_ids[1:] == first.block_ids[1:]
     assert pool.usage().used == 5, "the private block is free again; the first is each one's own"
