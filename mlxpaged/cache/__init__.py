@@ -9,7 +9,7 @@ from mlxpaged.cache.block_pool import (
     OutOfBlocksError,
 )
 from mlxpaged.cache.block_table import BlockTable, blocks_for
-from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache
+from mlxpaged.cache.prefix_cache import PrefixCache
 from mlxpaged.cache.table_rows import TableRows
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "BlockPoolError",
     "BlockTable",
     "BlockUsage",
-    "CachedBlock",
     "DoubleFreeError",
     "OutOfBlocksError",
     "PrefixCache",

@@ -90,9 +90,7 @@ class PrefixCache:
     def _drop(self, block: int, content: CachedBlock) -> None:
         del self._by_key[content.key]
 
-    def clear(self) -> int:
-        """Forget every cached block, and return how many. Sequences that run keep the blocks they hold."""
-        records = list(self._by_key.values())
-        for record in records:
+    def clear(self) -> None:
+        """Forget every cached block. Running sequences keep their blocks."""
+        for record in list(self._by_key.values()):
             self._pool.forget(record.block)
-        return len(records)

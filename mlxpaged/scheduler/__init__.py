@@ -3,7 +3,7 @@
 from mlxpaged.scheduler.admission import PromptTooLongError
 from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence
 from mlxpaged.scheduler.config import PREFILL_MODES, SchedulerConfig
-from mlxpaged.scheduler.scheduler import Prefill, Scheduler, UnknownSequenceError
+from mlxpaged.scheduler.scheduler import Scheduler, UnknownSequenceError
 from mlxpaged.scheduler.sequence import FinishReason, IllegalTransitionError, Priority, Sequence, SequenceStatus
 from mlxpaged.scheduler.stats import SchedulerStats
 
@@ -13,7 +13,6 @@ __all__ = [
     "BlockMoves",
     "FinishReason",
     "IllegalTransitionError",
-    "Prefill",
     "Priority",
     "PromptTooLongError",
     "ScheduledSequence",

@@ -6,6 +6,7 @@ Never is decided when a request arrives, by `check_fits`; now or later in every 
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 
 from mlxpaged.cache import blocks_for
 from mlxpaged.scheduler.block_manager import BlockManager, Reuse
@@ -24,34 +25,25 @@ class PromptTooLongError(ValueError):
         self.limit = limit
 
 
+@dataclass(frozen=True)
 class AdmissionControl:
-    """Decides, changes nothing.
+    """Decides, changes nothing. The scheduler keeps `running` and `changed` up to date."""
 
-    max_num_seqs: sequence slots; each of `running` has one. changed: ids of the sequences whose blocks get contents in
-    the step that is being scheduled. The scheduler keeps both collections up to date.
-    """
-
-    def __init__(
-        self,
-        max_num_seqs: int,
-        blocks: BlockManager,
-        preemption: Preemption,
-        running: SequenceQueue,
-        changed: Container[int],
-    ) -> None:
-        self._max_num_seqs = max_num_seqs
-        self._blocks = blocks
-        self._preemption = preemption
-        self._running = running
-        self._changed = changed
+    max_num_seqs: int
+    """Sequence slots. Each running sequence has one."""
+    blocks: BlockManager
+    preemption: Preemption
+    running: SequenceQueue
+    changed: Container[int]
+    """Ids of the sequences whose blocks get their contents in the step that is being scheduled."""
 
     @property
     def num_free_slots(self) -> int:
-        return self._max_num_seqs - len(self._running)
+        return self.max_num_seqs - len(self.running)
 
     def check_fits(self, sequence: Sequence) -> None:
         """Raises PromptTooLongError if the pool is too small for the sequence."""
-        pool = self._blocks.pool
+        pool = self.blocks.pool
         blocks = blocks_for(sequence.max_kv_tokens, pool.block_size)
         if blocks > pool.num_blocks:
             raise PromptTooLongError(
@@ -68,18 +60,14 @@ class AdmissionControl:
         what the running sequences need next. None if it has to wait."""
         if self.num_free_slots < 1:
             return None
-        room = self._blocks.pool.num_free - self._preemption.reserved_blocks(sequence)
-        if self._blocks.least_room_for(sequence) > room:
+        room = self.blocks.pool.num_free - self.preemption.reserved_blocks(sequence)
+        if self.blocks.least_room_for(sequence) > room:
             return None
-        reuse = self._find_reuse(sequence)
-        return reuse if self._blocks.room_for(sequence, reuse) <= room else None
-
-    def _find_reuse(self, sequence: Sequence) -> Reuse:
-        """A fork copies a block of its parent before its step runs: an earlier step must have written that block."""
         parent = sequence.fork_of if sequence.status is SequenceStatus.WAITING else None
-        is_written = (
-            parent is not None
-            and parent.num_committed_tokens >= sequence.num_prompt_tokens
-            and parent.sequence_id not in self._changed
-        )
-        return self._blocks.find(sequence, parent if is_written else None)
+        # A fork copies a block of its parent before its step runs: an earlier step must have written that block.
+        if parent is not None and (
+            parent.num_committed_tokens < sequence.num_prompt_tokens or parent.sequence_id in self.changed
+        ):
+            parent = None
+        reuse = self.blocks.find(sequence, parent)
+        return reuse if self.blocks.room_for(sequence, reuse) <= room else None

@@ -85,6 +85,3 @@ class ScheduleBuilder:
             sequence.expect_token()
         self.rows.append(ScheduledSequence(sequence, start, num_tokens, samples))
         self._sequence_ids.add(sequence.sequence_id)
-
-    def build(self, moves: BlockMoves) -> Batch:
-        return Batch(tuple(self.rows), moves)

@@ -8,16 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
-from mlxpaged.cache import (
-    BlockPool,
-    BlockTable,
-    BlockUsage,
-    CachedBlock,
-    OutOfBlocksError,
-    PrefixCache,
-    TableRows,
-    blocks_for,
-)
+from mlxpaged.cache import BlockPool, BlockTable, OutOfBlocksError, TableRows, blocks_for
+from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache
 from mlxpaged.scheduler.batch import BlockMoves
 from mlxpaged.scheduler.sequence import RoomLookup, Sequence
 
@@ -40,6 +32,7 @@ class BlockManager:
     def __init__(
         self, num_blocks: int, block_size: int, num_swap_slots: int, prefix_caching: bool, cache_seed: bytes
     ) -> None:
+        self.block_size = block_size
         self.pool: BlockPool[CachedBlock] = BlockPool(num_blocks, block_size)
         self.prefix_cache = PrefixCache(self.pool, cache_seed) if prefix_caching else None
         self.tables = TableRows()
@@ -50,15 +43,6 @@ class BlockManager:
         self._swap_out: list[tuple[int, int]] = []
         self._swap_in: list[tuple[int, int]] = []
 
-    @property
-    def block_size(self) -> int:
-        return self.pool.block_size
-
-    def swap_usage(self) -> BlockUsage:
-        return BlockUsage(0, 0, 0) if self.swap is None else self.swap.usage()
-
-    # -- starting and growing ------------------------------------------------------------------------------------
-
     def find(self, sequence: Sequence, fork_of: Sequence | None = None) -> Reuse:
         """What a sequence without blocks can reuse. At least one token is left to compute, for its logits."""
         if fork_of is not None:
@@ -66,11 +50,8 @@ class BlockManager:
         return Reuse(self._match(sequence))
 
     def room_for(self, sequence: Sequence, reuse: Reuse) -> int:
-        """Free blocks that a waiting sequence needs for all its tokens and the first token of its answer.
-
-        With room for the first chunk only, prompts would preempt each other half-way. Without room for the answer, a
-        new sequence would be preempted right after its prefill.
-        """
+        """Free blocks that a waiting sequence needs for all its tokens and the first token of its answer. With room for
+        one chunk only, prompts would preempt each other half-way; without the answer's, right after the prefill."""
         wanted = blocks_for(min(len(sequence.token_ids) + 1, sequence.max_kv_tokens), self.block_size)
         if reuse.fork_of is not None:  # the partly full block is copied
             return wanted - (len(sequence.token_ids) - 1) // self.block_size
@@ -87,10 +68,8 @@ class BlockManager:
         return last.blocks_needed - (self.pool.num_gains - last.num_gains)
 
     def start(self, sequence: Sequence, reuse: Reuse) -> int:
-        """Give a sequence its block table, filled with what it reuses. There must be room for it.
-
-        Returns the number of leading tokens that need not be computed.
-        """
+        """Give a sequence its block table, filled with what it reuses. There must be room for it. Returns the number of
+        leading tokens that need not be computed."""
         sequence.block_table = table = BlockTable(self.pool, self.tables, self.prefix_cache)
         if reuse.fork_of is not None:
             assert reuse.fork_of.block_table is not None
@@ -127,10 +106,8 @@ class BlockManager:
         return max(sequence.num_computed_tokens, sequence.num_swapped_tokens, shared)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take blocks for the next `num_tokens` tokens, and copy the block that they begin in if it is shared.
-
-        Raises OutOfBlocksError, with nothing changed, if too few are free.
-        """
+        """Take blocks for the next `num_tokens` tokens, and copy the block that they begin in if it is shared. Raises
+        OutOfBlocksError, with nothing changed, if too few are free."""
         table = sequence.block_table
         assert table is not None
         start = sequence.num_computed_tokens
@@ -152,7 +129,7 @@ class BlockManager:
             return
         table = sequence.block_table
         assert table is not None
-        if sequence.num_computed_tokens // self.pool.block_size <= len(table.chain):
+        if sequence.num_computed_tokens // self.block_size <= len(table.chain):
             return  # true for all tokens of a block except the last
         num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
         self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, num_tokens)
@@ -160,11 +137,8 @@ class BlockManager:
 
     def unpublish(self, sequence: Sequence) -> set[int]:
         """Unpublish the blocks that the steps in flight write. Returns them: other sequences may share them."""
-        if sequence.block_table is None:
-            return set()
-        return set(sequence.block_table.unpublish(sequence.num_committed_tokens // self.block_size))
-
-    # -- releasing -----------------------------------------------------------------------------------------------
+        table = sequence.block_table
+        return set() if table is None else set(table.unpublish(sequence.num_committed_tokens // self.block_size))
 
     def release(self, sequence: Sequence) -> None:
         """Release every block and swap slot."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from mlxpaged.cache import DEFAULT_BLOCK_SIZE
 
-PrefillMode = Literal["mixed", "separate"]
-PREFILL_MODES: tuple[str, ...] = get_args(PrefillMode)
+PREFILL_MODES = ("mixed", "separate")
 
 DECODE_MULTIPLE = 4.0
 """Limit of a step with prompts, in times of a step without: running streams keep a quarter of their pace while a prompt

@@ -13,15 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from operator import attrgetter
 
-from mlxpaged.scheduler.sequence import AGING_RATE, Priority, Sequence
+from mlxpaged.scheduler.sequence import Priority, Sequence
 
 ORDER = attrgetter("order")
 DEADLINE_ORDER = attrgetter("queued_deadline", "arrival_number")
-
-
-def arrival_order(sequence: Sequence) -> tuple[float, int]:
-    """The `order` of a new sequence."""
-    return sequence.priority + AGING_RATE * sequence.arrival_time, sequence.arrival_number
 
 
 class SequenceQueue:
@@ -58,9 +53,9 @@ class WaitingQueue(SequenceQueue):
     """Sequences that wait for admission, with the earliest deadline first among those of a class that have one.
 
     Every sequence brings one turn, its `order`. When the turn of a sequence with a deadline comes, the one of its class
-    with the earliest deadline takes that turn and leaves its own in exchange. So classes age as they do without
-    deadlines, a sequence without a deadline has never more sequences before it than arrived before it, and one with a
-    deadline is overtaken until that deadline at most.
+    with the earliest deadline takes that turn and leaves its own in exchange. So classes age as without deadlines, a
+    sequence that has none never waits for more sequences than without deadlines, and one that has a deadline is
+    overtaken until that time at most.
     """
 
     def __init__(self) -> None:

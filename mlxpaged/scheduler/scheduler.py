@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from mlxpaged.cache import OutOfBlocksError
+from mlxpaged.cache import BlockUsage, OutOfBlocksError
 from mlxpaged.cache.table_rows import IntArray
 from mlxpaged.scheduler.admission import AdmissionControl
 from mlxpaged.scheduler.batch import Batch, ScheduleBuilder
@@ -30,8 +30,8 @@ from mlxpaged.scheduler.block_manager import BlockManager
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.preemption import Preemption
 from mlxpaged.scheduler.prefill_budget import PrefillLimits
-from mlxpaged.scheduler.queue import ORDER, SequenceQueue, WaitingQueue, arrival_order
-from mlxpaged.scheduler.sequence import FinishReason, Sequence, SequenceStatus
+from mlxpaged.scheduler.queue import ORDER, SequenceQueue, WaitingQueue
+from mlxpaged.scheduler.sequence import AGING_RATE, FinishReason, Sequence, SequenceStatus
 from mlxpaged.scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Scheduler:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
         self._sequences[sequence.sequence_id] = sequence
         sequence.arrival_number = next(self._arrivals)
-        sequence.order = arrival_order(sequence)
+        sequence.order = (sequence.priority + AGING_RATE * sequence.arrival_time, sequence.arrival_number)
         parent = sequence.fork_of
         if parent is not None and parent.sequence_id in self._sequences and parent.num_output_tokens == 0:
             self._forks.setdefault(parent.sequence_id, []).append(sequence)
@@ -163,7 +163,7 @@ class Scheduler:
             if not builder.rows:
                 self._add_decodes(builder)
         self.blocks.relieve()
-        return builder.build(self.blocks.take_moves())
+        return Batch(tuple(builder.rows), self.blocks.take_moves())
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """The device took `seconds` for these rows, all of which it computed, and for nothing else."""
@@ -214,7 +214,7 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self._sequences) - len(self.running),
             blocks=self.pool.usage(),
-            swap=self.blocks.swap_usage(),
+            swap=self.blocks.swap.usage() if self.blocks.swap is not None else BlockUsage(0, 0, 0),
             preemptions_total=self._preemption.total,
             starvation_admissions_total=self._starvation_admissions,
             blocks_copied_total=self.blocks.blocks_copied,
@@ -226,20 +226,17 @@ class Scheduler:
 
     # -- failure -------------------------------------------------------------------------------------------------
 
-    def fail(self, sequence_id: int) -> list[Sequence]:
-        """End a sequence whose step failed. The blocks that the steps in flight write for it are unpublished.
-
-        Returns the sequences that already share such blocks: they are preempted and recomputed.
-        """
+    def fail(self, sequence_id: int) -> None:
+        """End a sequence whose step failed. The blocks that the steps in flight write for it are unpublished, and
+        sequences that already share them are preempted and recomputed."""
         sequence = self.get(sequence_id)
         invalid = self.blocks.unpublish(sequence)
         self.finish(sequence_id, FinishReason.ERROR)
-        return self._preemption.recompute_sharing(invalid)
+        self._preemption.recompute_sharing(invalid)
 
-    def recompute(self, sequence: Sequence) -> list[Sequence]:
-        """What the steps in flight compute for a sequence is lost. Returns the sequences that share such blocks: they
-        are recomputed too."""
-        return self._preemption.recompute(sequence)
+    def recompute(self, sequence: Sequence) -> None:
+        """What the steps in flight compute for a sequence is lost. Sequences that share it are recomputed too."""
+        self._preemption.recompute(sequence)
 
     def undo_moves(self, batch: Batch) -> None:
         """The moves of a batch failed, wholly or in part: recompute the sequences that need them. The step in flight
@@ -248,7 +245,8 @@ class Scheduler:
 
     def reset_cache(self) -> None:
         """The pool's contents are lost: recompute the running sequences and empty the prefix cache."""
-        self._preemption.recompute_all()
+        for sequence in list(self.running):
+            self._preemption.preempt(sequence, swap=False)
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
 
@@ -256,11 +254,8 @@ class Scheduler:
 
     def _is_turn_of_decodes(self) -> bool:
         """In separate mode: decoding gets its share of the steps. A kind that has nothing to do yields its step."""
-        self._decode_credit += self.config.decode_preference
-        if self._decode_credit < 1:
-            return False
-        self._decode_credit -= 1
-        return True
+        turns, self._decode_credit = divmod(self._decode_credit + self.config.decode_preference, 1)
+        return turns >= 1
 
     def _count_skipped_step(self) -> None:
         """A step without prompts skips the waiting sequences for which the last step with prompts had no room."""

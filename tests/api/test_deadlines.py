@@ -132,7 +132,7 @@ def test_a_preempted_request_ends_at_its_deadline(demo_server: RunningServer, sw
         gate.allow(1)
         error = check_failure(second, 408, "timeout_error", "deadline_exceeded")
         assert f"was {state}, with 30 of 30 prompt tokens computed" in error["message"]
-        assert server.core.scheduler.blocks.swap_usage().used == 0
+        assert server.core.scheduler.stats().swap.used == 0
         gate.open()
         assert first.result().json()["usage"]["completion_tokens"] == 110
         server.wait_idle()

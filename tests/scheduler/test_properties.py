@@ -177,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sim.run(2_000)
         assert set(sim.ended) == set(self.accepted)
         assert sim.scheduler.pool.usage().used == 0
-        assert sim.scheduler.blocks.swap_usage().used == 0
+        assert sim.scheduler.stats().swap.used == 0
         for number, seq in self.accepted.items():
             if sim.ended[number] is FinishReason.LENGTH:
                 prompt = seq.token_ids[: seq.num_prompt_tokens]

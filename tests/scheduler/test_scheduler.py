@@ -305,7 +305,7 @@ def test_what_a_failed_sequence_published_in_that_step_is_unpublished_and_recomp
     simulation.add(culprit, dependant, stranger)
     batch = simulation.scheduler.schedule()
     assert dependant.num_cached_tokens == 40
-    assert simulation.scheduler.fail(1) == [dependant]
+    simulation.scheduler.fail(1)
     assert culprit.finish_reason is FinishReason.ERROR
     assert dependant.status is SequenceStatus.PREEMPTED
     assert stranger.status is SequenceStatus.RUNNING
