@@ -136,7 +136,7 @@ class Scheduler:
         length = len(sequence.token_ids)
         start = max(sequence.num_computed_tokens, sequence.num_swapped_tokens)
         if length - start <= 1 or self._prefill.seconds_alone(start, length - start) <= seconds:
-            return None  # without a look at the prefix cache, which costs time for long prompts
+            return None  # before the prefix cache is searched, which takes long for long prompts
         start = self.blocks.num_available_tokens(sequence)
         needed = self._prefill.seconds_alone(start, length - start)
         return Prefill(length - start, needed) if needed > seconds else None

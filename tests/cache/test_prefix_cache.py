@@ -136,7 +136,7 @@ def test_clear_forgets_everything_and_leaves_running_sequences_their_blocks() ->
     assert pool.usage().cached == 0
 
 
-def test_what_follows_an_evicted_block_is_not_offered_because_nobody_could_find_it() -> None:
+def test_blocks_after_an_evicted_one_are_not_published_because_no_prompt_could_find_them() -> None:
     pool, cache = make()
     tokens = list(range(8))
     table = store(pool, cache, tokens[:4])

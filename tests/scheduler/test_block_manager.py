@@ -251,7 +251,7 @@ def test_an_aborted_fork_that_waits_for_its_parent_never_runs() -> None:
 
 @pytest.mark.parametrize("slots", [0, 8])
 def test_a_fork_never_copies_what_its_parent_gets_in_the_same_step(slots: int) -> None:
-    """The parent comes back, loaded or computed again, in the step that admits the fork."""
+    """The parent is swapped in or recomputed in the step that admits the fork."""
     scheduler = make_scheduler(num_swap_slots=slots, max_num_batched_tokens=64)
     simulation = Simulation(scheduler)
     parent = sequence(1, PROMPT, max_tokens=5)
@@ -266,8 +266,8 @@ def test_a_fork_never_copies_what_its_parent_gets_in_the_same_step(slots: int) -
 
 
 def test_a_fork_never_copies_what_its_parent_takes_over_in_the_same_step() -> None:
-    """The parent is half-way through computing itself again. A HIGH one computes its next block in this step, the
-    parent takes it over, and the fork finds a parent whose prompt seems to be there."""
+    """Half of the parent is recomputed. A HIGH one computes its next block in this step, the parent takes it over, and
+    the parent's prompt seems to be complete when the fork is admitted."""
     scheduler = make_scheduler(max_num_batched_tokens=64, decode_preference=0.0)
     simulation = Simulation(scheduler)
     parent = sequence(1, PROMPT, max_tokens=9)

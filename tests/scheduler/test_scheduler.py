@@ -255,7 +255,7 @@ def test_a_sequence_that_arrives_while_its_prefix_is_computed_waits_for_it() -> 
     assert simulation.computed[2] == 1 + 3
 
 
-def test_a_waiting_sequence_computes_the_prefix_itself_where_its_owner_is_aborted() -> None:
+def test_a_waiting_sequence_computes_the_prefix_itself_if_its_owner_is_aborted() -> None:
     simulation = Simulation(make_scheduler(max_num_batched_tokens=8))
     heir = sequence(2, [*PREFIX, 2])
     simulation.add(sequence(1, [*PREFIX, 1]), heir)
@@ -345,6 +345,15 @@ def test_what_a_failed_step_should_have_written_for_a_preempted_sequence_is_not_
 
 
 # -- overlapped steps ------------------------------------------------------------------------------------------------
+
+
+def test_every_decoding_sequence_is_in_every_overlapped_step() -> None:
+    simulation = Simulation(make_scheduler(), overlap=True)
+    simulation.add(*(sequence(number, 3, max_tokens=9) for number in range(1, 5)))
+    simulation.step()
+    for _ in range(8):
+        assert simulation.step().sequence_ids == [1, 2, 3, 4]
+    simulation.run()
 
 
 def test_a_sequence_preempted_with_its_token_in_flight_gets_it_and_comes_back_in_a_later_step() -> None:

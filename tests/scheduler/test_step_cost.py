@@ -226,8 +226,8 @@ def test_without_a_limit_of_its_own_a_step_is_a_small_multiple_of_one_that_decod
     assert sorted(steps)[len(steps) // 2] >= 0.8 * limit
 
 
-def test_a_long_prompt_where_little_is_known_of_any_is_learned_in_a_few_steps() -> None:
-    """All that was computed so far were the last few tokens of prompts that are cached."""
+def test_after_short_prompts_only_a_long_one_is_learned_in_a_few_steps() -> None:
+    """Only the last few tokens of cached prompts have been computed so far."""
     timed = TimedScheduler(SLOW_CPU)
     timed.add(*(sequence(number, 2, max_tokens=5000) for number in range(8)))
     for _ in range(KEPT):
