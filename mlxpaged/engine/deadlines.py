@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mlxpaged.engine.request import Request
 from mlxpaged.scheduler import Scheduler, Sequence
 
-CLEARLY = 2.0
+CLEAR_FACTOR = 2.0
 """A request is ended early if the estimated time of its prefill is more than this many times the time left."""
 
 SHORTEST_WAIT = 0.05
@@ -77,7 +77,7 @@ class Deadlines:
                 yield sequence.sequence_id, passed_message(deadline, sequence, now)
                 continue
             left = deadline.time - now
-            prefill = self._scheduler.prefill_beyond(sequence, CLEARLY * left)
+            prefill = self._scheduler.prefill_beyond(sequence, CLEAR_FACTOR * left)
             if prefill is not None:
                 kind = "tokens" if sequence.num_output_tokens else "prompt tokens"
                 yield (

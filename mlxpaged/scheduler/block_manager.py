@@ -1,7 +1,4 @@
-"""Which blocks each sequence has: found in the prefix cache, forked, grown, copied before a write, swapped out and in.
-
-The scheduler decides which sequence gets blocks. The block manager collects what must be moved before the step runs.
-"""
+"""The blocks of each sequence: found in the prefix cache, forked, grown, copied before a write, swapped out and in."""
 
 from __future__ import annotations
 
@@ -27,7 +24,8 @@ class Reuse:
 
 
 class BlockManager:
-    """Owns the pool, the prefix cache and the swap slots. All are integers: the model runner moves the bytes."""
+    """Owns the pool, the prefix cache and the swap slots, all as integers, and collects the moves of each step. The
+    scheduler decides which sequence gets blocks; the model runner moves the bytes."""
 
     def __init__(
         self, num_blocks: int, block_size: int, num_swap_slots: int, prefix_caching: bool, cache_seed: bytes

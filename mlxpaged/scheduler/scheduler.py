@@ -80,9 +80,7 @@ class Scheduler:
         )
         self._prefill = PrefillLimits(config)
         self._decode_credit = 0.0
-        self._starvation_admissions = 0
-        self._prefix_hit_tokens = 0
-        self._prompt_tokens = 0
+        self._starvation_admissions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -53,8 +53,7 @@ def chunk_keys(start: int, tokens: int) -> float:
 def non_negative_least_squares(
     parts: npt.NDArray[np.float64], goal: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Drops columns, the most negative first, until no coefficient is negative. This is not always the best set of
-    columns; searching for that would not pay here."""
+    """Drops the most negative column until no coefficient is negative. That is not always the best set of columns."""
     kept = np.flatnonzero(np.abs(parts).max(axis=0) > 0)
     solution = np.zeros(parts.shape[1])
     while kept.size:
