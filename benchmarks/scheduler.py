@@ -1,9 +1,9 @@
-"""What the scheduler itself costs, and how fair it is. Plain Python: no model, a made-up clock, made-up tokens.
+"""What the scheduler itself costs, and how fair it is. Plain Python without a model; clock and tokens are simulated.
 
     python benchmarks/scheduler.py [--sequences 10000] [--blocks 1000000] [--steps 200] [--minutes 60]
 
 Cost: the median time of `schedule` and `update` of one step, while one size grows and the others stay. It should grow
-with the batch, and not with the queue, the pool, the cache or the lengths of those that run or wait.
+with the batch, and not with the queue, the pool, the cache or the lengths of running and waiting sequences.
 Fairness: arrivals of all three classes at several loads for an hour of simulated time; how long each class waits for
 its first token.
 """
@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mlxpaged.cache import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from mlxpaged.scheduler import FinishReason, Priority, Scheduler, SchedulerConfig, Sequence
-
-BLOCK_SIZE = 32
 
 
 class Clock:
@@ -34,7 +33,7 @@ class Clock:
 
 @dataclass
 class Case:
-    """Sizes of one measurement; `waiting` sequences find no room where they are larger than the pool's rest."""
+    """Sizes of one measurement. `waiting` sequences find no room if they are larger than the rest of the pool."""
 
     batch: int = 32
     waiting: int = 0
@@ -43,15 +42,17 @@ class Case:
     running_tokens: int = 512
     waiting_tokens: int = 512
     shared_tokens: int = 0
-    """Of the waiting prompts, computed before and still in the cache."""
+    """Tokens of the waiting prompts that are in the prefix cache."""
     full: bool = False
-    """No block is free but those of the cache, so that the first in the queue are looked at in every step."""
+    """Only cached blocks are free, so that every step examines the first sequences of the queue."""
+    deadlines: bool = False
+    """Every waiting sequence has one, in random order."""
     running_priority: Priority = Priority.NORMAL
     waiting_priority: Priority = Priority.NORMAL
 
 
 def prompt(number: int, length: int, shared: int = 0) -> list[int]:
-    """Tokens that no other number has, after `shared` ones that all have."""
+    """Tokens of this number only, after `shared` ones that are the same for all numbers."""
     return [*range(shared), *range(10**9 + number * 10**6, 10**9 + number * 10**6 + length - shared)]
 
 
@@ -61,7 +62,7 @@ def run_step(scheduler: Scheduler) -> None:
 
 
 def fill_cache(scheduler: Scheduler, count: int) -> None:
-    """Chains of 100 cached blocks that nobody uses."""
+    """Chains of 100 unused cached blocks."""
     cache, pool = scheduler.prefix_cache, scheduler.pool
     assert cache is not None
     tokens = (0,) * BLOCK_SIZE
@@ -74,7 +75,7 @@ def fill_cache(scheduler: Scheduler, count: int) -> None:
 
 
 def prepare(case: Case, steps: int) -> Scheduler:
-    """A scheduler in the middle of its work: `batch` decode, `waiting` wait."""
+    """A scheduler in which `batch` sequences decode and `waiting` wait."""
     config = SchedulerConfig(
         num_blocks=case.blocks,
         block_size=BLOCK_SIZE,
@@ -98,20 +99,22 @@ def prepare(case: Case, steps: int) -> Scheduler:
         scheduler.add(running)
     while any(sequence.num_output_tokens == 0 for sequence in [*scheduler.running, *scheduler.waiting]):
         run_step(scheduler)
-    if case.full:  # what is free is held; the running ones get their next blocks from a reserve
+    if case.full:  # the free blocks are taken, except a reserve for the running sequences
         usage = scheduler.pool.usage()
         reserve = case.batch * (steps // BLOCK_SIZE + 2)
         scheduler.pool.allocate(usage.free + usage.cached - reserve - case.shared_tokens // BLOCK_SIZE)
+    rng = random.Random(0)
     for number in range(case.waiting):
-        scheduler.add(
-            Sequence(
-                case.batch + number,
-                prompt(case.batch + number, case.waiting_tokens, case.shared_tokens),
-                64,
-                frozenset(),
-                case.waiting_priority,
-            )
+        waiting = Sequence(
+            case.batch + number,
+            prompt(case.batch + number, case.waiting_tokens, case.shared_tokens),
+            64,
+            frozenset(),
+            case.waiting_priority,
         )
+        if case.deadlines:
+            waiting.deadline = rng.uniform(100, 1000)
+        scheduler.add(waiting)
     for _ in range(3):
         run_step(scheduler)
     return scheduler
@@ -123,7 +126,7 @@ def cost(case: Case, steps: int) -> tuple[float, float]:
     times = []
     for _ in range(steps):
         for sequence in scheduler.waiting.first(8):
-            sequence.num_passes = 0  # else room would be made for one of them
+            sequence.skipped_steps = 0  # or the starvation bound would admit one of them
         start = time.perf_counter()
         run_step(scheduler)
         times.append(1e6 * (time.perf_counter() - start))
@@ -142,7 +145,8 @@ def print_costs(sequences: int, blocks: int, steps: int) -> None:
     long = max(blocks // 5, 40_000)
     groups: list[tuple[str, list[tuple[int, Case]]]] = [
         ("batch", rows([1, 8, 32, 128, 256], lambda n: Case(batch=n))),
-        ("waiting for a seat", rows(queue_sizes, lambda n: Case(waiting=n))),
+        ("waiting for a slot", rows(queue_sizes, lambda n: Case(waiting=n))),
+        ("the same with deadlines", rows(queue_sizes, lambda n: Case(waiting=n, deadlines=True))),
         ("waiting for blocks", rows(queue_sizes, lambda n: Case(waiting=n, full=True, waiting_tokens=8_192))),
         ("blocks in the pool", rows(pool_sizes, lambda n: Case(blocks=n))),
         ("% of the pool cached", rows([0, 40, 80], lambda n: Case(blocks=blocks, cached_share=n / 100))),
@@ -184,14 +188,14 @@ def print_costs(sequences: int, blocks: int, steps: int) -> None:
 
 @dataclass
 class Arrivals:
-    """What a simulated server went through. waits: seconds to the first token, by class."""
+    """Outcome of a simulation. waits: seconds to the first token, by class."""
 
     waits: dict[Priority, list[float]] = field(default_factory=lambda: {priority: [] for priority in Priority})
     refused: int = 0
     unserved: int = 0
     oldest: float = 0.0
     preemptions: int = 0
-    rescues: int = 0
+    starved: int = 0
 
 
 CAPACITY = 2.1
@@ -236,7 +240,7 @@ def simulate(load: float, seconds: float, max_queue: int = 200, seed: int = 0) -
     result.unserved = len(waiting)
     result.oldest = max((clock.now - sequence.arrival_time for sequence in waiting.values()), default=0.0)
     stats = scheduler.stats()
-    result.preemptions, result.rescues = stats.preemptions_total, stats.starvation_admissions_total
+    result.preemptions, result.starved = stats.preemptions_total, stats.starvation_admissions_total
     for sequence in [*scheduler.running, *scheduler.waiting]:
         scheduler.finish(sequence.sequence_id, FinishReason.ABORT)
     if scheduler.pool.usage().used or scheduler.stats().swap.used:
@@ -246,7 +250,7 @@ def simulate(load: float, seconds: float, max_queue: int = 200, seed: int = 0) -
 
 def print_fairness(minutes: float) -> None:
     print(f"\nSeconds to the first token, {minutes:g} simulated minutes; at most 200 wait, more are refused")
-    print("load  class    served     p50     p99     max  refused  preempted  rescued  still waiting, oldest")
+    print("load  class    served     p50     p99     max  refused  preempted  starved  still waiting, oldest")
     for load in (0.5, 0.8, 0.95, 1.1, 1.5):
         result = simulate(load, 60 * minutes)
         for priority, waits in result.waits.items():
@@ -254,7 +258,7 @@ def print_fairness(minutes: float) -> None:
             rest = ""
             if priority is Priority.HIGH:
                 rest = (
-                    f"  {result.refused:7}  {result.preemptions:9}  {result.rescues:7}  "
+                    f"  {result.refused:7}  {result.preemptions:9}  {result.starved:7}  "
                     f"{result.unserved:4}, {result.oldest:.0f} s"
                 )
             print(

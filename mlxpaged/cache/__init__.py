@@ -1,11 +1,19 @@
 """KV blocks as plain integers: the pool, the tables, the prefix cache. Never imports mlx."""
 
-from mlxpaged.cache.block_pool import BlockPool, BlockPoolError, BlockUsage, DoubleFreeError, OutOfBlocksError
+from mlxpaged.cache.block_pool import (
+    DEFAULT_BLOCK_SIZE,
+    BlockPool,
+    BlockPoolError,
+    BlockUsage,
+    DoubleFreeError,
+    OutOfBlocksError,
+)
 from mlxpaged.cache.block_table import BlockTable, blocks_for
-from mlxpaged.cache.prefix_cache import PrefixCache, PrefixHit
+from mlxpaged.cache.prefix_cache import PrefixCache
 from mlxpaged.cache.table_rows import TableRows
 
 __all__ = [
+    "DEFAULT_BLOCK_SIZE",
     "BlockPool",
     "BlockPoolError",
     "BlockTable",
@@ -13,7 +21,6 @@ __all__ = [
     "DoubleFreeError",
     "OutOfBlocksError",
     "PrefixCache",
-    "PrefixHit",
     "TableRows",
     "blocks_for",
 ]

@@ -1,7 +1,7 @@
 """Which KV blocks are in use, and which is handed out next.
 
-A block is an integer that names the same place in every layer's KV pool. This module counts references and keeps
-the free list; what a block contains is the prefix cache's business, whose tables it reaches through `content`.
+A block is an integer, the index into every layer's KV pool. This module counts references and keeps the free list. The
+prefix cache attaches to each block a record of its content, which this module only stores.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ SUPPORTED_BLOCK_SIZES = (8, 16, 32)
 """Tokens per block that the attention kernels are written for. The pool itself takes any power of two."""
 
 DEFAULT_BLOCK_SIZE = 32
+"""Tokens per block. The only place that sets the default."""
 
 Content = TypeVar("Content")
 
@@ -24,11 +25,11 @@ class BlockPoolError(Exception):
 
 
 class OutOfBlocksError(BlockPoolError):
-    """More blocks were asked for than are free. Nothing was taken."""
+    """More blocks were requested than are free. Nothing was taken."""
 
 
 class DoubleFreeError(BlockPoolError):
-    """A block was released more often than it was handed out or shared."""
+    """A block was released more often than it was allocated or shared."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class BlockUsage:
 class BlockPool(Generic[Content]):
     """Reference-counted blocks with a free list in least-recently-used order; every operation is O(1) per block.
 
-    A freed block keeps its content until it is handed out again, so the free list is at the same time the prefix cache.
-    Blocks without content go first; the others wait behind them in an OrderedDict, the longest unused first, because a
-    cached block that is hit leaves from the middle, and a plain dict does not pop its first key in O(1).
+    A freed block keeps its content until it is allocated again, so the free list is also the prefix cache. Blocks
+    without content are allocated first, then the cached ones, the least recently used first. These are in an
+    OrderedDict: a hit removes a block from the middle, and a plain dict does not pop its first key in O(1).
     """
 
     def __init__(self, num_blocks: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
@@ -59,16 +60,16 @@ class BlockPool(Generic[Content]):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.on_evict: Callable[[int, Content], None] | None = None
-        self.num_gains = 0  # times that a block was given content, or taken back with it: of use to a prefix hit
+        self.num_gains = 0  # blocks that got content or were shared while cached: each can extend one prefix hit
         self._ref_counts = [0] * num_blocks
-        self._shared: set[int] = set()  # those with several references, few as a rule
+        self._shared: set[int] = set()  # blocks with several references
         self._empty = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, those with cached content included."""
+        """Blocks that `allocate` can take, including those with cached content."""
         return len(self._empty) + len(self._cached)
 
     def usage(self) -> BlockUsage:
@@ -78,17 +79,17 @@ class BlockPool(Generic[Content]):
         return self._ref_counts[block]
 
     def shared(self, blocks: Iterable[int]) -> set[int]:
-        """Those with several references. Nothing is looked at where nothing is shared, and elsewhere it is a fifth of
-        the time of counting each: /v1/status asks it of all that run, between two steps."""
+        """The blocks with several references. It takes a fifth of the time of counting each: /v1/status calls it for
+        all running sequences between two steps."""
         return self._shared.intersection(blocks) if self._shared else set()
 
     def content(self, block: int) -> Content | None:
         return self._content.get(block)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, evicting the content of the least recently used where there was any.
+        """Take `count` blocks, evicting the least recently used content if needed.
 
-        Raises OutOfBlocksError, with nothing taken, where fewer are free.
+        Raises OutOfBlocksError, with nothing taken, if fewer are free.
         """
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
@@ -100,18 +101,18 @@ class BlockPool(Generic[Content]):
         return blocks
 
     def evict(self, count: int) -> None:
-        """Drop the content of the `count` cached blocks that were unused the longest, or of all there are."""
+        """Drop the content of the `count` least recently used cached blocks, or of all if there are fewer."""
         for _ in range(min(count, len(self._cached))):
             self.forget(next(iter(self._cached)))
 
     def share(self, block: int) -> None:
-        """Add a reference to a block in use, or take a cached block back together with its content.
+        """Add a reference to a block in use or to a cached block.
 
-        Raises BlockPoolError for a free block: it holds nothing to share.
+        Raises BlockPoolError for a free block: it has no content to share.
         """
         if self._ref_counts[block] == 0:
             if block not in self._cached:
-                raise BlockPoolError(f"block {block} is free and holds nothing to share")
+                raise BlockPoolError(f"block {block} is free and has no content to share")
             del self._cached[block]
             self.num_gains += 1
         self._ref_counts[block] += 1
@@ -121,7 +122,7 @@ class BlockPool(Generic[Content]):
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference to each block, in the given order; the first to become free is evicted first.
 
-        Raises DoubleFreeError at a block that nobody holds.
+        Raises DoubleFreeError at a block without references.
         """
         for block in blocks:
             if self._ref_counts[block] <= 0:
@@ -136,14 +137,14 @@ class BlockPool(Generic[Content]):
                     self._empty.appendleft(block)
 
     def remember(self, block: int, content: Content) -> None:
-        """Attach content to a block in use; it stays findable after the block is freed."""
+        """Attach content to a block in use. The block keeps it after it is freed."""
         if self._ref_counts[block] == 0:
             raise BlockPoolError(f"block {block} is free: only a block in use can be given content")
         self._content[block] = content
         self.num_gains += 1
 
     def forget(self, block: int) -> None:
-        """Detach the content of a block, if it has any, and tell whoever indexes it."""
+        """Detach the content of a block, if it has any, and call `on_evict`."""
         content = self._content.pop(block, None)
         if content is None:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxpaged.cache.block_pool import BlockPool
-from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache, PrefixHit
+from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache
 from mlxpaged.cache.table_rows import TableRows
 
 
@@ -17,10 +17,8 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 class BlockTable:
     """Maps a sequence's token positions to blocks: position p lives in `block_ids[p // block_size]`.
 
-    The table takes blocks when its sequence grows past a boundary and never ahead of need. `publish` makes its full
-    blocks findable by other sequences; `release` gives everything back and leaves an empty table that can grow again.
-
-    `row`: its place in `rows`, where the same ids stand while it has any.
+    `grow` takes blocks when its sequence passes a boundary, not earlier. `publish` makes full blocks findable by other
+    sequences. `release` frees all blocks; the empty table can grow again. row: index of its copy in `rows`, if any.
     """
 
     def __init__(self, pool: BlockPool[CachedBlock], rows: TableRows, prefix_cache: PrefixCache | None = None) -> None:
@@ -29,7 +27,7 @@ class BlockTable:
         self._pool = pool
         self._rows = rows
         self._prefix_cache = prefix_cache
-        self._chain: list[CachedBlock] = []  # what the leading full blocks contain, as far as published or adopted
+        self.chain: list[CachedBlock] = []  # contents of the leading full blocks, as far as published or adopted
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -39,31 +37,27 @@ class BlockTable:
         return max(0, blocks_for(num_tokens, self._pool.block_size) - len(self.block_ids))
 
     def grow(self, num_tokens: int) -> None:
-        """Hold at least `num_tokens` tokens. Raises OutOfBlocksError and changes nothing where blocks run out."""
+        """Have room for at least `num_tokens` tokens. Raises OutOfBlocksError, with nothing changed, if too few blocks
+        are free."""
         missing = self.blocks_missing(num_tokens)
         if missing:
             self._put(len(self.block_ids), self._pool.allocate(missing))
 
     def _put(self, first: int, block_ids: list[int]) -> None:
-        """Whatever stood there from entry `first` on, the table ends with `block_ids` now."""
+        """Replace the entries from `first` on with `block_ids`."""
         if self.row is None:
             self.row = self._rows.take()
         self.block_ids[first:] = block_ids
         self._rows.write(self.row, first, block_ids)
 
-    @property
-    def chain(self) -> Sequence[CachedBlock]:
-        """What its leading full blocks contain, as far as they were published or adopted."""
-        return self._chain
-
-    def adopt(self, hit: PrefixHit) -> None:
-        """Take shared blocks over, behind those of the chain and in the place of whatever private ones were there."""
-        for cached in hit.blocks:
+    def adopt(self, hit: Sequence[CachedBlock]) -> None:
+        """Share the blocks of a hit, after those of the chain. They replace the private blocks there."""
+        for cached in hit:
             self._pool.share(cached.block)
-        first = len(self._chain)
+        first = len(self.chain)
         replaced = self.block_ids[first:]
-        self._put(first, [cached.block for cached in hit.blocks])
-        self._chain += hit.blocks
+        self._put(first, [cached.block for cached in hit])
+        self.chain += hit
         self._pool.release(reversed(replaced))
 
     def fork(self, parent: BlockTable, num_tokens: int) -> None:
@@ -73,15 +67,15 @@ class BlockTable:
         self._put(0, parent.block_ids[: blocks_for(num_tokens, self._pool.block_size)])
         for block in self.block_ids:
             self._pool.share(block)
-        self._chain = parent._chain[: num_tokens // self._pool.block_size]
+        self.chain = parent.chain[: num_tokens // self._pool.block_size]
 
     def is_shared(self, position: int) -> bool:
-        """Whether the block that holds `position` has another owner; False where there is no such block yet."""
+        """Whether the block of `position` has another owner. False if there is no such block yet."""
         index = position // self._pool.block_size
         return index < len(self.block_ids) and self._pool.ref_count(self.block_ids[index]) > 1
 
     def make_private(self, position: int) -> tuple[int, int]:
-        """Put a block of its own in the place of the one that holds `position`, for copy-on-write.
+        """Replace the block of `position` with a new private block, for copy-on-write.
 
         Returns (source, target) of the copy that must happen before either is written. Raises OutOfBlocksError.
         """
@@ -90,7 +84,7 @@ class BlockTable:
         [target] = self._pool.allocate(1)
         self._pool.release([source])
         self._put(index, [target, *self.block_ids[index + 1 :]])
-        del self._chain[index:]
+        del self.chain[index:]
         return source, target
 
     def publish(self, token_ids: Sequence[int], num_tokens: int, keys: Sequence[bytes]) -> None:
@@ -98,27 +92,27 @@ class BlockTable:
         if self._prefix_cache is None:
             return
         size = self._pool.block_size
-        for index in range(len(self._chain), num_tokens // size):
-            parent = self._chain[-1] if self._chain else None
+        for index in range(len(self.chain), num_tokens // size):
+            parent = self.chain[-1] if self.chain else None
             tokens = tuple(token_ids[index * size : (index + 1) * size])
-            self._chain.append(self._prefix_cache.insert(keys[index], parent, tokens, self.block_ids[index]))
+            self.chain.append(self._prefix_cache.insert(keys[index], parent, tokens, self.block_ids[index]))
 
-    def retract(self, num_full_blocks: int) -> list[int]:
-        """Undo the publication of every block from `num_full_blocks` on: what they hold was never computed.
+    def unpublish(self, num_full_blocks: int) -> list[int]:
+        """Undo the publication of the blocks from `num_full_blocks` on: their contents were never computed.
 
-        Returns the block ids that other tables may have adopted in the meantime and must not keep.
+        Returns their ids: other tables may have adopted them and must not keep them.
         """
         own = set(self.block_ids[num_full_blocks:])
-        retracted = [cached.block for cached in self._chain[num_full_blocks:] if cached.block in own]
-        for block in retracted:
+        unpublished = [cached.block for cached in self.chain[num_full_blocks:] if cached.block in own]
+        for block in unpublished:
             self._pool.forget(block)
-        del self._chain[num_full_blocks:]
-        return retracted
+        del self.chain[num_full_blocks:]
+        return unpublished
 
     def release(self) -> None:
-        """Give every block back, the tail first, so that the tail of a prefix is evicted before its head."""
+        """Free all blocks, the last first, so that the tail of a prefix is evicted before its head."""
         self._pool.release(reversed(self.block_ids))
         if self.row is not None:
-            self._rows.give_back(self.row)
+            self._rows.release(self.row)
         self.block_ids, self.row = [], None
-        self._chain = []
+        self.chain = []

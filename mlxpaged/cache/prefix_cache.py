@@ -1,8 +1,8 @@
 """Finding blocks by what they contain, so that a prompt's known prefix is not computed again.
 
-A full block's key is a 128-bit hash chained over its predecessor's key and its own tokens, seeded with whatever else
-the KV values depend on (model, adapter, KV type). The hash only finds a candidate: a hit also needs equal tokens and
-the same predecessor block content, so a collision costs a miss and never shares foreign KV.
+A full block's key is a 128-bit hash of its predecessor's key and its own tokens, seeded with everything else that KV
+values depend on (model, adapter, KV type). The hash only finds a candidate: a hit also needs equal tokens and the same
+predecessor, so a collision causes a miss and never shares the KV of another prompt.
 """
 
 from __future__ import annotations
@@ -17,22 +17,12 @@ from mlxpaged.cache.block_pool import BlockPool
 
 @dataclass(frozen=True, eq=False)  # compared by identity: two equal contents at two times are two records
 class CachedBlock:
-    """What a published block holds: its own tokens, after everything that `parent` stands for."""
+    """Content of a published block: its tokens, preceded by those of `parent` and its ancestors."""
 
     key: bytes
     parent: CachedBlock | None
     tokens: tuple[int, ...]
     block: int
-
-
-@dataclass(frozen=True)
-class PrefixHit:
-    """The longest cached chain of full blocks at the start of a prompt."""
-
-    blocks: tuple[CachedBlock, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.blocks)
 
 
 def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
@@ -41,7 +31,7 @@ def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PrefixCache:
-    """Index of the published blocks of one pool. seed: whatever the KV values depend on beside the tokens."""
+    """Index of the published blocks of one pool. seed: everything except the tokens that KV values depend on."""
 
     def __init__(self, pool: BlockPool[CachedBlock], seed: bytes = b"") -> None:
         self._pool = pool
@@ -53,19 +43,20 @@ class PrefixCache:
         return len(self._by_key)
 
     def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], num_tokens: int) -> None:
-        """Append to `keys` the hashes that it lacks of the full blocks of the first `num_tokens` tokens."""
+        """Complete `keys`, the hashes of the full blocks of the first `num_tokens` tokens."""
         size = self._pool.block_size
         for index in range(len(keys), num_tokens // size):
             parent_key = keys[-1] if keys else self._root
             keys.append(hash_block(parent_key, token_ids[index * size : (index + 1) * size]))
 
-    def match(self, keys: Sequence[bytes], token_ids: Sequence[int], behind: Sequence[CachedBlock] = ()) -> PrefixHit:
-        """The longest chain of cached blocks that holds the tokens of `keys`, from the first block that follows the
-        chain `behind` on."""
+    def match(
+        self, keys: Sequence[bytes], token_ids: Sequence[int], prefix: Sequence[CachedBlock] = ()
+    ) -> list[CachedBlock]:
+        """The longest chain of cached blocks for these keys and tokens that follows the blocks of `prefix`."""
         size = self._pool.block_size
         chain: list[CachedBlock] = []
-        parent = behind[-1] if behind else None
-        for index in range(len(behind), len(keys)):
+        parent = prefix[-1] if prefix else None
+        for index in range(len(prefix), len(keys)):
             found = self._by_key.get(keys[index])
             if found is None or found.parent is not parent:
                 break
@@ -73,20 +64,20 @@ class PrefixCache:
                 break
             chain.append(found)
             parent = found
-        return PrefixHit(tuple(chain))
+        return chain
 
     def insert(self, key: bytes, parent: CachedBlock | None, tokens: tuple[int, ...], block: int) -> CachedBlock:
-        """Publish a block. Returns the record that stands for this content from now on.
+        """Publish a block. Returns the record of its content.
 
-        Where the same content is already cached in another block, that block's record is returned and `block` stays
-        private to its sequence; where the key belongs to other content (a collision), the new block is not indexed.
+        If the same content is already cached in another block, that block's record is returned and `block` stays
+        private to its sequence. If other content has the key (a collision), the new block is not indexed.
         """
         existing = self._by_key.get(key)
         if existing is not None and existing.parent is parent and existing.tokens == tokens:
             return existing
         record = CachedBlock(key, parent, tokens, block)
         if existing is not None and not self._reachable(existing.parent):
-            self._pool.forget(existing.block)  # its predecessor was evicted: no prompt can reach it any more
+            self._pool.forget(existing.block)  # its predecessor was evicted, so no prompt can reach it
             existing = None
         if existing is None and self._reachable(parent):
             self._by_key[key] = record
@@ -99,9 +90,7 @@ class PrefixCache:
     def _drop(self, block: int, content: CachedBlock) -> None:
         del self._by_key[content.key]
 
-    def clear(self) -> int:
-        """Forget every cached block, and return how many. Sequences that run keep the blocks they hold."""
-        records = list(self._by_key.values())
-        for record in records:
+    def clear(self) -> None:
+        """Forget every cached block. Running sequences keep their blocks."""
+        for record in list(self._by_key.values()):
             self._pool.forget(record.block)
-        return len(records)

@@ -1,4 +1,4 @@
-"""The block tables of all sequences that hold blocks, in one array, ready to be selected from for a step."""
+"""The block tables of all sequences in one array, from which a step selects its rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 
 UNUSED = -1
-"""Fills a row behind the end of its table, as the attention's metadata wants it."""
+"""Fills the unused tail of a row, as the attention metadata requires."""
 
 
 class TableRows:
-    """A row of block ids for every table, which the table itself writes whenever it changes: most steps change none,
-    and a table that grows adds its new blocks only. The array becomes larger when rows or columns run out."""
+    """One row of block ids per table, which the table writes when it changes: most steps change none, and a table that
+    grows writes its new blocks only. The array grows when rows or columns run out."""
 
     def __init__(self) -> None:
         self._ids: IntArray = np.full((4, 8), UNUSED, dtype=np.int32)
@@ -23,7 +23,7 @@ class TableRows:
         self._free = list(range(4))
 
     def take(self) -> int:
-        """A row to be written from its first entry on: it may still have what its last table had."""
+        """A free row. It may contain old ids: write it from its first entry on."""
         if not self._free:
             size = len(self._ids)
             self._free = list(range(size, 2 * size))
@@ -31,11 +31,11 @@ class TableRows:
             self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
         return self._free.pop()
 
-    def give_back(self, row: int) -> None:
+    def release(self, row: int) -> None:
         self._free.append(row)
 
     def write(self, row: int, first: int, block_ids: Sequence[int]) -> None:
-        """From entry `first` on, the row's table is `block_ids` now."""
+        """Replace the row's entries from `first` on with `block_ids`."""
         end = first + len(block_ids)
         while end > self._ids.shape[1]:
             self._ids = np.concatenate([self._ids, np.full_like(self._ids, UNUSED)], axis=1)
@@ -44,6 +44,6 @@ class TableRows:
         self._lengths[row] = end
 
     def select(self, rows: Sequence[int]) -> IntArray:
-        """A copy of some rows [n, b], b that of the longest; UNUSED behind the end of the others."""
+        """A copy of some rows [n, b], b being the longest length. Shorter rows are filled up with UNUSED."""
         index = np.asarray(rows, dtype=np.intp)
         return self._ids[index, : self._lengths[index].max(initial=0)]

@@ -32,7 +32,9 @@ def add_parser(commands: Any) -> None:
     )
     flags = Flags(parser)
     flags.value("model", str, DEMO_MODEL, "model whose layers decide (default demo)", nargs="?", metavar="MODEL")
-    flags.value("--block-size", block_size, DEFAULT_BLOCK_SIZE, f"one of {SUPPORTED_BLOCK_SIZES} (default 32)")
+    flags.value(
+        "--block-size", block_size, DEFAULT_BLOCK_SIZE, f"one of {SUPPORTED_BLOCK_SIZES} (default {DEFAULT_BLOCK_SIZE})"
+    )
     flags.value(
         "--max-num-seqs",
         positive_int,

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxpaged.api import DataDirInUseError, HttpConfig, KeyFileError, create_app
 from mlxpaged.attention import BACKENDS
-from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
+from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli.flags import (
     RETUNE,
     Flags,
@@ -179,7 +179,7 @@ def add_engine_flags(flags: Flags) -> None:
         "--block-size",
         block_size,
         DEFAULTS.block_size,
-        f"tokens per KV block, one of {SUPPORTED_BLOCK_SIZES} (default 32)",
+        f"tokens per KV block, one of {SUPPORTED_BLOCK_SIZES} (default {DEFAULT_BLOCK_SIZE})",
     )
     flags.value(
         "--max-num-seqs",

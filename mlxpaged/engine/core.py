@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.engine import recovery
-from mlxpaged.engine.deadlines import Deadlines
+from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
@@ -57,7 +57,7 @@ class EngineCore:
         self._ids = itertools.count()
         self.requests: dict[int, RunningRequest] = {}
         self._sequence_of: dict[str, int] = {}
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(scheduler)
         self._log = StepLog()
         self._read_at = -math.inf  # when the tokens of the last step were read
         self._num_steps = 0
@@ -86,9 +86,10 @@ class EngineCore:
         sequence.request_id = request.request_id
         parent = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         sequence.fork_of = None if parent is None else self.requests[parent].sequence
+        set_deadlines(sequence, request)
         self.scheduler.add(sequence)
         self.requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer, matcher)
-        self._deadlines.watch(sequence.sequence_id, request)
+        self._deadlines.watch(sequence, request)
         self._sequence_of[request.request_id] = sequence.sequence_id
 
     def refusal(self, request: Request, error: str) -> RequestOutput:
@@ -121,14 +122,9 @@ class EngineCore:
         return ended, outputs
 
     def expire(self) -> list[RequestOutput]:
-        """End the requests whose deadline has passed."""
-        now, outputs = self.clock(), []
-        for deadline in self._deadlines.pop_passed(now):
-            running = self.requests[deadline.sequence_id]
-            if not (deadline.of_first_token and running.sequence.num_output_tokens > 0):
-                message = deadline.message(running.sequence, now)
-                outputs.append(self._end(deadline.sequence_id, FinishReason.TIMEOUT, message))
-        return outputs
+        """End the requests whose deadline has passed or cannot be met."""
+        missed = self._deadlines.missed(self.clock())
+        return [self._end(sequence_id, FinishReason.TIMEOUT, message) for sequence_id, message in missed]
 
     def _end(self, sequence_id: int, reason: FinishReason, error: str | None) -> RequestOutput:
         self.scheduler.finish(sequence_id, reason)
@@ -139,7 +135,11 @@ class EngineCore:
     def clear_cache(self) -> int:
         """Empty the prefix cache; running sequences keep their blocks. Returns the number of blocks it held."""
         cache = self.scheduler.prefix_cache
-        return 0 if cache is None else cache.clear()
+        if cache is None:
+            return 0
+        dropped = len(cache)
+        cache.clear()
+        return dropped
 
     def status(self) -> EngineStatus:
         sequences = ((running.request.request_id, running.sequence) for running in self.requests.values())

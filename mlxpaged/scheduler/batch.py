@@ -1,4 +1,4 @@
-"""What one step runs: a frozen record handed from the scheduler to the model runner."""
+"""What one step runs: a frozen record handed from the scheduler to the model runner, and its builder."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlxpaged.scheduler.sequence import Sequence
-from mlxpaged.scheduler.step_cost import Costs
-
-LEAST_CHUNK = 32
-"""Tokens of a prompt in a step, however long that takes."""
 
 
 class ScheduledSequence(NamedTuple):
-    """Tokens `start` to `start + num_tokens` of a sequence; `samples` where the last of them is its last token."""
+    """Tokens `start` to `start + num_tokens` of a sequence. `samples`: the last of them is the sequence's last token,
+    so the step samples the next one."""
 
     sequence: Sequence
     start: int
@@ -29,7 +26,7 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockMoves:
-    """KV blocks to be moved before a step runs: out to swap slots, then copied within the pool, then in from slots.
+    """KV blocks to move before a step runs: first out to swap slots, then copied within the pool, then in from slots.
 
     swap_out: (block, slot); copies: (source, target) blocks; swap_in: (slot, block). In this order no move reads what
     another one has overwritten.
@@ -65,44 +62,26 @@ class Batch:
         return [row.sequence.sequence_id for row in self.rows]
 
 
-class StepPlan:
-    """The rows of the step that is being made up, and what is left of its token budget.
+class ScheduleBuilder:
+    """Collects the rows of the step that is being scheduled.
 
-    gave_way: who was preempted for it, and does not come back in it.
+    preempted: ids of the sequences preempted for this step. They are not admitted again in it.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self) -> None:
         self.rows: list[ScheduledSequence] = []
-        self.gave_way: set[int] = set()
+        self.preempted: set[int] = set()
         self._sequence_ids: set[int] = set()
-        self._costs: Costs | None = None
-        self._seconds = 0.0
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._sequence_ids
 
-    def limit(self, costs: Costs, seconds: float) -> None:
-        """From here on, chunks of prompts may take this long, by these costs. One that is cut short ends the step."""
-        self._costs, self._seconds = costs, seconds
-
-    def chunk_of(self, sequence: Sequence) -> int:
-        """Tokens of a prompt that the step can take now: some at least, or the prompt would never come to its end."""
-        tokens = min(self.budget, sequence.num_uncomputed_tokens)
-        if self._costs is None:
-            return tokens
-        return min(tokens, max(LEAST_CHUNK, self._costs.chunk_within(self._seconds, sequence.num_computed_tokens)))
-
     def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """The step computes the next `num_tokens` tokens of a sequence, which has the blocks for them."""
         start = sequence.num_computed_tokens
         sequence.num_computed_tokens = start + num_tokens
-        samples = start + num_tokens == len(sequence.token_ids)
+        samples = sequence.num_uncomputed_tokens == 0
         if samples:
             sequence.expect_token()
         self.rows.append(ScheduledSequence(sequence, start, num_tokens, samples))
         self._sequence_ids.add(sequence.sequence_id)
-        self.budget -= num_tokens
-        if self._costs is not None:
-            self._seconds -= self._costs.chunk_seconds(start, num_tokens)
-            if self._seconds <= 0 or not samples:
-                self.budget = 0

@@ -1,105 +1,80 @@
-"""Which blocks each sequence has: found in the prefix cache, forked, grown, copied before a write, swapped out and in.
-
-Who gets them is the scheduler's decision; what has to be moved for it, before the step runs, is collected here.
-"""
+"""The blocks of each sequence: found in the prefix cache, forked, grown, copied before a write, swapped out and in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
-from mlxpaged.cache import (
-    BlockPool,
-    BlockTable,
-    BlockUsage,
-    OutOfBlocksError,
-    PrefixCache,
-    PrefixHit,
-    TableRows,
-    blocks_for,
-)
-from mlxpaged.cache.prefix_cache import CachedBlock
+from mlxpaged.cache import BlockPool, BlockTable, OutOfBlocksError, TableRows, blocks_for
+from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache
 from mlxpaged.scheduler.batch import BlockMoves
-from mlxpaged.scheduler.sequence import LastLook, Sequence
+from mlxpaged.scheduler.sequence import RoomLookup, Sequence
 
 PRESSURE = 0.85
-"""Share of the pool that cached blocks may fill it up to. Behind it the longest unused ones are dropped."""
+"""If used and cached blocks fill more than this share of the pool, the least recently used cached ones are evicted."""
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """What a waiting sequence need not compute: `hit` from the prefix cache, and what was swapped out behind it; or the
-    blocks of all but its last token, which it shares with the sequence `fork_of`."""
+    """What a waiting sequence need not compute: `hit` from the prefix cache, followed by what was swapped out; or the
+    blocks of all tokens except the last, which it shares with the sequence `fork_of`."""
 
-    hit: PrefixHit
+    hit: ListOf[CachedBlock]
     fork_of: Sequence | None = None
 
 
 class BlockManager:
-    """Owns the pool, the prefix cache and the swap slots. All are integers: who runs the step moves the bytes."""
+    """Owns the pool, the prefix cache and the swap slots, all as integers, and collects the moves of each step. The
+    scheduler decides which sequence gets blocks; the model runner moves the bytes."""
 
     def __init__(
         self, num_blocks: int, block_size: int, num_swap_slots: int, prefix_caching: bool, cache_seed: bytes
     ) -> None:
+        self.block_size = block_size
         self.pool: BlockPool[CachedBlock] = BlockPool(num_blocks, block_size)
         self.prefix_cache = PrefixCache(self.pool, cache_seed) if prefix_caching else None
         self.tables = TableRows()
         self.swap: BlockPool[None] | None = BlockPool(num_swap_slots, block_size) if num_swap_slots else None
         self.blocks_copied = self.blocks_swapped_out = self.blocks_swapped_in = 0
-        self._loaded: list[int] = []  # swap slots that the step being made up reads
+        self._loaded: list[int] = []  # swap slots that the step being scheduled reads
         self._copies: list[tuple[int, int]] = []
         self._swap_out: list[tuple[int, int]] = []
         self._swap_in: list[tuple[int, int]] = []
 
-    @property
-    def block_size(self) -> int:
-        return self.pool.block_size
-
-    def swap_usage(self) -> BlockUsage:
-        return BlockUsage(0, 0, 0) if self.swap is None else self.swap.usage()
-
-    # -- starting and growing ------------------------------------------------------------------------------------
-
     def find(self, sequence: Sequence, fork_of: Sequence | None = None) -> Reuse:
-        """What is there of a sequence that has no blocks. At least one token is left to compute, for its logits."""
+        """What a sequence without blocks can reuse. At least one token is left to compute, for its logits."""
         if fork_of is not None:
-            return Reuse(PrefixHit(), fork_of)
+            return Reuse((), fork_of)
         return Reuse(self._match(sequence))
 
-    def num_reused_tokens(self, sequence: Sequence, reuse: Reuse) -> int:
-        if reuse.fork_of is not None:
-            return len(sequence.token_ids) - 1
-        return max(len(reuse.hit) * self.block_size, sequence.num_swapped_tokens)
-
     def room_for(self, sequence: Sequence, reuse: Reuse) -> int:
-        """Free blocks that it takes to compute a waiting sequence to its end, and the first token of its answer.
-
-        Admitting on the first chunk alone would let prompts preempt each other half-way; without room for the answer a
-        newcomer would be the first to be preempted, right after its prefill.
-        """
+        """Free blocks that a waiting sequence needs for all its tokens and the first token of its answer. With room for
+        one chunk only, prompts would preempt each other half-way; without the answer's, right after the prefill."""
         wanted = blocks_for(min(len(sequence.token_ids) + 1, sequence.max_kv_tokens), self.block_size)
         if reuse.fork_of is not None:  # the partly full block is copied
             return wanted - (len(sequence.token_ids) - 1) // self.block_size
-        in_use = sum(self.pool.ref_count(cached.block) > 0 for cached in reuse.hit.blocks)
-        sequence.last_look = LastLook(len(sequence.token_ids), wanted - in_use, self.pool.num_gains)
+        in_use = sum(self.pool.ref_count(cached.block) > 0 for cached in reuse.hit)
+        sequence.last_lookup = RoomLookup(len(sequence.token_ids), wanted - in_use, self.pool.num_gains)
         return wanted - in_use
 
     def least_room_for(self, sequence: Sequence) -> int:
         """A lower bound of `room_for` in O(1), so that long prompts are not matched with the cache in every step that
-        has no room for them: since the last look each gain of the pool can have spared one block."""
-        look = sequence.last_look
-        if look is None or look.num_tokens != len(sequence.token_ids) or sequence.fork_of is not None:
+        has no room for them: each gain of the pool since the last lookup can have saved one block."""
+        last = sequence.last_lookup
+        if last is None or last.num_tokens != len(sequence.token_ids) or sequence.fork_of is not None:
             return 0
-        return look.room - (self.pool.num_gains - look.num_gains)
+        return last.blocks_needed - (self.pool.num_gains - last.num_gains)
 
-    def start(self, sequence: Sequence, reuse: Reuse) -> None:
-        """Give a sequence its table, with everything that need not be computed. There must be room for it."""
-        table = BlockTable(self.pool, self.tables, self.prefix_cache)
-        computed = self.num_reused_tokens(sequence, reuse)
+    def start(self, sequence: Sequence, reuse: Reuse) -> int:
+        """Give a sequence its block table, filled with what it reuses. There must be room for it. Returns the number of
+        leading tokens that need not be computed."""
+        sequence.block_table = table = BlockTable(self.pool, self.tables, self.prefix_cache)
         if reuse.fork_of is not None:
             assert reuse.fork_of.block_table is not None
+            computed = len(sequence.token_ids) - 1
             table.fork(reuse.fork_of.block_table, computed)
         else:
+            computed = max(len(reuse.hit) * self.block_size, sequence.num_swapped_tokens)
             table.adopt(reuse.hit)
             table.grow(computed)
             first = len(reuse.hit)
@@ -109,24 +84,28 @@ class BlockManager:
             sequence.num_swaps_in += bool(sequence.swap_slots)
             self._loaded += sequence.swap_slots
             sequence.swap_slots, sequence.num_swapped_tokens = [], 0
-        sequence.block_table = table
-        sequence.num_computed_tokens = sequence.num_committed_tokens = computed
+        return computed
 
-    def catch_up(self, sequence: Sequence) -> bool:
-        """Take over what others have computed of a prompt since its last chunk, so that nothing is computed twice."""
+    def catch_up(self, sequence: Sequence) -> int:
+        """Take over the blocks that other sequences have computed of its prompt since its last chunk, so that no block
+        is computed twice. Returns the number of leading tokens in all shared blocks, 0 if there were none to take."""
         table = sequence.block_table
         assert table is not None
         hit = self._match(sequence, table.chain)
-        if hit:
-            table.adopt(hit)
-            sequence.num_computed_tokens = len(table.chain) * self.block_size
-        return bool(hit)
+        if not hit:
+            return 0
+        table.adopt(hit)
+        return len(table.chain) * self.block_size
+
+    def num_available_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens whose KV is in its blocks, in swap space or in the prefix cache."""
+        chain = () if sequence.block_table is None else sequence.block_table.chain
+        shared = (len(chain) + len(self._match(sequence, chain))) * self.block_size
+        return max(sequence.num_computed_tokens, sequence.num_swapped_tokens, shared)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Blocks for the next `num_tokens` tokens, a private copy of the block that they begin in where it is shared.
-
-        Raises OutOfBlocksError and changes nothing where blocks run out.
-        """
+        """Take blocks for the next `num_tokens` tokens, and copy the block that they begin in if it is shared. Raises
+        OutOfBlocksError, with nothing changed, if too few are free."""
         table = sequence.block_table
         assert table is not None
         start = sequence.num_computed_tokens
@@ -142,36 +121,32 @@ class BlockManager:
         table.grow(start + num_tokens)
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer the full blocks whose tokens are known. Every layer writes before it attends, so even a sequence of the
-        same step may use them."""
+        """Make the full blocks findable whose tokens are known. Every layer writes before it attends, so a sequence of
+        the same step may use them."""
         if self.prefix_cache is None:
             return
         table = sequence.block_table
         assert table is not None
-        if sequence.num_computed_tokens // self.pool.block_size <= len(table.chain):
-            return  # as it is for all but one of a block's tokens
+        if sequence.num_computed_tokens // self.block_size <= len(table.chain):
+            return  # true for all tokens of a block except the last
         num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
         self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, num_tokens)
         table.publish(sequence.token_ids, num_tokens, sequence.block_keys)
 
-    def retract(self, sequence: Sequence) -> set[int]:
-        """Unpublish what the steps under way should have written. Returns these blocks: others may have taken them."""
-        if sequence.block_table is None:
-            return set()
-        return set(sequence.block_table.retract(sequence.num_committed_tokens // self.block_size))
-
-    # -- giving back ---------------------------------------------------------------------------------------------
+    def unpublish(self, sequence: Sequence) -> set[int]:
+        """Unpublish the blocks that the steps in flight write. Returns them: other sequences may share them."""
+        table = sequence.block_table
+        return set() if table is None else set(table.unpublish(sequence.num_committed_tokens // self.block_size))
 
     def release(self, sequence: Sequence) -> None:
-        """Give back every block and swap slot."""
+        """Release every block and swap slot."""
         if sequence.block_table is not None:
             sequence.block_table.release()
             sequence.block_table = None
-        sequence.num_computed_tokens = sequence.num_committed_tokens = 0
         self.drop_swapped(sequence)
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Give the blocks back and keep their contents in swap slots. False, with nothing done, if too few are free."""
+        """Release the blocks and keep their contents in swap slots. False, with nothing done, if too few are free."""
         table, computed = sequence.block_table, sequence.num_computed_tokens
         assert table is not None
         count = blocks_for(computed, self.block_size)
@@ -187,20 +162,20 @@ class BlockManager:
         return True
 
     def drop_swapped(self, sequence: Sequence) -> None:
-        """Return the swap slots of a sequence that will not come back for them."""
+        """Release the swap slots of a sequence that no longer needs them."""
         if self.swap is not None:
             self.swap.release(sequence.swap_slots)
         sequence.swap_slots, sequence.num_swapped_tokens = [], 0
 
     def relieve(self) -> None:
-        """Drop cached blocks where they fill the pool beyond PRESSURE."""
+        """Evict cached blocks if the pool is filled beyond PRESSURE."""
         usage = self.pool.usage()
         excess = usage.used + usage.cached - int(PRESSURE * self.pool.num_blocks)
         if excess > 0:
             self.pool.evict(excess)
 
     def take_moves(self) -> BlockMoves:
-        """What has to be moved before the step that was made up since the last call."""
+        """What must be moved before the step that was scheduled since the last call."""
         moves = BlockMoves(tuple(self._swap_out), tuple(self._copies), tuple(self._swap_in))
         self._swap_out, self._copies, self._swap_in = [], [], []
         if self.swap is not None:  # only now: a slot that is read must not be written by the same moves
@@ -208,10 +183,11 @@ class BlockManager:
         self._loaded = []
         return moves
 
-    def _match(self, sequence: Sequence, behind: ListOf[CachedBlock] = ()) -> PrefixHit:
+    def _match(self, sequence: Sequence, chain: ListOf[CachedBlock] = ()) -> list[CachedBlock]:
+        """The cached blocks of the sequence that follow `chain`."""
         if self.prefix_cache is None:
-            return PrefixHit()
+            return []
         tokens = sequence.token_ids
         self.prefix_cache.extend_keys(sequence.block_keys, tokens, sequence.num_known_tokens)
         usable = sequence.block_keys[: (len(tokens) - 1) // self.block_size]
-        return self.prefix_cache.match(usable, tokens, behind)
+        return self.prefix_cache.match(usable, tokens, chain)

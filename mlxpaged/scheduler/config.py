@@ -1,47 +1,48 @@
-"""What a scheduler is made with, and what it tells of itself."""
+"""What a scheduler is configured with."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-from mlxpaged.cache import BlockUsage
+from mlxpaged.cache import DEFAULT_BLOCK_SIZE
 
-PrefillMode = Literal["mixed", "separate"]
-PREFILL_MODES: tuple[str, ...] = get_args(PrefillMode)
+PREFILL_MODES = ("mixed", "separate")
 
 DECODE_MULTIPLE = 4.0
-"""Of a step's time without prompts: streams keep a quarter of their pace while a prompt is computed, and three quarters
-of the device's time are its. docs/performance.md has what a larger limit brought and cost."""
+"""Limit of a step with prompts, in times of a step without: running streams keep a quarter of their pace while a prompt
+is computed, which gets three quarters of the device's time. docs/performance.md has measurements."""
 
 LEAST_STEP_SECONDS = 0.05
-"""Twenty tokens a second are faster than anybody reads: on a fast device prompts need not be cut smaller."""
+"""A step may always take this long: twenty tokens a second are faster than people read."""
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """num_blocks: KV blocks of the pool. num_swap_slots: blocks that the swap space holds.
-
-    max_num_batched_tokens: the token budget of a step. prefill_mode: "mixed" steps compute prompts beside decoding
-    sequences, "separate" ones either. decode_preference, 0 to below 1: in mixed steps the share of the budget that
-    prompts leave alone while anybody decodes; in separate ones the share of steps that decode while prompts wait.
-    max_step_seconds: what prompts may make of any step, by what steps have taken so far; LEAST_CHUNK tokens of them run
-    all the same. 0 for no limit; None for DECODE_MULTIPLE times what it would take without them, or LEAST_STEP_SECONDS
-    if that is more, while anybody decodes.
-    cache_seed: whatever the KV values depend on beside the tokens (model, adapter, KV type).
-    """
+    """Sizes and policy of a scheduler. Raises ValueError for values out of range."""
 
     num_blocks: int
-    block_size: int = 32
+    """KV blocks of the pool."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Tokens per KV block."""
     num_swap_slots: int = 0
+    """KV blocks that the swap space holds. 0: no swap space."""
     max_num_seqs: int = 32
+    """Sequences that run at the same time."""
     max_num_batched_tokens: int = 2048
+    """Token budget of a step."""
     prefill_mode: str = "mixed"
+    """Whether a step may contain both prompts and decoding sequences ("mixed") or one of the two ("separate")."""
     decode_preference: float = 0.5
+    """0 to below 1. mixed: share of the token budget withheld from prompts while sequences decode. separate: share of
+    the steps that decode while prompts wait."""
     max_step_seconds: float | None = None
+    """Time limit of a step with prompts; a prompt always gets LEAST_CHUNK tokens. 0: no limit. None: while sequences
+    decode, DECODE_MULTIPLE times a step without prompts, at least LEAST_STEP_SECONDS."""
     prefix_caching: bool = True
+    """Whether blocks are shared between sequences with equal prefixes."""
     cache_seed: bytes = b""
+    """Everything except the tokens that KV values depend on: model, adapter, KV type."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -59,20 +60,3 @@ class SchedulerConfig:
             raise ValueError(f"max_step_seconds must not be negative, got {self.max_step_seconds}")
         if self.prefill_mode == "separate" and not self.decode_preference:
             raise ValueError("decode_preference 0 with separate steps would never decode while prompts wait")
-
-
-@dataclass(frozen=True)
-class SchedulerStats:
-    """A snapshot. Counters (`total`) only grow; preempted and swapped sequences count as waiting."""
-
-    running: int
-    waiting: int
-    blocks: BlockUsage
-    swap: BlockUsage
-    preemptions_total: int
-    starvation_admissions_total: int
-    blocks_copied_total: int
-    blocks_swapped_out_total: int
-    blocks_swapped_in_total: int
-    prefix_hit_tokens_total: int
-    prompt_tokens_total: int

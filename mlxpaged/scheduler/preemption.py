@@ -1,75 +1,125 @@
-"""How a running sequence loses its place: it gives way and is swapped out or computed again, or what it has computed
-is lost."""
+"""Preemption: which running sequences may be preempted for which, and in which order. Recomputation after failures.
+
+A running sequence is preempted when another one needs its blocks or its slot:
+- a running sequence that grows preempts those after it in order, unless they are in the step already;
+- the first waiting sequence preempts those of a lower class that are after it in order;
+- a waiting sequence that has reached the starvation bound preempts any.
+The last in order is preempted first. One that was admitted by the starvation bound is not preempted for a waiting
+sequence: several that reached the bound would keep preempting each other.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
 
-from mlxpaged.scheduler.batch import BlockMoves
+from mlxpaged.scheduler.batch import BlockMoves, ScheduleBuilder
 from mlxpaged.scheduler.block_manager import BlockManager
-from mlxpaged.scheduler.queue import SequenceQueue
+from mlxpaged.scheduler.queue import SequenceQueue, WaitingQueue
 from mlxpaged.scheduler.sequence import Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Preemption:
     """Moves sequences from `running` to `waiting`, the scheduler's queues. clock: the scheduler's, seconds."""
 
-    def __init__(
-        self, blocks: BlockManager, running: SequenceQueue, waiting: SequenceQueue, clock: Callable[[], float]
-    ) -> None:
-        self._blocks = blocks
-        self._running = running
-        self._waiting = waiting
-        self._clock = clock
-        self.total = 0
+    blocks: BlockManager
+    running: SequenceQueue
+    waiting: WaitingQueue
+    clock: Callable[[], float]
+    total: int = 0
+
+    def candidates(self, sequence: Sequence, starving: bool) -> list[Sequence]:
+        """Running sequences that may be preempted for a waiting one, in the order in which they would be."""
+        if starving:
+            return [other for other in reversed(self.running) if not other.admitted_by_starvation_bound]
+        return [other for other in reversed(self.running) if may_preempt(sequence, other)]
+
+    def victims(self, sequence: Sequence, candidates: ListOf[Sequence], free_slots: int) -> list[Sequence] | None:
+        """The first candidates whose preemption gives a waiting sequence a slot and enough blocks. None if preempting
+        all of them would not."""
+        room = self.blocks.pool.num_free - self.reserved_blocks(sequence)
+        most = sum(self._reserve(other, sequence) + len(other.block_table or ()) for other in candidates)
+        if self.blocks.least_room_for(sequence) > room + most:
+            return None
+        reuse = self.blocks.find(sequence)
+        hit = {cached.block for cached in reuse.hit}  # already counted as not needed
+        missing = self.blocks.room_for(sequence, reuse) - room
+        dropped: Counter[int] = Counter()
+        victims: list[Sequence] = []
+        while missing > 0 or len(victims) + free_slots < 1:
+            if len(victims) == len(candidates):
+                return None
+            other = candidates[len(victims)]
+            assert other.block_table is not None
+            victims.append(other)
+            missing -= self._reserve(other, sequence)
+            for block in other.block_table.block_ids:
+                dropped[block] += 1
+                missing -= dropped[block] == self.blocks.pool.ref_count(block) and block not in hit
+        return victims
+
+    def victim_for_growth(self, sequence: Sequence, builder: ScheduleBuilder) -> Sequence | None:
+        """The running sequence to preempt next, so that `sequence` can grow. None if it is the last in order itself."""
+        last = next(other for other in reversed(self.running) if other not in builder)
+        return None if last is sequence else last
+
+    def reserved_blocks(self, sequence: Sequence) -> int:
+        """Free blocks that a waiting sequence must leave to the running ones: for the rest of their prompts, or their
+        next token."""
+        return sum(self._reserve(other, sequence) for other in self.running)
+
+    @staticmethod
+    def _reserve(other: Sequence, sequence: Sequence) -> int:
+        if may_preempt(sequence, other):
+            return 0
+        assert other.block_table is not None
+        return other.block_table.blocks_missing(len(other.token_ids))
 
     def preempt(self, sequence: Sequence, swap: bool) -> None:
-        """Back to the queue, at its place. swap: keep its values in swap space if that has room. Otherwise they are
-        computed again, but for full blocks that are still found in the prefix cache when its turn comes."""
-        swapped = swap and self._blocks.swap_out(sequence)
+        """Put it back into the queue. swap: keep its KV in swap space if that has room. Otherwise it is recomputed,
+        except for full blocks that are still in the prefix cache when it is admitted again."""
+        swapped = swap and self.blocks.swap_out(sequence)
         if not swapped:
-            self._blocks.release(sequence)
-        self._running.remove(sequence)
-        sequence.rescued = False
+            self.blocks.release(sequence)
+        self.running.remove(sequence)
+        sequence.admitted_by_starvation_bound = False
         sequence.transition(SequenceStatus.SWAPPED if swapped else SequenceStatus.PREEMPTED)
         sequence.num_preemptions += 1
         self.total += 1
-        self._waiting.add(sequence)
-        fate = "swapped out" if swapped else "preempted"
-        logger.info("%s %s: %s", fate, sequence.label, sequence.standing(self._clock()))
+        self.waiting.add(sequence)
+        verb = "swapped out" if swapped else "preempted"
+        logger.info("%s %s: %s", verb, sequence.label, sequence.describe_priority(self.clock()))
 
-    def start_over(self, sequence: Sequence) -> list[Sequence]:
-        """What a sequence has computed in the steps under way, or what was moved for it, is lost: it is computed again.
-        So are those that had adopted blocks from it, which are returned."""
+    def recompute(self, sequence: Sequence) -> None:
+        """The KV that the steps in flight compute for a sequence, or that was moved for it, is lost. Sequences that
+        share such blocks are recomputed too."""
         if sequence.status is SequenceStatus.RUNNING:
-            tainted = self._blocks.retract(sequence)
+            invalid = self.blocks.unpublish(sequence)
             self.preempt(sequence, swap=False)
-            return self.void_dependants(tainted)
-        if sequence.status is SequenceStatus.SWAPPED:
+            self.recompute_sharing(invalid)
+        elif sequence.status is SequenceStatus.SWAPPED:
             self._lose_swapped(sequence)
-        return []
 
-    def start_all_over(self) -> None:
-        """Of those that run."""
-        for sequence in list(self._running):
-            self.preempt(sequence, swap=False)
-
-    def void_dependants(self, tainted: set[int]) -> list[Sequence]:
-        """Preempts those that run and have adopted one of these blocks, or one from such a sequence."""
-        dependants = []
-        for other in list(self._running):
+    def recompute_sharing(self, invalid: set[int]) -> list[Sequence]:
+        """Recompute the running sequences that have one of these blocks, or a block of such a sequence. Returns
+        them."""
+        preempted = []
+        for other in list(self.running):
             assert other.block_table is not None
-            if not tainted.isdisjoint(other.block_table.block_ids):
-                tainted |= self._blocks.retract(other)
+            if not invalid.isdisjoint(other.block_table.block_ids):
+                invalid |= self.blocks.unpublish(other)
                 self.preempt(other, swap=False)
-                dependants.append(other)
-        return dependants
+                preempted.append(other)
+        return preempted
 
-    def undo_moves(self, moves: BlockMoves, sequences: Iterable[Sequence]) -> None:
-        """The moves failed, wholly or in part: those of `sequences` that need them start over."""
+    def undo_moves(self, moves: BlockMoves, sequences: ListOf[Sequence]) -> None:
+        """The moves failed, wholly or in part: recompute those of `sequences` that need them."""
         slots = {slot for _, slot in moves.swap_out}
         blocks = {block for _, block in (*moves.copies, *moves.swap_in)}
         for sequence in sequences:
@@ -78,8 +128,14 @@ class Preemption:
                 self._lose_swapped(sequence)
             elif table is not None and not blocks.isdisjoint(table.block_ids):
                 sequence.num_committed_tokens = 0
-                self.start_over(sequence)
+                self.recompute(sequence)
 
     def _lose_swapped(self, sequence: Sequence) -> None:
         sequence.transition(SequenceStatus.PREEMPTED)
-        self._blocks.drop_swapped(sequence)
+        self.blocks.drop_swapped(sequence)
+
+
+def may_preempt(sequence: Sequence, other: Sequence) -> bool:
+    """Whether a waiting sequence may preempt a running one because of their classes."""
+    lower = other.priority > sequence.priority and other.order > sequence.order
+    return lower and not other.admitted_by_starvation_bound

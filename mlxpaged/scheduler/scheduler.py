@@ -1,18 +1,16 @@
-"""The scheduler: every step it picks the tokens to run, within a token budget and the blocks at hand.
+"""The scheduler: in every step it picks the tokens to run, within a token budget and the free blocks.
 
-Whoever decodes comes first, one token each; what is left of the budget goes to chunks of prompts, of running sequences
-and of newcomers alike. All orders are by effective priority: class less age, so that everybody's turn comes.
+Decoding sequences come first, one token each. The rest of the token budget goes to prompt chunks of running and of
+waiting sequences, in the order of queue.py.
 
-A prompt's blocks can be shared as soon as the step that computes them is made up, and a running prompt takes over what
-others have computed of it before every chunk: requests that share a prefix never compute it twice, whoever goes first.
+The blocks of a prompt can be shared as soon as the step that computes them is scheduled. Before every chunk a running
+prompt takes over the blocks that other sequences have computed of it. So a shared prefix is never computed twice.
 
-When blocks run out, cached ones that nobody uses go first; then the running sequence whose turn is last gives way, to
-one that runs and needs to grow, to a waiting one of a higher class, or to one that was passed over too often. It is
-swapped out where there is room, else computed again. A sequence is only accepted if it could run alone in the pool, so
-the first in order can always go on.
+When blocks run out, unused cached blocks are evicted first, then running sequences are preempted (preemption.py). A
+sequence is accepted only if it could run alone in the pool, so the first in order can always continue.
 
-A step may be scheduled while the one before it is still under way, its tokens unknown: a sequence is then scheduled on
-with PENDING in the place of its last token. What the device does is ordered, so blocks may change hands at once.
+A step may be scheduled while the previous one is in flight: PENDING stands for a token that is not known yet. The
+device runs the steps in order, so blocks may change owners at once.
 """
 
 from __future__ import annotations
@@ -22,35 +20,44 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from mlxpaged.cache import OutOfBlocksError
+from mlxpaged.cache import BlockUsage, OutOfBlocksError
 from mlxpaged.cache.table_rows import IntArray
-from mlxpaged.scheduler.admission import Admission, AdmissionControl, gives_way
-from mlxpaged.scheduler.batch import Batch, StepPlan
+from mlxpaged.scheduler.admission import AdmissionControl
+from mlxpaged.scheduler.batch import Batch, ScheduleBuilder
 from mlxpaged.scheduler.block_manager import BlockManager
-from mlxpaged.scheduler.config import SchedulerConfig, SchedulerStats
+from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.preemption import Preemption
-from mlxpaged.scheduler.queue import ORDER, SequenceQueue
-from mlxpaged.scheduler.sequence import FinishReason, Sequence, SequenceStatus
-from mlxpaged.scheduler.step_limit import StepLimit
+from mlxpaged.scheduler.prefill_budget import PrefillLimits
+from mlxpaged.scheduler.queue import ORDER, SequenceQueue, WaitingQueue
+from mlxpaged.scheduler.sequence import AGING_RATE, FinishReason, Sequence, SequenceStatus
+from mlxpaged.scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
-MAX_PASSES = 64
-"""Steps in a row without room for a waiting sequence, after which room is made for it."""
+STARVATION_BOUND = 64
+"""Steps in a row without room for a waiting sequence, after which running ones are preempted for it."""
 
 LOOK_AHEAD = 4
-"""Waiting sequences that a step may find no room for before it looks no further: a small one may pass a large one."""
+"""Waiting sequences without room that a step considers before it stops: a small one may overtake a large one."""
 
 
 class UnknownSequenceError(KeyError):
     """No unfinished sequence has this id."""
 
 
+class Prefill(NamedTuple):
+    """What is left to compute of a sequence, and how long that takes at least."""
+
+    num_tokens: int
+    seconds: float
+
+
 class Scheduler:
     """Holds every unfinished sequence. `schedule` starts a step, `update` ends it; all calls come from one thread.
 
-    clock: seconds, the one that the sequences' arrival times were taken from.
+    clock: seconds, the one that the sequences' arrival times and deadlines refer to.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,52 +68,53 @@ class Scheduler:
         self.pool = self.blocks.pool
         self.prefix_cache = self.blocks.prefix_cache
         self.clock = clock
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, Sequence] = {}  # all unfinished ones
         self._arrivals = itertools.count()
-        self._running = SequenceQueue()
-        self._waiting = SequenceQueue()
+        self.running = SequenceQueue()
+        self.waiting = WaitingQueue()
         self._forks: dict[int, list[Sequence]] = {}  # by parent: they wait for its prompt
-        self._changed: set[int] = set()  # given blocks, with their contents, for the step that is being made up
-        self.admissions = AdmissionControl(config.max_num_seqs, self.blocks, self._running, self._changed)
-        self._preemption = Preemption(self.blocks, self._running, self._waiting, clock)
-        self._step_limit = StepLimit(config.max_step_seconds)
+        self._changed: set[int] = set()  # got blocks with their contents for the step that is being scheduled
+        self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
+        self._admission = AdmissionControl(
+            config.max_num_seqs, self.blocks, self._preemption, self.running, self._changed
+        )
+        self._prefill = PrefillLimits(config)
         self._decode_credit = 0.0
-        self._rescues = 0
-        self._prefix_hit_tokens = 0
-        self._prompt_tokens = 0
+        self._starvation_admissions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; a fork once its parent's prompt is computed. Raises PromptTooLongError where it could never
-        run."""
-        self.admissions.check_fits(sequence.num_prompt_tokens, sequence.max_tokens)
+        """Queue a sequence; a fork is queued once its parent's prompt is computed. Raises PromptTooLongError if the
+        sequence could never run."""
+        self._admission.check_fits(sequence)
         if sequence.sequence_id in self._sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
         self._sequences[sequence.sequence_id] = sequence
-        sequence.arrival = next(self._arrivals)
+        sequence.arrival_number = next(self._arrivals)
+        sequence.order = (sequence.priority + AGING_RATE * sequence.arrival_time, sequence.arrival_number)
         parent = sequence.fork_of
         if parent is not None and parent.sequence_id in self._sequences and parent.num_output_tokens == 0:
             self._forks.setdefault(parent.sequence_id, []).append(sequence)
         else:
-            self._waiting.add(sequence)
+            self.waiting.add(sequence)
 
     def get(self, sequence_id: int) -> Sequence:
-        """Raises UnknownSequenceError for an id that is not, or no longer, in the scheduler."""
+        """Raises UnknownSequenceError if no unfinished sequence has this id."""
         try:
             return self._sequences[sequence_id]
         except KeyError:
             raise UnknownSequenceError(sequence_id) from None
 
     def finish(self, sequence_id: int, reason: FinishReason) -> Sequence:
-        """End a sequence in whatever state it is and give everything it held back."""
+        """End a sequence in any state and release all that it holds."""
         sequence = self.get(sequence_id)
         siblings = self._forks.get(sequence.fork_of.sequence_id, []) if sequence.fork_of is not None else []
         if sequence in siblings:
             siblings.remove(sequence)
         else:
-            (self._running if sequence.status is SequenceStatus.RUNNING else self._waiting).remove(sequence)
-        self._release_forks(sequence)
+            (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(sequence)
+        self._queue_forks(sequence)
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         self.blocks.release(sequence)
@@ -116,39 +124,54 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
 
+    def prefill_beyond(self, sequence: Sequence, seconds: float) -> Prefill | None:
+        """What is left to compute of a sequence before its next token, if that takes more than `seconds` even with the
+        device to itself. None if it may take less, or if too few prompts were computed to tell.
+
+        A fork reuses what its parent computes, so the parent's prompt counts."""
+        if sequence.fork_of is not None and sequence.fork_of.sequence_id in self._sequences:
+            sequence = sequence.fork_of
+        length = len(sequence.token_ids)
+        start = max(sequence.num_computed_tokens, sequence.num_swapped_tokens)
+        if length - start <= 1 or self._prefill.seconds_alone(start, length - start) <= seconds:
+            return None  # before the prefix cache is searched, which takes long for long prompts
+        start = self.blocks.num_available_tokens(sequence)
+        needed = self._prefill.seconds_alone(start, length - start)
+        return Prefill(length - start, needed) if needed > seconds else None
+
     # -- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch:
         """Choose the next step's tokens and take the blocks they need. Each call needs its `update`; at most one other
-        call may come in between. Empty only where nothing is unfinished, or all of it waits for that `update`."""
-        plan = StepPlan(self.config.max_num_batched_tokens)
+        call may come in between. Empty only if nothing is unfinished, or if all of it waits for that `update`."""
+        builder = ScheduleBuilder()
         self._changed.clear()
-        self._make_way(plan)
+        self._preempt_for_waiting(builder)
         if self.config.prefill_mode == "mixed":
-            self._add_decodes(plan)
-            self._add_prompts(plan)
+            self._add_decodes(builder)
+            self._add_prompts(builder)
+        elif self._is_turn_of_decodes():
+            self._add_decodes(builder)
+            if builder.rows:
+                self._count_skipped_step()
+            else:
+                self._add_prompts(builder)
         else:
-            decodes_first = self._is_turn_of_decodes()
-            first, second = self._add_decodes, self._add_prompts
-            if not decodes_first:
-                first, second = second, first
-            first(plan)
-            if not plan.rows:
-                second(plan)
-            elif decodes_first:
-                self._count_passes()
+            self._add_prompts(builder)
+            if not builder.rows:
+                self._add_decodes(builder)
         self.blocks.relieve()
-        return Batch(tuple(plan.rows), self.blocks.take_moves())
+        return Batch(tuple(builder.rows), self.blocks.take_moves())
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """The device took `seconds` for these rows, all of which it computed, and for nothing else."""
-        self._step_limit.observe(batch, seconds)
+        self._prefill.observe(batch, seconds)
 
     def update(self, batch: Batch, token_ids: dict[int, int]) -> list[Sequence]:
-        """The batch is done: these are its sampled tokens (sequence id -> token). End the sequences whose answer they
-        complete, and return those.
+        """The batch is done, and sampled these tokens (sequence id -> token). Ends the sequences whose answer they
+        complete, and returns those.
 
-        Sequences that ended since `schedule` are passed over. Preempted ones without a token here will draw it again.
+        Sequences that ended since `schedule` are ignored. Preempted ones without a token here will sample it again.
         """
         ended = []
         for row in batch.rows:
@@ -164,16 +187,16 @@ class Scheduler:
                 continue
             token_id = token_ids[sequence.sequence_id]
             sequence.fill_token(token_id)
-            self._release_forks(sequence)
+            self._queue_forks(sequence)
             reason = sequence.finish_reason_after(token_id)
             if sequence.status is SequenceStatus.RUNNING:
-                self.blocks.publish(sequence)  # the token may be the last of a block that the step under way computes
+                self.blocks.publish(sequence)  # the token may be the last of a block that the step in flight computes
             if reason is not None:
                 ended.append(self.finish(sequence.sequence_id, reason))
         return ended
 
     def get_block_tables(self, sequence_ids: Iterable[int]) -> IntArray:
-        """Block ids [n, b] of n sequences, in order; behind the end of those that have less than b stands -1.
+        """Block ids [n, b] of n sequences, in order. Shorter tables are filled up with -1.
 
         Raises UnknownSequenceError for an id without blocks."""
         rows = []
@@ -186,12 +209,12 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            running=len(self._running),
-            waiting=len(self._sequences) - len(self._running),
+            running=len(self.running),
+            waiting=len(self._sequences) - len(self.running),
             blocks=self.pool.usage(),
-            swap=self.blocks.swap_usage(),
+            swap=self.blocks.swap.usage() if self.blocks.swap is not None else BlockUsage(0, 0, 0),
             preemptions_total=self._preemption.total,
-            starvation_admissions_total=self._rescues,
+            starvation_admissions_total=self._starvation_admissions,
             blocks_copied_total=self.blocks.blocks_copied,
             blocks_swapped_out_total=self.blocks.blocks_swapped_out,
             blocks_swapped_in_total=self.blocks.blocks_swapped_in,
@@ -199,194 +222,169 @@ class Scheduler:
             prompt_tokens_total=self._prompt_tokens,
         )
 
-    @property
-    def running(self) -> SequenceQueue:
-        """In order of effective priority."""
-        return self._running
-
-    @property
-    def waiting(self) -> SequenceQueue:
-        """In order of effective priority."""
-        return self._waiting
-
     # -- failure -------------------------------------------------------------------------------------------------
 
     def fail(self, sequence_id: int) -> list[Sequence]:
-        """End a sequence whose step failed. What the steps under way should have written for it is unpublished.
-
-        Returns the sequences that had already adopted such blocks: they are preempted and start over.
-        """
+        """End a sequence whose step failed. The blocks that the steps in flight write for it are unpublished. Returns
+        the sequences that already share them, which are preempted and recomputed."""
         sequence = self.get(sequence_id)
-        tainted = self.blocks.retract(sequence)
+        invalid = self.blocks.unpublish(sequence)
         self.finish(sequence_id, FinishReason.ERROR)
-        return self._preemption.void_dependants(tainted)
+        return self._preemption.recompute_sharing(invalid)
 
-    def start_over(self, sequence: Sequence) -> list[Sequence]:
-        """What a sequence has computed in the steps under way is lost. Returns those that had adopted blocks from it:
-        they start over too."""
-        return self._preemption.start_over(sequence)
+    def recompute(self, sequence: Sequence) -> None:
+        """What the steps in flight compute for a sequence is lost. Sequences that share it are recomputed too."""
+        self._preemption.recompute(sequence)
 
     def undo_moves(self, batch: Batch) -> None:
-        """The moves of a batch failed, wholly or in part: whoever needs them starts over. The step under way before it
-        did not fail, and its tokens will be read."""
+        """The moves of a batch failed, wholly or in part: recompute the sequences that need them. The step in flight
+        before it did not fail, and its tokens will be read."""
         self._preemption.undo_moves(batch.moves, list(self._sequences.values()))
 
     def reset_cache(self) -> None:
-        """Forget every value in the pool: running sequences start over, the prefix cache is emptied."""
-        self._preemption.start_all_over()
+        """The pool's contents are lost: recompute the running sequences and empty the prefix cache."""
+        for sequence in list(self.running):
+            self._preemption.preempt(sequence, swap=False)
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
 
     # -- decoding and prompts ------------------------------------------------------------------------------------
 
     def _is_turn_of_decodes(self) -> bool:
-        """Of steps that do either, decoding gets its share; what finds nothing to do leaves its turn to the other."""
-        self._decode_credit += self.config.decode_preference
-        if self._decode_credit < 1:
-            return False
-        self._decode_credit -= 1
-        return True
+        """In separate mode: decoding gets its share of the steps. A kind that has nothing to do yields its step."""
+        turns, self._decode_credit = divmod(self._decode_credit + self.config.decode_preference, 1)
+        return turns >= 1
 
-    def _count_passes(self) -> None:
-        """In a step that looks at no prompts, for those that found no room in the last one that did."""
-        if self.admissions.num_free_seats > 0:
-            for sequence in self._waiting.first(LOOK_AHEAD):
-                sequence.num_passes += sequence.num_passes > 0
+    def _count_skipped_step(self) -> None:
+        """A step without prompts skips the waiting sequences for which the last step with prompts had no room."""
+        if self._admission.num_free_slots > 0:
+            for sequence in self.waiting.first(LOOK_AHEAD):
+                sequence.skipped_steps += sequence.skipped_steps > 0
 
-    def _add_decodes(self, plan: StepPlan) -> None:
-        for sequence in list(filter(is_decoding, self._running)):
-            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, 1, plan):
-                self._add(plan, sequence, 1)
+    def _add_decodes(self, builder: ScheduleBuilder) -> None:
+        for sequence in list(filter(is_decoding, self.running)):
+            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, 1, builder):
+                self._add(builder, sequence, 1)
 
-    def _add_prompts(self, plan: StepPlan) -> None:
-        """Chunks of running and waiting prompts, in order. It ends with a running one that finds no block: newcomers
-        would only be in its way."""
-        if plan.rows:
-            share = int((1 - self.config.decode_preference) * self.config.max_num_batched_tokens)
-            plan.budget = min(plan.budget, max(1, share))
-        prefilling = [sequence for sequence in self._running if sequence.num_uncomputed_tokens > 1]
-        waiting = self._waiting.first(self.admissions.num_free_seats + LOOK_AHEAD)
-        if prefilling or waiting:
-            self._step_limit.apply(plan, (len(sequence.token_ids) for sequence in filter(is_decoding, self._running)))
+    def _add_prompts(self, builder: ScheduleBuilder) -> None:
+        """Add chunks of running and waiting prompts, in order. Stop at a running one that finds no block: those after
+        it would take the blocks that it waits for."""
+        prefilling = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
+        waiting = self.waiting.first(self._admission.num_free_slots + LOOK_AHEAD)
+        if not prefilling and not waiting:
+            return
+        decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self.running))
+        budget = self._prefill.budget(builder.rows, decoding)
         refused = 0
         for sequence in heapq.merge(prefilling, waiting, key=ORDER):
-            if plan.budget == 0:
+            if budget.tokens == 0:
                 return
             if sequence.status is SequenceStatus.RUNNING:
-                if self.blocks.catch_up(sequence):
-                    self._changed.add(sequence.sequence_id)
-                num_tokens = plan.chunk_of(sequence)
-                if not self._grow(sequence, num_tokens, plan):
+                self._catch_up(sequence)
+                num_tokens = budget.take_chunk(sequence)
+                if not self._grow(sequence, num_tokens, builder):
                     return
-                self._add(plan, sequence, num_tokens)
-            elif refused == LOOK_AHEAD or sequence.sequence_id in plan.gave_way or self._is_held_back(sequence):
+                self._add(builder, sequence, num_tokens)
+            elif refused == LOOK_AHEAD or sequence.sequence_id in builder.preempted or self._is_held_back(sequence):
                 continue
             elif self._admit(sequence):
-                num_tokens = plan.chunk_of(sequence)
+                num_tokens = budget.take_chunk(sequence)
                 self.blocks.grow(sequence, num_tokens)
-                self._add(plan, sequence, num_tokens)
+                self._add(builder, sequence, num_tokens)
             else:
                 refused += 1
 
-    def _add(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
-        plan.add(sequence, num_tokens)
+    def _catch_up(self, sequence: Sequence) -> None:
+        computed = self.blocks.catch_up(sequence)
+        if computed:
+            sequence.num_computed_tokens = computed
+            self._changed.add(sequence.sequence_id)
+
+    def _add(self, builder: ScheduleBuilder, sequence: Sequence, num_tokens: int) -> None:
+        builder.add(sequence, num_tokens)
         self.blocks.publish(sequence)
 
-    def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
-        """Blocks for the next `num_tokens` tokens. Those behind it that are not in the step yet give way, the last
-        first. False where that is not enough: it keeps its blocks, and sits the step out."""
+    def _grow(self, sequence: Sequence, num_tokens: int, builder: ScheduleBuilder) -> bool:
+        """Take blocks for the next `num_tokens` tokens, preempting other sequences if needed. False if that is not
+        enough: the sequence keeps its blocks and skips the step."""
         while True:
             try:
                 self.blocks.grow(sequence, num_tokens)
                 return True
             except OutOfBlocksError:
-                last = next(other for other in reversed(self._running) if other not in plan)
-                if last is sequence:
+                victim = self._preemption.victim_for_growth(sequence, builder)
+                if victim is None:
                     return False
-                self._give_way(last, plan)
+                self._preempt(victim, builder)
 
-    # -- admission -----------------------------------------------------------------------------------------------
+    # -- admission and preemption --------------------------------------------------------------------------------
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move a waiting sequence to RUNNING if there is a seat and room for it."""
-        if self.admissions.num_free_seats < 1:
-            return False
-        reuse = self.admissions.fitting(sequence)
+        """Move a waiting sequence to RUNNING if there is a slot and room for it."""
+        reuse = self._admission.find_room(sequence)
         if reuse is None:
-            sequence.num_passes += 1
+            sequence.skipped_steps += self._admission.num_free_slots > 0
             return False
         first_time = sequence.status is SequenceStatus.WAITING
-        self._waiting.remove(sequence)
-        self.blocks.start(sequence, reuse)
+        self.waiting.remove(sequence)
         sequence.transition(SequenceStatus.RUNNING)
-        sequence.num_passes = 0
-        self._running.add(sequence)
+        sequence.num_computed_tokens = sequence.num_committed_tokens = self.blocks.start(sequence, reuse)
+        sequence.skipped_steps = 0
+        self.running.add(sequence)
         self._changed.add(sequence.sequence_id)
         if first_time:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self._prefix_hit_tokens += sequence.num_cached_tokens
             self._prompt_tokens += sequence.num_prompt_tokens
-        logger.debug("admitted %s: %s", sequence.label, sequence.standing(self.clock()))
-        shared = [self.pool.ref_count(cached.block) for cached in reuse.hit.blocks]
-        if shared:
-            logger.debug(
-                "%s: prefix_hit=true, %d blocks (%d tokens), reference counts up to %d",
-                sequence.label,
-                len(shared),
-                len(shared) * self.config.block_size,
-                max(shared),
-            )
+        logger.debug("admitted %s: %s", sequence.label, sequence.describe_priority(self.clock()))
+        if reuse.hit:
+            blocks, count = len(reuse.hit), max(self.pool.ref_count(cached.block) for cached in reuse.hit)
+            message = "%s: prefix_hit=true, %d blocks (%d tokens), reference counts up to %d"
+            logger.debug(message, sequence.label, blocks, blocks * self.config.block_size, count)
         return True
 
-    def _make_way(self, plan: StepPlan) -> None:
-        """Before a step is made up, admit a waiting sequence that was passed over MAX_PASSES times, whoever has to give
-        way for that; or else the first in the queue, if those of lower classes that are behind it have to.
-
-        One that was let in by the first rule does not give way by either: several that were passed over would take
-        turns in throwing each other out, and none would get anywhere.
-        """
-        candidates = [sequence for sequence in self._waiting.first(LOOK_AHEAD) if not self._is_held_back(sequence)]
-        if not candidates:
+    def _preempt_for_waiting(self, builder: ScheduleBuilder) -> None:
+        """Admit one waiting sequence for which running ones may be preempted: the first that has reached the starvation
+        bound, or else the first in order."""
+        first = [sequence for sequence in self.waiting.first(LOOK_AHEAD) if not self._is_held_back(sequence)]
+        if not first:
             return
-        rescued = next((sequence for sequence in candidates if sequence.num_passes >= MAX_PASSES), None)
-        sequence = candidates[0] if rescued is None else rescued
-        willing = [
-            other
-            for other in reversed(self._running)
-            if (gives_way(other, sequence) if rescued is None else not other.rescued)
-        ]
-        if rescued is None and not willing:
+        starving = next((sequence for sequence in first if sequence.skipped_steps >= STARVATION_BOUND), None)
+        sequence = starving or first[0]
+        candidates = self._preemption.candidates(sequence, starving is not None)
+        if not candidates and not starving:
             return
-        victims = [] if self.admissions.judge(sequence) is Admission.OK else self.admissions.victims(sequence, willing)
+        has_room = self._admission.find_room(sequence) is not None
+        free_slots = self._admission.num_free_slots
+        victims = [] if has_room else self._preemption.victims(sequence, candidates, free_slots)
         if victims is None:
             return
         for victim in victims:
-            self._give_way(victim, plan)
+            self._preempt(victim, builder)
         admitted = self._admit(sequence)
         assert admitted, f"no room for {sequence}"
-        self.blocks.grow(sequence, min(plan.budget, sequence.num_uncomputed_tokens))  # before anybody else takes them
-        if rescued is not None:
-            rescued.rescued = True
+        # Take the blocks of its first chunk now: growing sequences would take them.
+        self.blocks.grow(sequence, min(self.config.max_num_batched_tokens, sequence.num_uncomputed_tokens))
+        if starving:
+            sequence.admitted_by_starvation_bound = True
             if victims:
-                self._rescues += 1
-                logger.info("made room for %s: %s", sequence.label, sequence.standing(self.clock()))
+                self._starvation_admissions += 1
+                logger.info("made room for %s: %s", sequence.label, sequence.describe_priority(self.clock()))
 
     def _is_held_back(self, sequence: Sequence) -> bool:
-        """After a device error, sequences are readmitted one at a time, each after the one before has sampled a token.
-        A second error can then be put down to one sequence."""
-        return sequence.num_device_failures > 0 and any(other.num_device_failures for other in self._running)
+        """After a device error, the sequences of the failed step are readmitted one at a time, each after the one
+        before has sampled a token. A second error can then be put down to one of them."""
+        return sequence.num_device_failures > 0 and any(other.num_device_failures for other in self.running)
 
-    def _release_forks(self, parent: Sequence) -> None:
-        """Its prompt is computed, or will not be by it: the forks may queue."""
+    def _preempt(self, sequence: Sequence, builder: ScheduleBuilder) -> None:
+        self._preemption.preempt(sequence, swap=not sequence.awaits_final_token)
+        builder.preempted.add(sequence.sequence_id)
+
+    def _queue_forks(self, parent: Sequence) -> None:
+        """The parent's prompt is computed, or the parent has ended."""
         for fork in self._forks.pop(parent.sequence_id, ()):
-            self._waiting.add(fork)
-
-    # -- preemption ----------------------------------------------------------------------------------------------
-
-    def _give_way(self, sequence: Sequence, plan: StepPlan) -> None:
-        self._preemption.preempt(sequence, swap=not sequence.awaits_last_token)
-        plan.gave_way.add(sequence.sequence_id)
+            self.waiting.add(fork)
 
 
 def is_decoding(sequence: Sequence) -> bool:
-    return sequence.num_uncomputed_tokens == 1 and not sequence.awaits_last_token
+    return sequence.num_uncomputed_tokens == 1 and not sequence.awaits_final_token

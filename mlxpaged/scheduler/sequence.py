@@ -1,7 +1,8 @@
-"""One sequence of tokens on its way through the engine, and the states it may be in."""
+"""One sequence of tokens in the engine, and the states it may be in."""
 
 from __future__ import annotations
 
+import math
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
@@ -17,12 +18,12 @@ class Priority(IntEnum):
 
 
 AGING_RATE = 0.1
-"""Priority classes that a second of age is worth: after 10 s a sequence stands beside a fresh one of the next class."""
+"""Priority classes per second of age: after 10 s a sequence is equal to a fresh one of the next higher class."""
 
 
 class SequenceStatus(Enum):
-    """WAITING has never run. PREEMPTED ran and gave its blocks back, SWAPPED did and has their contents in swap space;
-    all three wait for admission to RUNNING."""
+    """WAITING has never run. PREEMPTED ran and lost its blocks; SWAPPED ran and has their contents in swap space. All
+    three wait for admission to RUNNING."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -32,8 +33,8 @@ class SequenceStatus(Enum):
 
 
 class FinishReason(str, Enum):
-    """Why a sequence ended. STOP: end of sequence, stop token or stop string. LENGTH: max_tokens reached. ABORT: its
-    client left. CANCELLED: somebody asked for its end. TIMEOUT: its deadline passed."""
+    """Why a sequence ended. STOP: end of sequence, stop token or stop string. LENGTH: max_tokens reached. ABORT: the
+    client disconnected. CANCELLED: a client or operator asked for it. TIMEOUT: a deadline passed or cannot be met."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -53,27 +54,27 @@ LEGAL_TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 
 PENDING = -1
-"""Stands for a token that the device draws and the host has not read yet, while the next step is under way."""
+"""Stands for a token that a step in flight samples: the next step is scheduled before the host has read it."""
 
 
-class LastLook(NamedTuple):
-    """What the prefix cache was last seen to spare a waiting sequence: blocks that were missing, and when."""
+class RoomLookup(NamedTuple):
+    """Result of the last prefix cache lookup of a waiting sequence: the free blocks that it needed, and at which state
+    of sequence and pool (see `BlockPool.num_gains`)."""
 
     num_tokens: int
-    room: int
+    blocks_needed: int
     num_gains: int
 
 
 class IllegalTransitionError(RuntimeError):
-    """A sequence was moved along an edge that its state machine does not have."""
+    """The state machine has no such transition."""
 
 
 class Sequence:
-    """Tokens, progress and blocks of one request.
+    """Tokens, progress and blocks of one request. Each field has one writer, named below.
 
-    `num_computed_tokens` counts the leading tokens whose KV lies in the blocks of `block_table`, or will once the steps
-    under way are done; the last token of a decoding sequence was sampled but not yet run through the model, so exactly
-    one is uncomputed. A token that a step under way will draw has its place already, as PENDING.
+    The last token of a decoding sequence was sampled but has not been run through the model, so exactly one token is
+    uncomputed. A token that a step in flight samples is in `token_ids` as PENDING.
     """
 
     def __init__(
@@ -89,61 +90,66 @@ class Sequence:
             raise ValueError("a prompt needs at least one token")
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        # Written by the engine, before it adds the sequence to the scheduler.
         self.sequence_id = sequence_id
-        self.token_ids = list(prompt_token_ids)
+        self.request_id = ""  # for the log
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids
         self.priority = priority
-        self.arrival_time = arrival_time  # seconds, on the clock of the caller's choice
-        self.request_id = ""  # whose it is, for the log
-        self.arrival = -1  # place in the order of arrival, given by the scheduler
-        self.block_table: BlockTable | None = None  # set while it holds blocks
-        self.block_keys: list[bytes] = []  # hashes of its full blocks, for the prefix cache
-        self.num_computed_tokens = 0
-        self.num_committed_tokens = 0  # of those, the ones that no step under way still has to compute
+        self.arrival_time = arrival_time  # seconds on the scheduler's clock, as are the deadlines
+        self.ttft_deadline = math.inf  # of the first token
+        self.deadline = math.inf  # of the complete answer
+        self.fork_of: Sequence | None = None  # a sequence with the same prompt, whose blocks this one shares
+        # Written by the engine, while it runs.
+        self.num_device_failures = 0  # device errors in steps that it was part of, since its last sampled token
+        # Written by the scheduler.
+        self.token_ids = list(prompt_token_ids)
         self.num_pending_tokens = 0
+        self.num_computed_tokens = 0  # leading tokens with KV in its blocks, those of the steps in flight included
+        self.num_committed_tokens = 0  # leading tokens with KV in its blocks, those of the steps in flight excluded
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.num_preemptions = 0
-        self.num_swaps_out = 0
-        self.num_swaps_in = 0
-        self.num_device_failures = 0  # device errors since its last sampled token (engine)
-        self.swap_slots: list[int] = []  # of its blocks, in order, while it is swapped out
-        self.num_swapped_tokens = 0  # whose values they hold
-        self.fork_of: Sequence | None = None  # has the same prompt, and blocks to share
-        self.num_passes = 0  # steps in a row that had no room for it
-        self.last_look: LastLook | None = None
-        self.rescued = False  # it runs because it was passed over too often
+        self.skipped_steps = 0  # steps in a row that had no room for it
+        self.admitted_by_starvation_bound = False  # and running since
+        self.arrival_number = -1
         self.finish_reason: FinishReason | None = None
         self._status = SequenceStatus.WAITING
+        self.order = (0.0, -1)  # place among all sequences, the smallest first
+        self.queued_deadline = math.inf  # its next deadline when it was added to the waiting queue
+        # Written by the block manager.
+        self.block_table: BlockTable | None = None  # set while it holds blocks
+        self.block_keys: list[bytes] = []  # hashes of its full blocks, for the prefix cache
+        self.swap_slots: list[int] = []  # of its blocks, in order, while it is swapped out
+        self.num_swapped_tokens = 0  # tokens whose KV is in these slots
+        self.num_swaps_out = 0
+        self.num_swaps_in = 0
+        self.last_lookup: RoomLookup | None = None
 
     @property
     def label(self) -> str:
-        """In the log."""
+        """Its name in the log."""
         return f"sequence {self.sequence_id}{f' of {self.request_id}' if self.request_id else ''}"
 
     def __repr__(self) -> str:
         progress = f"{self.num_computed_tokens}/{len(self.token_ids)}"
         return f"Sequence({self.sequence_id}, {self._status.value}, {progress} computed)"
 
-    @property
-    def order(self) -> tuple[float, int]:
-        """Its place among all others, the smallest first, kept through preemption: by effective priority, then arrival.
-
-        All age at the same rate, so the order of `effective_priority` at any one time is that of this constant.
-        """
-        return self.priority + AGING_RATE * self.arrival_time, self.arrival
-
     def effective_priority(self, now: float) -> float:
-        """Its class less what its age is worth; the lowest is served first."""
+        """Class minus age. The lowest is served first."""
         return self.priority - AGING_RATE * (now - self.arrival_time)
 
-    def standing(self, now: float) -> str:
-        """In the log, where it gains or loses its place."""
+    def describe_priority(self, now: float) -> str:
+        """For the log."""
         return (
             f"priority {self.priority.name}, effective {self.effective_priority(now):.2f}, "
             f"{now - self.arrival_time:.1f} s old, preemption {self.num_preemptions}"
         )
+
+    @property
+    def next_deadline(self) -> float:
+        """The earliest deadline that it can still meet. math.inf if it has none."""
+        return self.deadline if self.num_output_tokens else min(self.ttft_deadline, self.deadline)
 
     @property
     def status(self) -> SequenceStatus:
@@ -158,8 +164,8 @@ class Sequence:
         return self.num_known_tokens - self.num_prompt_tokens
 
     @property
-    def awaits_last_token(self) -> bool:
-        """The answer is as long as it may be once the pending token is read: there is nothing left to run."""
+    def awaits_final_token(self) -> bool:
+        """The pending token is the last one that max_tokens allows: there is nothing left to schedule."""
         return len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens
 
     @property
@@ -172,25 +178,27 @@ class Sequence:
         return self.num_prompt_tokens + self.max_tokens - 1
 
     def transition(self, to: SequenceStatus) -> None:
-        """Raises IllegalTransitionError where the state machine has no such edge."""
+        """Raises IllegalTransitionError if the state machine has no such edge."""
         if to not in LEGAL_TRANSITIONS[self._status]:
             raise IllegalTransitionError(
                 f"sequence {self.sequence_id} cannot go from {self._status.value} to {to.value}"
             )
         self._status = to
+        if to is not SequenceStatus.RUNNING:  # it holds no blocks
+            self.num_computed_tokens = self.num_committed_tokens = 0
 
     def expect_token(self) -> None:
-        """A step was given the task to draw the next token."""
+        """A scheduled step will sample the next token."""
         self.token_ids.append(PENDING)
         self.num_pending_tokens += 1
 
     def fill_token(self, token_id: int) -> None:
-        """The first pending token is read. It is that of the step that finishes now."""
+        """Replace the first pending token: steps finish in order."""
         self.token_ids[self.num_known_tokens] = token_id
         self.num_pending_tokens -= 1
 
     def drop_pending_tokens(self) -> None:
-        """Nobody will read them: their step failed."""
+        """The steps that should have sampled them failed."""
         del self.token_ids[self.num_known_tokens :]
         self.num_pending_tokens = 0
 

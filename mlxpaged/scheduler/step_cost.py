@@ -1,9 +1,9 @@
-"""What a step costs, learned from the steps that ran, and how much of a prompt fits beside those who decode.
+"""What a step costs, learned from the steps that ran.
 
-The time of a step is taken as a sum of five parts with one coefficient each: the step itself, its decoding rows, the
-keys these attend to, its prompt tokens, and the keys that those attend to. The coefficients are the least squares of
-the relative errors over the latest steps, none of them negative. So a chunk becomes shorter as its context grows, on a
-machine that computes 500 tokens a second as on one that computes 5,000, and nothing has to be set for either.
+The time of a step is a sum of five parts with one coefficient each: the step itself, its decoding rows, the keys that
+these attend to, its prompt tokens, and the keys that those attend to. The coefficients are the least squares fit of the
+relative errors over the latest steps, none of them negative. So chunks become shorter as their context grows, on a
+machine that computes 500 tokens a second as on one that computes 5,000, without any setting.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ import numpy as np
 import numpy.typing as npt
 
 KEPT = 64
-"""Steps that are remembered, with prompts and without: these are kept apart, or a long answer would crowd out all that
+"""Steps that are remembered, with prompts and without. The two are kept apart, or a long answer would push out all that
 is known of prompts."""
 
 OUTLIER = 4.0
-"""A step that took this many times what was expected counts as that: something else held it up (a kernel was compiled,
-another process ran)."""
+"""A step that took more than this many times its expected time counts as if it took so long: something else held it up
+(a kernel was compiled, another process ran)."""
 
 SCALE = np.array([1.0, 10.0, 1e4, 100.0, 1e5])
-"""Usual sizes of the five parts. Where the steps do not tell which part takes the time, it is shared in this way."""
+"""Usual sizes of the five parts. If the steps do not tell which part takes the time, it is split in this ratio."""
 
 EXTRAPOLATION = 4
-"""A chunk may be this many times as long as the prompts of any step that is remembered. What a few tokens cost is lost
-in the noise of a step: from one step with eight of them, a chunk of 1,000 was taken for free in every tenth trial."""
+"""A chunk may be this many times as long as the prompts of any remembered step. The cost of a few tokens is lost in the
+noise of a step: after one step with eight of them, a chunk of 1,000 seemed free in every tenth trial."""
+
+MIN_PROMPT_STEPS = 8
+"""Steps with prompts before the time of a whole prompt is estimated."""
 
 SHORTEST = 1e-6
 """Seconds: a clock may not tell two steps apart."""
 
-PROMPT_TOKENS = 3
-"""Where they stand among the five parts."""
+PROMPT_TOKENS, PROMPT_KEYS = 3, 4
+"""Indices in the five parts."""
 
 Observations = deque[tuple[tuple[float, ...], float]]
 """The parts of steps, and their seconds."""
@@ -50,8 +53,7 @@ def chunk_keys(start: int, tokens: int) -> float:
 def non_negative_least_squares(
     parts: npt.NDArray[np.float64], goal: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Columns are left out, the most negative first, until no coefficient is negative: not always the very best set of
-    columns, which would not be worth its search here."""
+    """Drops the most negative column until no coefficient is negative. That is not always the best set of columns."""
     kept = np.flatnonzero(np.abs(parts).max(axis=0) > 0)
     solution = np.zeros(parts.shape[1])
     while kept.size:
@@ -66,7 +68,9 @@ def non_negative_least_squares(
 @dataclass(frozen=True)
 class Costs:
     """Seconds of the parts of a step, none negative. Keys are counted once for every token that attends to them.
-    longest_chunk: tokens, of those that the others were learned to hold for."""
+
+    longest_chunk, longest_context: tokens up to which the coefficients may be trusted.
+    """
 
     per_step: float
     per_decode: float
@@ -74,9 +78,10 @@ class Costs:
     per_prompt_token: float
     per_prompt_key: float
     longest_chunk: int = sys.maxsize
+    longest_context: int = sys.maxsize
 
     def decode_seconds(self, contexts: ListOf[int]) -> float:
-        """Of a step of decoding sequences alone, with these lengths."""
+        """Time of a step that only decodes sequences with these context lengths."""
         return self.per_step + self.per_decode * len(contexts) + self.per_decode_key * sum(contexts)
 
     def chunk_seconds(self, start: int, tokens: int) -> float:
@@ -85,22 +90,29 @@ class Costs:
 
     def chunk_within(self, seconds: float, start: int) -> int:
         """The most tokens from `start` on that take no longer, as far as is known: the larger root of a quadratic
-        equation, in the form that also holds where one of its terms is zero."""
+        equation, in the form that also holds if one of its terms is zero."""
         linear, square = self.per_prompt_token + self.per_prompt_key * (start + 0.5), self.per_prompt_key / 2
         divisor = linear + math.sqrt(linear * linear + 4 * square * max(0.0, seconds))
         return int(min(2 * max(0.0, seconds) / divisor if divisor else math.inf, self.longest_chunk))
 
+    def prefill_seconds(self, start: int, tokens: int, max_chunk: int) -> float:
+        """Time of the tokens from `start` on, without other work, in steps of at most `max_chunk` tokens. Tokens beyond
+        longest_context are not counted: the estimate is rather too low than too high."""
+        tokens = max(0, min(tokens, self.longest_context - start))
+        return self.per_step * math.ceil(tokens / max_chunk) + self.chunk_seconds(start, tokens)
+
 
 class StepCost:
-    """Learns from every step that ended; tells what one that is being made up would take."""
+    """Learns from every finished step; estimates the costs of those to come."""
 
     def __init__(self) -> None:
         self._plain: Observations = deque(maxlen=KEPT)
         self._with_prompts: Observations = deque(maxlen=KEPT)
         self._costs: Costs | None = None
+        self._is_current = True
 
     def observe(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]], seconds: float) -> None:
-        """A step of decoding sequences with these lengths, and of chunks of prompts: their starts and their tokens."""
+        """A step took `seconds`. contexts: of its decoding sequences. chunks: (start, tokens) of its prompts."""
         if self._costs is not None:
             expected = self._costs.decode_seconds(contexts)
             expected += sum(self._costs.chunk_seconds(start, tokens) for start, tokens in chunks)
@@ -113,14 +125,23 @@ class StepCost:
             sum(chunk_keys(start, tokens) for start, tokens in chunks),
         )
         (self._with_prompts if chunks else self._plain).append((parts, max(seconds, SHORTEST)))
+        self._is_current = False
 
     def costs(self) -> Costs | None:
-        """As the steps so far tell. None before any step with a prompt ran."""
-        if not self._with_prompts:
-            return None
-        parts, seconds = zip(*self._plain, *self._with_prompts, strict=True)
-        relative = np.asarray(parts) / SCALE / np.asarray(seconds)[:, None]
-        coefficients = (non_negative_least_squares(relative, np.ones(len(seconds))) / SCALE).tolist()
-        longest = max(parts[PROMPT_TOKENS] for parts, _ in self._with_prompts)
-        self._costs = replace(Costs(*coefficients), longest_chunk=EXTRAPOLATION * int(longest))
+        """None before any step with a prompt ran."""
+        if self._with_prompts and not self._is_current:
+            parts, seconds = zip(*self._plain, *self._with_prompts, strict=True)
+            relative = np.asarray(parts) / SCALE / np.asarray(seconds)[:, None]
+            coefficients = (non_negative_least_squares(relative, np.ones(len(seconds))) / SCALE).tolist()
+            tokens = [(parts[PROMPT_TOKENS], parts[PROMPT_KEYS]) for parts, _ in self._with_prompts]
+            self._costs = replace(
+                Costs(*coefficients),
+                longest_chunk=EXTRAPOLATION * int(max(count for count, _ in tokens)),
+                longest_context=EXTRAPOLATION * int(max(keys / count + count / 2 for count, keys in tokens)),
+            )
+            self._is_current = True
         return self._costs
+
+    def reliable_costs(self) -> Costs | None:
+        """None while too few steps with prompts ran to estimate the time of a whole prompt."""
+        return self.costs() if len(self._with_prompts) >= MIN_PROMPT_STEPS else None

@@ -282,9 +282,7 @@ def run_until_preempted(server: RunningServer, gate: StepGate, request_id: str) 
     """Step until the request has lost its blocks."""
 
     def preempted() -> bool:
-        running = [
-            r.sequence.status for r in list(server.core.requests.values()) if r.request.request_id == request_id
-        ]
+        running = [r.sequence.status for r in list(server.core.requests.values()) if r.request.request_id == request_id]
         return running in ([SequenceStatus.PREEMPTED], [SequenceStatus.SWAPPED])
 
     gate.wait_held()

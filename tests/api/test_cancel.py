@@ -117,7 +117,7 @@ def test_a_preempted_request_that_is_cancelled_does_not_come_back(
         assert (swap["used"] > 0, swap["total"]) == (swap_blocks > 0, swap_blocks)
         generated = within_one_step(server, gate, "DELETE", f"{REQUESTS}/second").json()["choices"]
         assert [choice["status"] for choice in generated] == [state]
-        assert server.core.scheduler.blocks.swap_usage().used == 0
+        assert server.core.scheduler.stats().swap.used == 0
         assert generated[0]["completion_tokens"] > 0
         check_failure(second, *CANCELLED)
         gate.open()

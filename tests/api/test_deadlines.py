@@ -1,4 +1,4 @@
-"""Requests that take too long: they end with a 408, wherever they are, and hold nothing any more."""
+"""Requests that take too long, or would: they end with a 408 in any state and release all that they hold."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
+    Background,
     FakeClock,
     StepGate,
     answer_text,
@@ -43,7 +44,6 @@ def server() -> Iterator[RunningServer]:
 def _leaves_nothing(server: RunningServer) -> Iterator[None]:
     yield
     server.wait_idle()
-    assert len(server.core._deadlines) <= 64
 
 
 def expired(server: RunningServer) -> float:
@@ -91,7 +91,7 @@ def test_a_request_that_runs_too_long_ends_within_a_step(server: RunningServer, 
         gate.wait_held()
         assert server.engine.stats.scheduler.blocks.used > 0
         clock.advance(31)
-        gate.allow(1)  # the one under way; no other is permitted
+        gate.allow(1)  # the one in flight; no other is permitted
         error = check_failure(running, 408, "timeout_error", "deadline_exceeded")
         assert server.engine.stats.scheduler.blocks.used == 0
         assert server.engine.stats.steps_total == steps + 9
@@ -132,7 +132,7 @@ def test_a_preempted_request_ends_at_its_deadline(demo_server: RunningServer, sw
         gate.allow(1)
         error = check_failure(second, 408, "timeout_error", "deadline_exceeded")
         assert f"was {state}, with 30 of 30 prompt tokens computed" in error["message"]
-        assert server.core.scheduler.blocks.swap_usage().used == 0
+        assert server.core.scheduler.stats().swap.used == 0
         gate.open()
         assert first.result().json()["usage"]["completion_tokens"] == 110
         server.wait_idle()
@@ -203,7 +203,34 @@ def test_ends_in_time_leave_no_deadlines_behind(server: RunningServer) -> None:
     with raw(server) as client:
         for _ in range(80):
             assert client.post(COMPLETIONS, json=run_on("x", 1, timeout=3600, ttft_timeout=3600)).status_code == 200
-    assert len(server.core._deadlines) <= 66
+    count = expired(server)
     clock.advance(3601)
     assert answer_text(server, run_on("x", 2))
-    assert len(server.core._deadlines) == 0
+    assert expired(server) == count
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_cannot_meet_its_deadline_is_refused_with_the_reason(stream: bool) -> None:
+    """After ten prompts, at 10 ms of this clock for every token."""
+    with running_server(EngineConfig(kv_cache_bytes=16_000_000), clock=clock) as server:
+        forward = server.core.runner.forward
+
+        def timed(batch: Any, *rest: Any) -> Any:
+            clock.advance(batch.num_tokens / 100)
+            return forward(batch, *rest)
+
+        server.core.runner.forward = timed  # type: ignore[method-assign]
+        with raw(server) as client:
+            for number in range(10):
+                prompt = random_tokens(40 + 40 * number, 20 + number)
+                assert client.post(COMPLETIONS, json=run_on(prompt, 2)).status_code == 200
+            steps = server.engine.stats.steps_total
+            body = run_on(random_tokens(1500, 40), 3, ttft_timeout=2, stream=stream)
+            hopeless = Background.post(server, COMPLETIONS, body)
+            error = check_failure(hopeless, 408, "timeout_error", "deadline_exceeded")
+            expected = "ttft_timeout of 2 s cannot be met: the remaining 1500 prompt tokens take about 15.0 s"
+            assert error["message"].startswith(expected)
+            assert server.engine.stats.steps_total == steps
+            possible = run_on(random_tokens(1500, 41), 3, ttft_timeout=20)
+            assert client.post(COMPLETIONS, json=possible).status_code == 200
+        server.wait_idle()

@@ -79,7 +79,7 @@ def test_adopted_blocks_are_shared_with_a_reference_count_of_two() -> None:
     assert [pool.ref_count(block) for block in second.block_ids] == [2, 2]
 
 
-def test_blocks_are_adopted_behind_the_chain_in_the_place_of_private_ones() -> None:
+def test_adopted_blocks_follow_the_chain_and_replace_private_ones() -> None:
     pool, cache = make()
     tokens = list(range(16))
     keys: list[bytes] = []
@@ -90,7 +90,7 @@ def test_blocks_are_adopted_behind_the_chain_in_the_place_of_private_ones() -> N
     first = BlockTable(pool, TableRows(), cache)
     fill(first, cache, tokens)
     hit = cache.match(keys, tokens, second.chain)
-    assert [cached.block for cached in hit.blocks] == first.block_ids[1:]
+    assert [cached.block for cached in hit] == first.block_ids[1:]
     second.adopt(hit)
     assert second.block_ids[1:] == first.block_ids[1:]
     assert pool.usage().used == 5, "the private block is free again; the first is each one's own"
@@ -117,7 +117,7 @@ def test_a_fork_shares_every_block_and_copies_the_one_it_writes_into() -> None:
     assert pool.usage().used == 0
 
 
-def test_retract_unpublishes_own_blocks_but_not_adopted_ones() -> None:
+def test_unpublish_forgets_own_blocks_but_not_adopted_ones() -> None:
     pool, cache = make()
     first = BlockTable(pool, TableRows(), cache)
     fill(first, cache, list(range(8)))
@@ -128,18 +128,18 @@ def test_retract_unpublishes_own_blocks_but_not_adopted_ones() -> None:
     second.adopt(cache.match(keys, tokens))
     second.grow(16)
     second.publish(tokens, 16, keys)
-    assert second.retract(2) == second.block_ids[2:]
+    assert second.unpublish(2) == second.block_ids[2:]
     assert len(cache.match(keys, tokens)) == 2
     second.publish(tokens, 16, keys)
     assert len(cache.match(keys, tokens)) == 4, "it may compute and offer them again"
 
 
-def test_retract_leaves_the_equal_blocks_of_another_alone() -> None:
+def test_unpublish_leaves_the_equal_blocks_of_another_alone() -> None:
     pool, cache = make()
     first, second = BlockTable(pool, TableRows(), cache), BlockTable(pool, TableRows(), cache)
     fill(first, cache, list(range(8)))
     fill(second, cache, list(range(8)))
-    assert second.retract(0) == []
+    assert second.unpublish(0) == []
     assert len(cache) == 2
 
 

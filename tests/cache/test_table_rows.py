@@ -81,7 +81,7 @@ TestTables = TablesMachine.TestCase
 
 
 def test_what_was_selected_stays_as_it_was() -> None:
-    """It is a step's, and the next one may be made up while that is under way."""
+    """A step in flight uses it while the next step is scheduled."""
     rows = TableRows()
     first = rows.take()
     rows.write(first, 0, [3, 4])

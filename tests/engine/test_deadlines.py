@@ -1,4 +1,4 @@
-"""Deadlines in the engine, by a clock of the test's own, also while a step is under way."""
+"""Deadlines in the engine, by a clock of the test's own, also while a step is in flight."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
-from mlxpaged.engine.deadlines import Deadlines
+from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
-from mlxpaged.scheduler import FinishReason
+from mlxpaged.scheduler import Batch, FinishReason, Scheduler, Sequence
+from tests.scheduler.simulation import make_scheduler
+from tests.scheduler.test_deadlines import teach
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
 
@@ -57,39 +59,145 @@ def finish(core: EngineCore, clock: Clock, cancel_at: dict[int, str] | None = No
         for output in cancelled + core.expire() + (core.step() if core.has_work() else []):
             outputs.setdefault(output.request_id, []).append(output)
     assert core.scheduler.pool.usage().used == 0
-    assert not core.requests
+    assert not core.has_work()
+    assert core.status().running == core.status().waiting == ()
     return outputs
 
 
-def test_deadlines_pass_in_order_and_those_of_finished_sequences_never() -> None:
-    deadlines = Deadlines()
+def watched(deadlines: Deadlines, number: int, request: Request) -> Sequence:
+    sequence = Sequence(number, request.prompt_token_ids, 4, arrival_time=request.arrival_time)
+    set_deadlines(sequence, request)
+    deadlines.watch(sequence, request)
+    return sequence
+
+
+def missed(deadlines: Deadlines, now: float) -> list[int]:
+    return [sequence_id for sequence_id, _ in deadlines.missed(now)]
+
+
+def test_deadlines_pass_in_time_and_those_of_finished_sequences_never() -> None:
+    deadlines = Deadlines(make_scheduler())
     for number, limit in enumerate((5.0, 1.0, 3.0, 2.0, 4.0)):
-        deadlines.watch(number, request("x", [1], arrival=10.0, timeout=limit))
-    deadlines.watch(5, request("x", [1]))
+        watched(deadlines, number, request("x", [1], arrival=10.0, timeout=limit))
+    watched(deadlines, 5, request("x", [1]))
     deadlines.forget(3)
-    assert list(deadlines.pop_passed(10.9)) == []
-    assert [deadline.sequence_id for deadline in deadlines.pop_passed(14.0)] == [1, 2, 4]
-    assert [deadline.sequence_id for deadline in deadlines.pop_passed(15.0)] == [0]
+    assert missed(deadlines, 10.9) == []
+    assert sorted(missed(deadlines, 14.0)) == [1, 2, 4]
+    assert missed(deadlines, 15.0) == [0]
     assert len(deadlines) == 0
 
 
+def test_no_deadline_is_found_later_than_it_passes() -> None:
+    source, deadlines = random.Random(0), Deadlines(make_scheduler())
+    limits = [source.choice([0.01, 1.0, 30.0]) * source.random() for _ in range(200)]
+    for number, limit in enumerate(limits):
+        watched(deadlines, number, request("x", [1], timeout=limit))
+    now, found = 0.0, 0
+    while found < len(limits):
+        now += 0.01
+        for number in missed(deadlines, now):
+            assert now - 0.0101 < limits[number] <= now
+            found += 1
+
+
 def test_a_sequence_that_ends_at_its_first_deadline_has_no_second_one() -> None:
-    deadlines = Deadlines()
-    deadlines.watch(1, request("x", [1], timeout=2.0, ttft_timeout=1.0))
-    passed = []
-    for deadline in deadlines.pop_passed(5.0):
-        passed.append(deadline.of_first_token)
-        deadlines.forget(1)
-    assert passed == [True]
+    deadlines = Deadlines(make_scheduler())
+    watched(deadlines, 1, request("x", [1], timeout=2.0, ttft_timeout=1.0))
+    messages = []
+    for sequence_id, message in deadlines.missed(5.0):
+        messages.append(message)
+        deadlines.forget(sequence_id)
+    [message] = messages
+    assert "timeout of" in message
 
 
 def test_distant_deadlines_of_finished_sequences_do_not_pile_up() -> None:
-    deadlines = Deadlines()
+    deadlines = Deadlines(make_scheduler())
     for number in range(10_000):
-        deadlines.watch(number, request("x", [1], timeout=1e9, ttft_timeout=1e9))
+        watched(deadlines, number, request("x", [1], timeout=1e9, ttft_timeout=1e9))
         if number >= 20:
             deadlines.forget(number - 20)
         assert len(deadlines) <= 4 * 21 + 66
+
+
+# -- deadlines that cannot be met ------------------------------------------------------------------------------------
+
+
+def queued(prompt: int, **limits: float) -> tuple[Deadlines, Scheduler]:
+    """A request that waits in a scheduler which knows that a prompt token takes 10 ms."""
+    scheduler = make_scheduler(num_blocks=512, max_num_batched_tokens=256)
+    teach(scheduler)
+    deadlines = Deadlines(scheduler)
+    scheduler.add(watched(deadlines, 1, request("x", list(range(prompt)), max_tokens=4, **limits)))
+    return deadlines, scheduler
+
+
+@pytest.mark.parametrize("name", ["timeout", "ttft_timeout"])
+def test_a_deadline_that_cannot_be_met_is_missed_at_once_and_says_why(name: str) -> None:
+    deadlines, _ = queued(1000, **{name: 2.0})
+    [(number, message)] = deadlines.missed(0.0)
+    assert number == 1
+    assert message == f"{name} of 2 s cannot be met: the remaining 1000 prompt tokens take about 10.0 s on this machine"
+
+
+def test_a_deadline_that_may_be_met_after_all_is_kept_until_that_is_clear() -> None:
+    """The estimate must be twice the time left: at 10 s of 11 s and even of 6 s, the request stays."""
+    deadlines, _ = queued(1000, ttft_timeout=11.0)
+    assert missed(deadlines, 0.0) == []
+    assert missed(deadlines, 5.5) == [], "5.5 s are left"
+    [(_, message)] = deadlines.missed(9.0)
+    assert "cannot be met" in message
+
+
+def test_a_deadline_is_not_given_up_while_the_prompt_advances_fast_enough() -> None:
+    deadlines, scheduler = queued(1000, ttft_timeout=10.5)
+    sequence, now = scheduler.get(1), 0.0
+    while sequence.num_output_tokens == 0:
+        assert missed(deadlines, now) == []
+        batch = scheduler.schedule()
+        now += batch.num_tokens / 100
+        scheduler.update(batch, {1: 5})
+    assert missed(deadlines, 100.0) == []
+
+
+def test_a_deadline_is_not_given_up_early_while_too_little_is_known() -> None:
+    scheduler = make_scheduler(num_blocks=512)
+    deadlines = Deadlines(scheduler)
+    scheduler.add(watched(deadlines, 1, request("x", [7] * 1000, ttft_timeout=0.1)))
+    assert missed(deadlines, 0.09) == []
+    [(_, message)] = deadlines.missed(0.1)
+    assert message.startswith("ttft_timeout of 0.1 s passed: after 0.100 s the request was waiting")
+
+
+def test_a_request_whose_deadline_cannot_be_met_never_runs(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    forward = ModelRunner.forward
+
+    def timed(self: ModelRunner, batch: Batch, *rest: Any) -> Any:
+        clock.now += batch.num_tokens / 100
+        return forward(self, batch, *rest)
+
+    monkeypatch.setattr(ModelRunner, "forward", timed)
+    core = make_core(served, clock)
+    for length in range(40, 140, 10):
+        core.add(request(str(length), [length] * length, clock.now, max_tokens=1))
+        while core.has_work():
+            core.step()
+    steps = core.stats().steps_total
+    core.add(request("hopeless", [5] * 400, clock.now, ttft_timeout=1.0))
+    core.add(request("possible", [6] * 400, clock.now, ttft_timeout=9.0))
+    [output] = core.expire()
+    assert output.request_id == "hopeless"
+    assert output.finish_reason is FinishReason.TIMEOUT
+    assert output.error is not None
+    assert output.error.startswith("ttft_timeout of 1 s cannot be met: the remaining 400 prompt tokens take about 4.")
+    assert core.stats().steps_total == steps
+    assert finish(core, clock)["possible"][-1].finish_reason is FinishReason.LENGTH
+
+
+# -- in the engine ---------------------------------------------------------------------------------------------------
 
 
 def test_only_those_whose_time_is_up_end(served: ServedModel) -> None:
@@ -98,7 +206,7 @@ def test_only_those_whose_time_is_up_end(served: ServedModel) -> None:
     expected = run_requests(make_core(served, clock), prompts, max_tokens=12)
     core = make_core(served, clock, max_num_seqs=3, max_num_batched_tokens=48)
     clock.now = 0.0
-    limits = [None, 6.0, 100.0, 3.0]
+    limits = [None, 6.0, None, 6.0]
     for i, (prompt, timeout) in enumerate(zip(prompts, limits, strict=True)):
         core.add(request(str(i), prompt, timeout=timeout))
     outputs = finish(core, clock)
@@ -113,8 +221,8 @@ def test_only_those_whose_time_is_up_end(served: ServedModel) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whoever_ends_early_leaves_the_others_answers_alone(served: ServedModel, seed: int) -> None:
-    """Deadlines and cancellations at random times, in a pool that makes some give way."""
+def test_requests_that_end_early_do_not_change_other_answers(served: ServedModel, seed: int) -> None:
+    """Deadlines and cancellations at random times, in a pool that is too small for all."""
     source, clock = random.Random(seed), Clock()
     prompts = [[source.randrange(16, 200) for _ in range(source.randrange(1, 70))] for _ in range(10)]
     expected = run_requests(make_core(served, clock), prompts, max_tokens=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -21,6 +22,8 @@ from mlxpaged.scheduler import (
 )
 from mlxpaged.scheduler.queue import ORDER
 from mlxpaged.scheduler.sequence import PENDING
+
+PREEMPTOR = 999_999
 
 
 class FakeClock:
@@ -49,17 +52,16 @@ def sequence(
     priority: Priority = Priority.NORMAL,
     arrival_time: float = 0.0,
     fork_of: Sequence | None = None,
+    ttft_deadline: float = math.inf,
+    deadline: float = math.inf,
 ) -> Sequence:
     """A prompt given by its length consists of tokens that no other sequence has."""
     tokens = [number * 1000 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     stop_ids = frozenset() if stop is None else frozenset({stop})
     seq = Sequence(number, tokens, max_tokens, stop_ids, priority, arrival_time)
     seq.fork_of = fork_of
+    seq.ttft_deadline, seq.deadline = ttft_deadline, deadline
     return seq
-
-
-def unfinished(scheduler: Scheduler) -> list[Sequence]:
-    return list(scheduler._sequences.values())
 
 
 def answer(seq: Sequence) -> list[int]:
@@ -84,7 +86,7 @@ def token_after(token_ids: list[int]) -> int:
 
 
 class Simulation:
-    """Keeps what a KV pool would hold, so that a wrong or unwritten block is noticed when it is read.
+    """Keeps what a KV pool would contain, so that reading a wrong or unwritten block is noticed.
 
     overlap: a step's tokens are read after the next step has been scheduled and run.
     """
@@ -92,11 +94,12 @@ class Simulation:
     def __init__(self, scheduler: Scheduler, overlap: bool = False) -> None:
         self.scheduler = scheduler
         self.overlap = overlap
-        self.under_way: Batch | None = None
+        self.in_flight: Batch | None = None
+        self.added: list[Sequence] = []
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> the tokens up to this one
         self.swapped: dict[tuple[int, int], tuple[int, ...]] = {}  # (swap slot, offset) -> the same
         self.places: dict[ScheduledSequence, list[tuple[int, int]]] = {}  # (block, offset) that a step wrote
-        self.drawn: dict[tuple[int, int], int] = {}  # (sequence, position) -> token, on the device
+        self.sampled: dict[tuple[int, int], int] = {}  # (sequence, position) -> token, on the device
         self.ended: dict[int, FinishReason] = {}
         self.computed: Counter[int] = Counter()
         self.batches: list[list[tuple[int, int]]] = []
@@ -104,10 +107,15 @@ class Simulation:
     def add(self, *sequences: Sequence) -> None:
         for seq in sequences:
             self.scheduler.add(seq)
+            self.added.append(seq)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [seq for seq in self.added if seq.status is not SequenceStatus.FINISHED]
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_unfinished() or self.under_way is not None
+        return self.scheduler.has_unfinished() or self.in_flight is not None
 
     def step(self) -> Batch:
         batch, due = self.schedule()
@@ -115,40 +123,42 @@ class Simulation:
         self.compute(batch.rows)
         self.batches.append([(row.sequence.sequence_id, row.num_tokens) for row in batch.rows])
         for each in due:
-            self.settle(each)
+            self.update(each)
         return batch
 
     def schedule(self) -> tuple[Batch, list[Batch]]:
-        """The next batch, and those whose tokens are to be read once it runs."""
-        known = unfinished(self.scheduler)
+        """The next batch, and those whose tokens are read once it runs."""
+        known = self.unfinished
         preemptions = {seq.sequence_id: seq.num_preemptions for seq in known}
-        overdue = [seq for seq in known if seq.num_passes >= scheduler_module.MAX_PASSES]
+        orders = {seq.sequence_id: seq.order for seq in known}
+        starving = [seq for seq in known if seq.skipped_steps >= scheduler_module.STARVATION_BOUND]
         was_running = set(self.scheduler.running)
-        batch, before = self.scheduler.schedule(), self.under_way
+        batch, before = self.scheduler.schedule(), self.in_flight
         served = [row.sequence for row in batch.rows]
         for seq in served:
-            assert seq.num_preemptions == preemptions[seq.sequence_id], "it gave way in this step"
+            assert seq.num_preemptions == preemptions[seq.sequence_id], "it was preempted in this step"
         gainers = served + [seq for seq in self.scheduler.running if seq not in was_running]
         for seq in known:
             if seq.num_preemptions > preemptions[seq.sequence_id]:
-                assert any(other.order < seq.order or other in overdue for other in gainers), f"{seq} gave way in vain"
+                gained = any(other.order < orders[seq.sequence_id] or other in starving for other in gainers)
+                assert gained, f"{seq} was preempted in vain"
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({seq.sequence_id for seq in served}) == len(served)
         self.check_books()
         assert batch.rows or before is not None, "nothing was scheduled while sequences wait"
         if not self.overlap:
             return batch, [batch]
-        self.under_way = batch if batch.rows else None
+        self.in_flight = batch if batch.rows else None
         return batch, [] if before is None else [before]
 
     def fail(self, choose: Callable[[list[Sequence]], Sequence] | None) -> None:
-        """What is under way fails because of one sequence, or (choose: None) with the loss of everything in the pools,
-        and is run again as EngineCore does."""
+        """The steps in flight fail because of one sequence, or (choose: None) with the loss of everything in the pools.
+        They are run again as EngineCore does."""
         batch, due = self.schedule()
         self.move(batch.moves)
         self.compute(batch.rows)
         failed = [*due, batch] if self.overlap else due
-        self.under_way = None
+        self.in_flight = None
         rows = [row for each in failed for row in each.rows]
         for row in rows:
             self.forget(row)
@@ -166,7 +176,7 @@ class Simulation:
                 self.scheduler.reset_cache()
         for row in rows:
             if row.sequence.status in (SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED):
-                self.scheduler.start_over(row.sequence)
+                self.scheduler.recompute(row.sequence)
         for each in failed:
             for row in each.rows:
                 if row.sequence is culprit and culprit.status is SequenceStatus.RUNNING:
@@ -183,10 +193,10 @@ class Simulation:
     def run_again(self, batch: Batch) -> None:
         alive = [row for row in batch.rows if row.sequence.status is SequenceStatus.RUNNING]
         self.compute(alive)
-        self.settle(batch, alive)
+        self.update(batch, alive)
 
     def fail_to_move(self, num_done: int) -> None:
-        """The moves of a step fail behind the first few. It is run without those who need them, as EngineCore does."""
+        """The moves of a step fail after the first few. It runs without the sequences that need them."""
         batch, due = self.schedule()
         moves, done = batch.moves, num_done
         if not moves:
@@ -200,23 +210,23 @@ class Simulation:
             self.move(BlockMoves(*kinds))
             self.scheduler.undo_moves(batch)
             self.check_books()
-            self.under_way = None
+            self.in_flight = None
         if not moves or not self.overlap:
             for each in due:
-                self.run_again(each) if moves else self.settle(each)
+                self.run_again(each) if moves else self.update(each)
             return
         for each in due:
-            self.settle(each)
+            self.update(each)
         self.run_again(batch)
 
     def forget(self, row: ScheduledSequence) -> None:
-        """A step wrote nothing, or nothing right, in whatever blocks the sequence had then."""
+        """A step wrote nothing, or nothing right, into the blocks that the sequence had then."""
         for place in self.places.pop(row):
             self.slots.pop(place, None)
-        self.drawn.pop((row.sequence.sequence_id, row.context_len), None)
+        self.sampled.pop((row.sequence.sequence_id, row.context_len), None)
 
     def move(self, moves: BlockMoves) -> None:
-        """In the order that BlockMoves promises to be safe. Blocks move as they are, whatever was never written."""
+        """In the order of BlockMoves. Blocks move as they are, also if parts were never written."""
         size = self.scheduler.config.block_size
         read, written = {slot for slot, _ in moves.swap_in}, {slot for _, slot in moves.swap_out}
         assert read.isdisjoint(written), "a step writes a slot that it reads"
@@ -233,7 +243,7 @@ class Simulation:
             target.update(held)
 
     def compute(self, rows: Iterable[ScheduledSequence]) -> None:
-        """What the device does: write, read, draw. The tokens that it drew before are known to it alone."""
+        """What the device does: write, read, sample. Only the device knows the tokens that it sampled before."""
         size = self.scheduler.config.block_size
         contexts = []
         written: set[tuple[int, int]] = set()
@@ -241,7 +251,7 @@ class Simulation:
             seq = row.sequence
             assert seq.block_table is not None
             tokens = [
-                self.drawn[seq.sequence_id, position] if token == PENDING else token
+                self.sampled[seq.sequence_id, position] if token == PENDING else token
                 for position, token in enumerate(seq.token_ids[: row.context_len])
             ]
             places = [(seq.block_table.block_ids[p // size], p % size) for p in range(row.context_len)]
@@ -256,11 +266,11 @@ class Simulation:
                 assert self.slots[place] == tuple(tokens[: position + 1]), f"{row.sequence} reads foreign KV"
             self.computed[row.sequence.sequence_id] += row.num_tokens
             if row.samples:
-                self.drawn[row.sequence.sequence_id, row.context_len] = token_after(tokens)
+                self.sampled[row.sequence.sequence_id, row.context_len] = token_after(tokens)
 
-    def settle(self, batch: Batch, rows: Iterable[ScheduledSequence] | None = None) -> None:
+    def update(self, batch: Batch, rows: Iterable[ScheduledSequence] | None = None) -> None:
         tokens = {
-            row.sequence.sequence_id: self.drawn[row.sequence.sequence_id, row.context_len]
+            row.sequence.sequence_id: self.sampled[row.sequence.sequence_id, row.context_len]
             for row in (batch.rows if rows is None else rows)
             if row.samples
         }
@@ -275,6 +285,15 @@ class Simulation:
             self.step()
         raise AssertionError(f"not done after {max_steps} steps")
 
+    def preempt_all(self) -> None:
+        """A HIGH sequence takes the whole pool for one step."""
+        config = self.scheduler.config
+        tokens = (config.num_blocks - 1) * config.block_size
+        self.add(sequence(PREEMPTOR, tokens, max_tokens=2, priority=Priority.HIGH, arrival_time=-1e6))
+        self.step()
+        assert [seq.sequence_id for seq in self.scheduler.running] == [PREEMPTOR]
+        self.abort(PREEMPTOR)
+
     def abort(self, sequence_id: int) -> None:
         self.note_end(self.scheduler.finish(sequence_id, FinishReason.ABORT))
         self.check_books()
@@ -285,21 +304,21 @@ class Simulation:
         self.ended[seq.sequence_id] = seq.finish_reason
 
     def check_tables(self) -> None:
-        """What a step is given of the tables, kept from step to step, is what the tables say now."""
-        running = [seq for seq in unfinished(self.scheduler) if seq.block_table is not None and len(seq.block_table)]
+        """The rows that a step gets, kept from step to step, equal the tables."""
+        running = [seq for seq in self.unfinished if seq.block_table is not None and len(seq.block_table)]
         tables = [seq.block_table.block_ids for seq in running if seq.block_table is not None]
         width = max(map(len, tables), default=0)
         kept = self.scheduler.get_block_tables([seq.sequence_id for seq in running])
         assert kept.tolist() == [[*table, *[-1] * (width - len(table))] for table in tables]
 
     def check_books(self) -> None:
-        """Blocks add up, reference counts equal the tables that hold them, and nobody writes into a shared block."""
+        """Blocks add up, reference counts equal the tables that hold them, and no sequence is in two queues."""
         pool = self.scheduler.pool
         usage = pool.usage()
         assert usage.used + usage.cached + usage.free == pool.num_blocks
         holders: Counter[int] = Counter()
         slots: Counter[int] = Counter()
-        for seq in unfinished(self.scheduler):
+        for seq in self.unfinished:
             assert seq.num_pending_tokens == seq.token_ids.count(PENDING) <= 1 + self.overlap
             assert (seq.block_table is not None) == (seq.status is SequenceStatus.RUNNING)
             assert seq.block_table is not None or seq.num_computed_tokens == 0
@@ -312,15 +331,22 @@ class Simulation:
         assert pool.shared(range(pool.num_blocks)) == {block for block, count in holders.items() if count > 1}
         for seq in self.scheduler.waiting:
             if seq.fork_of is None:
-                look, least = seq.last_look, self.scheduler.blocks.least_room_for(seq)
+                lookup, least = seq.last_lookup, self.scheduler.blocks.least_room_for(seq)
                 room = self.scheduler.blocks.room_for(seq, self.scheduler.blocks.find(seq))
                 assert least <= room, f"{seq} would be refused in error"
-                seq.last_look = look
+                seq.last_lookup = lookup
         swap = self.scheduler.blocks.swap
         if swap is not None:
             assert all(swap.ref_count(slot) == slots[slot] <= 1 for slot in range(swap.num_blocks))
-        running = [s for s in unfinished(self.scheduler) if s.status is SequenceStatus.RUNNING]
+        running = [s for s in self.unfinished if s.status is SequenceStatus.RUNNING]
         assert len(running) <= self.scheduler.config.max_num_seqs
         assert sorted(running, key=ORDER) == list(self.scheduler.running)
-        listed = [*running, *self.scheduler.waiting, *(s for forks in self.scheduler._forks.values() for s in forks)]
-        assert Counter(s.sequence_id for s in listed) == Counter(s.sequence_id for s in unfinished(self.scheduler))
+        waiting = list(self.scheduler.waiting)
+        assert sorted(waiting, key=ORDER) == waiting
+        for seq in self.unfinished:
+            waits_for_parent = seq not in running and seq not in waiting
+            if waits_for_parent:
+                assert seq.fork_of is not None
+                assert seq.fork_of in self.unfinished
+                assert seq.fork_of.num_output_tokens == 0
+            assert (seq in running) + (seq in waiting) + waits_for_parent == 1

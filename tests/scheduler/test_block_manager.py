@@ -15,7 +15,7 @@ PROMPT = list(range(10))
 
 
 def swapped(num_swap_slots: int = 8, prefix_caching: bool = False) -> tuple[Simulation, Sequence, Batch]:
-    """A LOW one of 10 + 1 tokens that a HIGH one has just pushed out of a pool of 4 blocks."""
+    """A LOW one of 10 + 1 tokens for which a HIGH one has just been admitted to a pool of 4 blocks."""
     scheduler = make_scheduler(
         num_blocks=4, max_num_batched_tokens=64, num_swap_slots=num_swap_slots, prefix_caching=prefix_caching
     )
@@ -61,7 +61,7 @@ def test_only_what_the_prefix_cache_has_not_kept_is_swapped_in() -> None:
     assert simulation.scheduler.stats().swap.used == 0
 
 
-def test_swapped_ones_come_back_before_new_work_of_their_class() -> None:
+def test_swapped_sequences_are_admitted_before_new_ones_of_their_class() -> None:
     simulation, low, _ = swapped()
     simulation.add(sequence(3, 9, priority=LOW))
     simulation.step()
@@ -69,7 +69,7 @@ def test_swapped_ones_come_back_before_new_work_of_their_class() -> None:
     assert low.status is SequenceStatus.RUNNING
 
 
-def test_without_room_in_swap_space_it_is_computed_again() -> None:
+def test_without_room_in_swap_space_it_is_recomputed() -> None:
     simulation, low, batch = swapped(num_swap_slots=2)
     assert low.status is SequenceStatus.PREEMPTED
     assert not batch.moves
@@ -79,34 +79,32 @@ def test_without_room_in_swap_space_it_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
-def test_the_slots_of_one_that_ends_are_free_at_once(reason: FinishReason) -> None:
+def test_the_swap_slots_of_a_sequence_that_ends_are_free_at_once(reason: FinishReason) -> None:
     simulation, _, _ = swapped()
     simulation.scheduler.finish(1, reason)
     assert simulation.scheduler.stats().swap.used == 0
 
 
 def test_a_slot_that_a_step_reads_is_not_written_by_the_same_step() -> None:
-    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=64, num_swap_slots=3, prefix_caching=False)
-    simulation = Simulation(scheduler)
-    swap = scheduler.blocks.swap
+    blocks = make_scheduler(num_blocks=8, num_swap_slots=3, prefix_caching=False).blocks
+    swap = blocks.swap
     assert swap is not None
-    simulation.add(sequence(1, PROMPT, max_tokens=4, priority=NORMAL))
-    simulation.step()
-    blocks = scheduler.blocks
-    first = scheduler.get(1)
-    scheduler._preemption.preempt(first, swap=True)
-    simulation.move(blocks.take_moves())
-    assert swap.num_free == 0
+    first = sequence(1, PROMPT)
     blocks.start(first, blocks.find(first))
+    blocks.grow(first, 10)
+    first.num_computed_tokens = 10
+    assert blocks.swap_out(first)
+    blocks.take_moves()
+    assert swap.num_free == 0
+    assert blocks.start(first, blocks.find(first)) == 10
     assert first.swap_slots == []
     assert swap.num_free == 0, "until the step has its moves"
     blocks.take_moves()
     assert swap.num_free == 3
-    blocks.release(first)
 
 
 def test_moves_that_fail_cost_only_what_needed_them() -> None:
-    """The bytes of one block got out, the others did not: the whole sequence is computed again."""
+    """One block was swapped out, the others were not: the whole sequence is recomputed."""
     scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=64, num_swap_slots=8)
     simulation = Simulation(scheduler, overlap=True)
     low = sequence(1, PROMPT, max_tokens=4, priority=LOW)
@@ -139,7 +137,7 @@ def test_blocks_that_were_not_loaded_are_not_found_by_others() -> None:
     assert answer(low) == undisturbed(PROMPT, 1, 4)
 
 
-def test_one_that_only_waits_for_its_last_token_is_not_swapped_out() -> None:
+def test_a_sequence_that_only_waits_for_its_last_token_is_not_swapped_out() -> None:
     scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=64, num_swap_slots=8)
     simulation = Simulation(scheduler, overlap=True)
     simulation.add(sequence(1, PROMPT, max_tokens=1, priority=LOW))
@@ -151,13 +149,13 @@ def test_one_that_only_waits_for_its_last_token_is_not_swapped_out() -> None:
     simulation.run()
 
 
-def test_one_that_has_computed_nothing_has_nothing_to_swap() -> None:
-    scheduler = make_scheduler(num_swap_slots=8)
+def test_a_sequence_that_has_computed_nothing_is_not_swapped_out() -> None:
+    blocks = make_scheduler(num_swap_slots=8).blocks
     seq = sequence(1, PROMPT)
-    scheduler.add(seq)
-    assert scheduler._admit(seq)
-    scheduler._preemption.preempt(seq, swap=True)
-    assert seq.status is SequenceStatus.PREEMPTED
+    blocks.start(seq, blocks.find(seq))
+    assert not blocks.swap_out(seq)
+    assert seq.block_table is not None
+    assert not blocks.take_moves()
 
 
 # -- forks -----------------------------------------------------------------------------------------------------------
@@ -193,7 +191,7 @@ def test_the_last_owner_of_a_shared_block_writes_in_place() -> None:
     fork = sequence(2, PROMPT, max_tokens=5, fork_of=parent)
     simulation.scheduler.add(fork)
     scheduler = simulation.scheduler
-    scheduler.blocks.start(fork, scheduler.blocks.find(fork, parent))
+    fork.num_computed_tokens = scheduler.blocks.start(fork, scheduler.blocks.find(fork, parent))
     assert [scheduler.pool.ref_count(block) for block in blocks] == [2, 2, 2]
     parent.block_table.release()
     parent.block_table = None
@@ -229,13 +227,13 @@ def test_a_fork_of_a_parent_that_is_gone_computes_what_it_does_not_find(fate: st
         if fate == "aborted":
             simulation.abort(1)
         elif fate != "finished":
-            scheduler._preemption.preempt(parent, swap=fate == "swapped")
-            simulation.move(scheduler.blocks.take_moves())
+            simulation.preempt_all()
+            assert parent.status.value == fate
         simulation.add(fork)
     simulation.run()
     assert answer(fork) == undisturbed(PROMPT, 1, 5)
     assert scheduler.stats().blocks_copied_total == 0
-    assert set(simulation.ended) == {1, 2}
+    assert {1, 2} <= set(simulation.ended)
 
 
 def test_an_aborted_fork_that_waits_for_its_parent_never_runs() -> None:
@@ -253,14 +251,13 @@ def test_an_aborted_fork_that_waits_for_its_parent_never_runs() -> None:
 
 @pytest.mark.parametrize("slots", [0, 8])
 def test_a_fork_never_copies_what_its_parent_gets_in_the_same_step(slots: int) -> None:
-    """The parent comes back, loaded or computed again, in the step that admits the fork."""
+    """The parent is swapped in or recomputed in the step that admits the fork."""
     scheduler = make_scheduler(num_swap_slots=slots, max_num_batched_tokens=64)
     simulation = Simulation(scheduler)
     parent = sequence(1, PROMPT, max_tokens=5)
     simulation.add(parent)
     simulation.step()
-    scheduler._preemption.preempt(parent, swap=True)
-    simulation.move(scheduler.blocks.take_moves())
+    simulation.preempt_all()
     simulation.add(sequence(2, PROMPT, max_tokens=5, fork_of=parent))
     batch = simulation.step()
     assert batch.sequence_ids == [1, 2]
@@ -269,8 +266,8 @@ def test_a_fork_never_copies_what_its_parent_gets_in_the_same_step(slots: int) -
 
 
 def test_a_fork_never_copies_what_its_parent_takes_over_in_the_same_step() -> None:
-    """The parent is half-way through computing itself again. A HIGH one computes its next block in this step, the
-    parent takes it over, and the fork finds a parent whose prompt seems to be there."""
+    """Half of the parent is recomputed. A HIGH one computes its next block in this step, the parent takes it over, and
+    the parent's prompt seems to be complete when the fork is admitted."""
     scheduler = make_scheduler(max_num_batched_tokens=64, decode_preference=0.0)
     simulation = Simulation(scheduler)
     parent = sequence(1, PROMPT, max_tokens=9)
@@ -294,7 +291,7 @@ def test_a_fork_never_copies_what_its_parent_takes_over_in_the_same_step() -> No
 
 
 def test_sixteen_of_three_classes_with_one_prefix_compute_it_once() -> None:
-    """The LOW ones came first and are at work on the prefix when the HIGH ones overtake them."""
+    """The LOW ones came first and compute the prefix when the HIGH ones overtake them."""
     scheduler = make_scheduler(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=16)
     simulation = Simulation(scheduler)
     prefix = list(range(80))
@@ -315,23 +312,24 @@ def test_of_overlapped_steps_too_the_blocks_that_an_answer_fills_are_found() -> 
     assert len(simulation.scheduler.blocks.find(sequence(2, [*first.token_ids, 1, 2])).hit) == 4
 
 
-def test_hits_of_one_that_comes_back_are_not_counted_again() -> None:
+def test_hits_of_a_sequence_that_is_admitted_again_are_not_counted_again() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=64)
     simulation = Simulation(scheduler)
     seq = sequence(1, PROMPT, max_tokens=4)
     simulation.add(seq)
     simulation.step()
-    scheduler._preemption.preempt(seq, swap=False)
+    scheduler.recompute(seq)
     simulation.run()
+    assert seq.num_preemptions == 1
     assert simulation.computed[1] < 10 + 11
     assert seq.num_cached_tokens == 0
     assert (scheduler.stats().prompt_tokens_total, scheduler.stats().prefix_hit_tokens_total) == (10, 0)
 
 
-# -- the bound that spares looking ---
+# -- the lower bound that saves lookups --------------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_not_looked_up_again_before_it_can_be_less() -> None:
+def test_missing_blocks_are_not_looked_up_again_before_they_can_be_fewer() -> None:
     blocks = make_scheduler(num_blocks=16).blocks
     holder, waiter = sequence(1, list(range(9))), sequence(2, list(range(8)), max_tokens=9)
     blocks.start(holder, blocks.find(holder))
@@ -348,7 +346,7 @@ def test_what_is_missing_is_not_looked_up_again_before_it_can_be_less() -> None:
     assert blocks.least_room_for(waiter) <= blocks.room_for(waiter, blocks.find(waiter)) == 1, "now both are found"
 
 
-def test_a_fork_is_always_looked_at() -> None:
+def test_a_fork_is_always_looked_up() -> None:
     blocks = make_scheduler(num_blocks=16).blocks
     parent = sequence(1, PROMPT)
     fork = sequence(2, PROMPT, fork_of=parent)
@@ -362,7 +360,7 @@ def test_a_growth_that_lacks_the_block_of_its_copy_changes_nothing() -> None:
     blocks.start(parent, blocks.find(parent))
     blocks.grow(parent, 10)
     fork = sequence(2, PROMPT, fork_of=parent)
-    blocks.start(fork, blocks.find(fork, parent))
+    fork.num_computed_tokens = blocks.start(fork, blocks.find(fork, parent))
     assert fork.block_table is not None
     before = list(fork.block_table.block_ids)
     with pytest.raises(OutOfBlocksError, match="2 blocks wanted, 1 free"):
@@ -413,14 +411,15 @@ def test_beyond_85_percent_of_the_pool_cached_blocks_are_dropped() -> None:
     assert scheduler.pool.usage() == BlockUsage(used=4, cached=30, free=6)
 
 
-def test_a_cleared_cache_finds_nothing_and_disturbs_nobody() -> None:
+def test_a_cleared_cache_finds_nothing_and_running_sequences_continue() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=64)
     simulation = Simulation(scheduler)
     running = sequence(1, PROMPT, max_tokens=9)
     simulation.add(running, sequence(2, 9, max_tokens=1))
     simulation.step()
     assert scheduler.prefix_cache is not None
-    assert scheduler.prefix_cache.clear() == 4
+    scheduler.prefix_cache.clear()
+    assert len(scheduler.prefix_cache) == 0
     assert scheduler.pool.usage().cached == 0
     again = sequence(3, PROMPT)
     simulation.add(again)

@@ -1,4 +1,4 @@
-"""Who goes first, who is looked after: classes, aging, passing by, making way."""
+"""The order of service: classes, aging, preemption for a higher class, the starvation bound."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from mlxpaged.scheduler import Admission, FinishReason, Priority, Scheduler, SequenceStatus
-from mlxpaged.scheduler.scheduler import LOOK_AHEAD, MAX_PASSES
+from mlxpaged.scheduler import FinishReason, Priority, PromptTooLongError, Sequence, SequenceStatus
+from mlxpaged.scheduler.scheduler import LOOK_AHEAD, STARVATION_BOUND
 from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
 
 HIGH, NORMAL, LOW = Priority
@@ -90,39 +90,39 @@ def test_log_lines_carry_priority_and_effective_value(caplog: pytest.LogCaptureF
     assert "admitted sequence 2: priority HIGH, effective 0.00, 0.0 s old, preemption 0" in messages
 
 
-# -- making way for a higher class -----------------------------------------------------------------------------------
+# -- preemption for a higher class -----------------------------------------------------------------------------------
 
 
-def filled(priority: Priority, count: int, **options: int | bool) -> tuple[Simulation, list[Scheduler]]:
+def filled(priority: Priority, count: int, **options: int | bool) -> Simulation:
     """`count` sequences of 3 blocks each in a pool of as many, decoding."""
     scheduler = make_scheduler(num_blocks=3 * count, max_num_batched_tokens=64, **options)
     simulation = Simulation(scheduler)
     simulation.add(*(sequence(number, 9, max_tokens=4, priority=priority) for number in range(1, count + 1)))
     simulation.step()
-    return simulation, [scheduler]
+    return simulation
 
 
-def test_a_higher_class_takes_the_place_of_no_more_of_a_lower_one_than_it_needs() -> None:
-    simulation, _ = filled(LOW, 4)
+def test_a_higher_class_preempts_no_more_of_a_lower_one_than_it_needs() -> None:
+    simulation = filled(LOW, 4)
     simulation.add(sequence(9, 20, max_tokens=2, priority=HIGH))
     simulation.step()
-    assert [seq.sequence_id for seq in simulation.scheduler.running] == [9, 1, 2], "the newest two gave way"
+    assert [seq.sequence_id for seq in simulation.scheduler.running] == [9, 1, 2], "the newest two were preempted"
     simulation.run()
     assert len(simulation.ended) == 5
 
 
 @pytest.mark.parametrize(("running", "fresh", "at"), [(NORMAL, NORMAL, 0.0), (NORMAL, LOW, 0.0), (LOW, HIGH, 20.0)])
-def test_nobody_gives_way_to_its_own_or_a_lower_class_or_to_one_that_is_behind_it(
+def test_no_sequence_is_preempted_for_its_own_or_a_lower_class_or_for_one_after_it(
     running: Priority, fresh: Priority, at: float
 ) -> None:
-    simulation, _ = filled(running, 2)
+    simulation = filled(running, 2)
     simulation.add(sequence(9, 9, max_tokens=4, priority=fresh, arrival_time=at))
     simulation.run()
     assert simulation.scheduler.stats().preemptions_total == 0
 
 
-def test_nobody_gives_way_in_vain() -> None:
-    """Two LOW ones could be pushed out, but NORMAL holds what HIGH would still lack."""
+def test_no_sequence_is_preempted_in_vain() -> None:
+    """Two LOW ones could be preempted, but the running HIGH one holds what the waiting one would still lack."""
     scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=64)
     simulation = Simulation(scheduler)
     simulation.add(
@@ -137,8 +137,8 @@ def test_nobody_gives_way_in_vain() -> None:
     assert len(simulation.ended) == 4
 
 
-def test_blocks_that_two_victims_share_are_counted_when_both_are_gone() -> None:
-    """Each of the LOW ones holds 10 shared blocks and one of its own: pushing out one brings a single block."""
+def test_blocks_that_two_victims_share_count_when_both_are_preempted() -> None:
+    """Each of the LOW ones holds 10 shared blocks and one of its own: preempting one frees a single block."""
     scheduler = make_scheduler(num_blocks=14, max_num_batched_tokens=64)
     simulation = Simulation(scheduler)
     prompt = list(range(40))
@@ -152,8 +152,8 @@ def test_blocks_that_two_victims_share_are_counted_when_both_are_gone() -> None:
     simulation.run()
 
 
-def test_a_prefix_that_only_victims_hold_is_no_room_for_its_heir() -> None:
-    """HIGH has the prefix of the LOW one in common, so pushing that one out frees 1 block for it, not 11."""
+def test_a_prefix_that_only_victims_hold_is_no_room_for_a_sequence_that_shares_it() -> None:
+    """HIGH shares the prefix of the LOW one, so preempting that one frees 1 block for it, not 11."""
     scheduler = make_scheduler(num_blocks=13, max_num_batched_tokens=64)
     simulation = Simulation(scheduler)
     prompt = list(range(40))
@@ -163,18 +163,14 @@ def test_a_prefix_that_only_victims_hold_is_no_room_for_its_heir() -> None:
     simulation.add(sequence(3, 5, max_tokens=3, priority=HIGH))
     simulation.step()
     assert scheduler.pool.num_free == 0
-    assert (
-        scheduler.admissions.judge(sequence(4, [*prompt, *range(200, 208)], max_tokens=2, priority=HIGH))
-        is Admission.LATER
-    )
     simulation.add(sequence(4, [*prompt, *range(200, 208)], max_tokens=2, priority=HIGH))
-    simulation.step()
+    assert 4 not in simulation.step().sequence_ids
     assert scheduler.get(2).num_preemptions == 0
     assert scheduler.get(3).num_preemptions == 0
     simulation.run()
 
 
-def test_a_seat_is_given_up_to_a_higher_class_too() -> None:
+def test_a_higher_class_preempts_for_a_sequence_slot_too() -> None:
     simulation = Simulation(make_scheduler(max_num_seqs=2))
     simulation.add(sequence(1, 4, priority=LOW), sequence(2, 4, priority=LOW))
     simulation.step()
@@ -183,8 +179,8 @@ def test_a_seat_is_given_up_to_a_higher_class_too() -> None:
     assert [seq.sequence_id for seq in simulation.scheduler.running] == [3, 1]
 
 
-def test_the_one_that_room_was_made_for_has_its_blocks_before_anybody_else_grows() -> None:
-    """The pushed-out one's blocks must not go to the decoding LOW ones that stay."""
+def test_a_sequence_that_room_was_made_for_gets_its_blocks_before_others_grow() -> None:
+    """The blocks of the preempted LOW one must not go to the LOW one that stays."""
     for prompt in range(5, 13):
         scheduler = make_scheduler(num_blocks=9, max_num_batched_tokens=64)
         simulation = Simulation(scheduler)
@@ -196,7 +192,7 @@ def test_the_one_that_room_was_made_for_has_its_blocks_before_anybody_else_grows
         simulation.run()
 
 
-def test_the_last_in_order_gives_way_lowest_class_first_then_the_newest() -> None:
+def test_the_last_in_order_is_preempted_lowest_class_first_then_the_newest() -> None:
     scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=64)
     simulation = Simulation(scheduler)
     simulation.add(
@@ -213,8 +209,8 @@ def test_the_last_in_order_gives_way_lowest_class_first_then_the_newest() -> Non
     assert gone[:2] == [1, 4]
 
 
-def test_a_decoding_sequence_that_is_the_last_keeps_its_blocks_until_somebody_needs_them() -> None:
-    """The first one's answer ends with the token under way: in a step it leaves the block that the second waits for."""
+def test_the_last_decoding_sequence_keeps_its_blocks_while_it_waits_for_one_more() -> None:
+    """The first answer ends with the token in flight: one step later it frees the block that the second waits for."""
     simulation = Simulation(make_scheduler(num_blocks=4), overlap=True)
     simulation.add(sequence(1, 6, max_tokens=3), sequence(2, 7, max_tokens=6))
     simulation.run()
@@ -224,45 +220,49 @@ def test_a_decoding_sequence_that_is_the_last_keeps_its_blocks_until_somebody_ne
 # -- admission -------------------------------------------------------------------------------------------------------
 
 
+def admitted(scheduler_options: dict[str, int], running: list[Sequence], new: Sequence) -> bool:
+    """Whether a sequence that arrives one step after others is in the next step."""
+    simulation = Simulation(make_scheduler(**scheduler_options))
+    if running:
+        simulation.add(*running)
+        simulation.step()
+    simulation.add(new)
+    return new.sequence_id in simulation.step().sequence_ids
+
+
 def test_admission_is_ok_later_or_impossible() -> None:
-    scheduler = make_scheduler(num_blocks=6, max_num_seqs=2, max_num_batched_tokens=64)
-    simulation = Simulation(scheduler)
-    assert scheduler.admissions.judge(sequence(1, 20, max_tokens=5)) is Admission.OK
-    assert scheduler.admissions.judge(sequence(1, 20, max_tokens=6)) is Admission.IMPOSSIBLE
-    simulation.add(sequence(1, 8, max_tokens=5))
-    simulation.step()
-    assert scheduler.admissions.judge(sequence(2, 11, max_tokens=9)) is Admission.OK, (
-        "3 blocks, and 1 for the first to go on"
-    )
-    assert scheduler.admissions.judge(sequence(2, 12, max_tokens=9)) is Admission.LATER, (
-        "no room for its first answer token"
-    )
-    assert scheduler.admissions.judge(sequence(2, 12, max_tokens=1)) is Admission.OK, "it needs none"
-    simulation.add(sequence(3, 1, max_tokens=5))
-    simulation.step()
-    assert scheduler.admissions.judge(sequence(4, 1, max_tokens=1)) is Admission.LATER, "no seat"
+    options = {"num_blocks": 6, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+
+    def beside_another(new: Sequence) -> bool:
+        return admitted(options, [sequence(1, 8, max_tokens=5)], new)
+
+    assert admitted(options, [], sequence(2, 20, max_tokens=5))
+    with pytest.raises(PromptTooLongError):
+        admitted(options, [], sequence(2, 20, max_tokens=6))
+    assert beside_another(sequence(2, 11, max_tokens=9)), "3 blocks, and 1 for the first one's next token"
+    assert not beside_another(sequence(2, 12, max_tokens=9)), "no room for its first answer token"
+    assert beside_another(sequence(2, 12, max_tokens=1)), "it needs none"
+    two = [sequence(1, 8, max_tokens=5), sequence(3, 1, max_tokens=5)]
+    assert not admitted(options, two, sequence(4, 1, max_tokens=1)), "no sequence slot"
 
 
-def test_a_newcomer_leaves_to_those_before_it_what_their_prompts_still_need() -> None:
-    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=8)
-    simulation = Simulation(scheduler)
-    simulation.add(sequence(1, 32, max_tokens=4, priority=LOW))
-    simulation.step()
-    assert scheduler.pool.usage().used == 2
-    assert scheduler.admissions.judge(sequence(2, 15, max_tokens=2, priority=LOW)) is Admission.OK
-    assert scheduler.admissions.judge(sequence(2, 16, max_tokens=2, priority=LOW)) is Admission.LATER
-    assert scheduler.admissions.judge(sequence(2, 16, max_tokens=2, priority=HIGH)) is Admission.OK, (
-        "the LOW one would give way"
-    )
-    late = sequence(2, 16, max_tokens=2, priority=HIGH, arrival_time=60.0)
-    assert scheduler.admissions.judge(late) is Admission.LATER, "not to one that is behind it"
+def test_a_new_sequence_leaves_to_running_prompts_what_they_still_need() -> None:
+    options = {"num_blocks": 12, "max_num_batched_tokens": 20}
+
+    def beside_a_low_prompt(length: int, priority: Priority, arrival_time: float = 0.0) -> bool:
+        low = sequence(1, 32, max_tokens=4, priority=LOW)
+        return admitted(options, [low], sequence(2, length, 2, priority=priority, arrival_time=arrival_time))
+
+    assert beside_a_low_prompt(11, HIGH, 60.0)
+    assert not beside_a_low_prompt(12, HIGH, 60.0), "the LOW one is before it in order"
+    assert beside_a_low_prompt(12, HIGH), "the LOW one would be preempted"
 
 
-# -- passing by ------------------------------------------------------------------------------------------------------
+# -- the starvation bound --------------------------------------------------------------------------------------------
 
 
 def blocked_queue(num_swap_slots: int = 0) -> tuple[Simulation, int]:
-    """One decodes for long in half of the pool; a large one waits behind it."""
+    """One sequence decodes for long in half of the pool; a large one waits."""
     scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=256, num_swap_slots=num_swap_slots)
     simulation = Simulation(scheduler)
     simulation.add(sequence(1, 128, max_tokens=100))
@@ -272,14 +272,14 @@ def blocked_queue(num_swap_slots: int = 0) -> tuple[Simulation, int]:
 
 
 @pytest.mark.parametrize("num_swap_slots", [0, 100])
-def test_a_blocked_sequence_runs_on_pass_65_its_victim_is_queued_again_and_the_pool_balances(
+def test_a_blocked_sequence_runs_in_step_65_its_victim_is_queued_again_and_the_pool_balances(
     num_swap_slots: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     simulation, number = blocked_queue(num_swap_slots)
-    for _ in range(MAX_PASSES):
+    for _ in range(STARVATION_BOUND):
         assert number not in simulation.step().sequence_ids
     victim, large = simulation.scheduler.get(1), simulation.scheduler.get(number)
-    assert (large.num_passes, simulation.scheduler.stats().starvation_admissions_total) == (MAX_PASSES, 0)
+    assert (large.skipped_steps, simulation.scheduler.stats().starvation_admissions_total) == (STARVATION_BOUND, 0)
     with caplog.at_level(logging.INFO, logger="mlxpaged.scheduler"):
         batch = simulation.step()
     assert batch.sequence_ids == [number]
@@ -287,7 +287,7 @@ def test_a_blocked_sequence_runs_on_pass_65_its_victim_is_queued_again_and_the_p
     assert list(simulation.scheduler.waiting) == [victim]
     assert simulation.scheduler.stats().starvation_admissions_total == 1
     assert any("made room for sequence 2" in record.getMessage() for record in caplog.records)
-    assert large.num_passes == 0
+    assert large.skipped_steps == 0
     simulation.run()
     assert simulation.ended == {1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
     assert answer(victim) == undisturbed(128, 1, 100)
@@ -295,8 +295,8 @@ def test_a_blocked_sequence_runs_on_pass_65_its_victim_is_queued_again_and_the_p
 
 
 @pytest.mark.parametrize("decode_preference", [0.01, 0.5, 0.9])
-def test_steps_that_only_decode_are_passes_too(decode_preference: float) -> None:
-    """Whatever their share, room is made as many steps after a waiting one found none."""
+def test_steps_that_only_decode_are_skipped_steps_too(decode_preference: float) -> None:
+    """Whatever the share of decoding, room is made as many steps after a waiting sequence found none."""
     options = {"prefill_mode": "separate", "decode_preference": decode_preference}
     scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=256, **options)
     simulation = Simulation(scheduler)
@@ -304,54 +304,54 @@ def test_steps_that_only_decode_are_passes_too(decode_preference: float) -> None
     simulation.step()
     simulation.add(sequence(2, 200, max_tokens=2))
     waiting = scheduler.get(2)
-    while waiting.num_passes == 0:
+    while waiting.skipped_steps == 0:
         simulation.step()
-    for passes in range(2, MAX_PASSES + 1):
+    for skipped in range(2, STARVATION_BOUND + 1):
         assert simulation.step().sequence_ids == [1]
-        assert waiting.num_passes == passes
+        assert waiting.skipped_steps == skipped
     simulation.step()
     assert waiting.status is SequenceStatus.RUNNING
     assert scheduler.stats().starvation_admissions_total == 1
 
 
-def test_a_step_that_only_decodes_is_no_pass_for_one_that_has_not_been_looked_at_or_wants_a_seat() -> None:
+def test_a_step_that_only_decodes_is_not_counted_for_a_sequence_that_waits_for_a_slot() -> None:
     options = {"prefill_mode": "separate", "decode_preference": 0.9}
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=256, **options)
     simulation = Simulation(scheduler)
     simulation.add(sequence(1, 20, max_tokens=80))
     simulation.step()
     simulation.add(sequence(2, 20, max_tokens=2))
-    for _ in range(MAX_PASSES + 5):
+    for _ in range(STARVATION_BOUND + 5):
         assert simulation.step().sequence_ids == [1]
-    assert scheduler.get(2).num_passes == 0
+    assert scheduler.get(2).skipped_steps == 0
 
 
 @pytest.mark.parametrize("prompt", [125, 126, 127, 128])
-def test_what_a_victim_would_have_needed_next_is_room_too(prompt: int) -> None:
-    """The waiting one needs the whole pool; at one of these lengths the running one is about to take a block more."""
+def test_the_next_block_of_a_victim_counts_as_room_too(prompt: int) -> None:
+    """The waiting one needs the whole pool. At one of these lengths the running one is about to take one more block."""
     scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=256)
     simulation = Simulation(scheduler)
     simulation.add(sequence(1, prompt, max_tokens=100))
     simulation.step()
     simulation.add(sequence(2, 254, max_tokens=2))
-    for _ in range(MAX_PASSES):
+    for _ in range(STARVATION_BOUND):
         simulation.step()
     assert simulation.step().sequence_ids == [2]
 
 
-def test_it_is_no_rescue_where_nobody_has_to_give_way() -> None:
+def test_no_starvation_admission_is_counted_if_no_sequence_is_preempted() -> None:
     simulation, large = blocked_queue()
-    for _ in range(MAX_PASSES):
+    for _ in range(STARVATION_BOUND):
         simulation.step()
     simulation.abort(1)
     assert simulation.step().sequence_ids == [large]
     assert simulation.scheduler.stats().starvation_admissions_total == 0
 
 
-def test_one_that_was_rescued_and_preempted_since_is_like_any_other() -> None:
+def test_a_preempted_sequence_loses_the_protection_of_the_starvation_bound() -> None:
     simulation, large = blocked_queue()
     simulation.scheduler.get(large).max_tokens = 9
-    for _ in range(MAX_PASSES + 1):
+    for _ in range(STARVATION_BOUND + 1):
         simulation.step()
     simulation.scheduler.reset_cache()
     simulation.slots.clear()
@@ -362,24 +362,24 @@ def test_one_that_was_rescued_and_preempted_since_is_like_any_other() -> None:
     simulation.run()
 
 
-def test_small_ones_pass_a_large_one_by_until_it_was_passed_64_times() -> None:
+def test_small_sequences_overtake_a_large_one_for_64_steps() -> None:
     simulation, large = blocked_queue()
-    for number in range(10, 10 + MAX_PASSES):
+    for number in range(10, 10 + STARVATION_BOUND):
         simulation.add(sequence(number, 8, max_tokens=1))
         assert number in simulation.step().sequence_ids
     simulation.add(sequence(99, 8, max_tokens=1))
     assert simulation.step().sequence_ids[0] == large
 
 
-def test_a_step_looks_no_further_than_a_few_that_find_no_room() -> None:
+def test_a_step_considers_no_more_than_a_few_sequences_without_room() -> None:
     simulation, _ = blocked_queue()
     simulation.add(*(sequence(number, 200) for number in range(3, 2 + LOOK_AHEAD)))
     simulation.add(sequence(98, 200), sequence(99, 4))
     assert 99 not in simulation.step().sequence_ids
-    assert [seq.num_passes for seq in simulation.scheduler.waiting][:LOOK_AHEAD] == [1] * LOOK_AHEAD
+    assert [seq.skipped_steps for seq in simulation.scheduler.waiting][:LOOK_AHEAD] == [1] * LOOK_AHEAD
 
 
-def test_several_that_were_passed_over_do_not_throw_each_other_out() -> None:
+def test_several_sequences_at_the_starvation_bound_do_not_preempt_each_other() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=32)
     simulation = Simulation(scheduler)
     simulation.add(sequence(1, 128, max_tokens=120))
@@ -391,7 +391,7 @@ def test_several_that_were_passed_over_do_not_throw_each_other_out() -> None:
     assert len(simulation.ended) == 4
 
 
-def test_one_that_was_rescued_from_a_higher_class_is_not_thrown_out_by_it_a_step_later() -> None:
+def test_a_sequence_admitted_by_the_starvation_bound_is_not_preempted_for_a_higher_class() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=256)
     simulation = Simulation(scheduler)
     first, low = sequence(1, 128, max_tokens=100, priority=HIGH), sequence(2, 200, max_tokens=9, priority=LOW)
@@ -403,10 +403,10 @@ def test_one_that_was_rescued_from_a_higher_class_is_not_thrown_out_by_it_a_step
     assert answer(first) == undisturbed(128, 1, 100)
 
 
-def test_the_first_in_order_is_rescued_before_the_others() -> None:
+def test_the_starvation_bound_admits_the_first_in_order_first() -> None:
     simulation, _ = blocked_queue()
     simulation.add(sequence(3, 200))
-    for _ in range(MAX_PASSES):
+    for _ in range(STARVATION_BOUND):
         simulation.step()
     assert simulation.step().sequence_ids == [2]
 
@@ -467,24 +467,25 @@ def test_low_is_served_within_a_bound_under_a_steady_load_of_high() -> None:
             waits[seq.priority].append(clock.now - seq.arrival_time)
     assert len(waits[LOW]) > 10
     backlog = max(waits[HIGH])
-    assert max(waits[LOW]) <= backlog + 21.0, "20 s behind a HIGH that came with it, and no more"
+    assert max(waits[LOW]) <= backlog + 21.0, "20 s after a HIGH that came with it, and no more"
 
 
 # -- one at a time ---------------------------------------------------------------------------------------------------
 
 
 def test_what_one_sequence_is_granted_or_refused_is_not_so_for_the_next() -> None:
-    """A refusal for want of blocks is its own, and so is the right not to give way, which ends with being let in."""
+    """Skipped steps are a sequence's own, and so is the protection of the starvation bound."""
     simulation, large = blocked_queue()
     small = sequence(3, 8, max_tokens=1)
     simulation.add(small)
     assert 3 in simulation.step().sequence_ids
-    assert (simulation.scheduler.get(large).num_passes, small.num_passes) == (1, 0)
-    for _ in range(MAX_PASSES):
+    assert (simulation.scheduler.get(large).skipped_steps, small.skipped_steps) == (1, 0)
+    for _ in range(STARVATION_BOUND):
         simulation.step()
-    assert [seq.rescued for seq in (simulation.scheduler.get(large), simulation.scheduler.get(1))] == [True, False]
+    protected = {seq.sequence_id: seq.admitted_by_starvation_bound for seq in simulation.unfinished}
+    assert protected == {1: False, large: True}
     simulation.add(sequence(4, 200, max_tokens=2))
     for _ in range(3):
         simulation.step()
     assert large in simulation.ended
-    assert not any(seq.rescued for seq in simulation.scheduler.running)
+    assert not any(seq.admitted_by_starvation_bound for seq in simulation.scheduler.running)

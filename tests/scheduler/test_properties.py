@@ -1,10 +1,11 @@
-"""Whatever clients do, the books balance, nobody reads foreign KV, nobody waits forever, every sequence ends once.
+"""Whatever clients do: the books balance, no sequence reads foreign KV or waits forever, and each ends once.
 
 MLXPAGED_LONG=1 runs the same machine for minutes (`make test-scheduler`).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from unittest import mock
 
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mlxpaged.scheduler import FinishReason, Priority, PromptTooLongError
 from mlxpaged.scheduler import scheduler as scheduler_module
-from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed, unfinished
+from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
 
 LONG = bool(os.environ.get("MLXPAGED_LONG"))
 
@@ -35,7 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(6, 24),
         mode=st.sampled_from(["mixed", "mixed", "separate"]),
         decode_preference=st.sampled_from([0.2, 0.5, 0.9]),
-        max_passes=st.sampled_from([1, 3, 64]),
+        starvation_bound=st.sampled_from([1, 3, 64]),
         prefix_caching=st.booleans(),
         overlap=st.booleans(),
     )
@@ -47,12 +48,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         mode: str,
         decode_preference: float,
-        max_passes: int,
+        starvation_bound: int,
         prefix_caching: bool,
         overlap: bool,
     ) -> None:
         self.clock = FakeClock()
-        self.patch = mock.patch.object(scheduler_module, "MAX_PASSES", max_passes)
+        self.patch = mock.patch.object(scheduler_module, "STARVATION_BOUND", starvation_bound)
         self.patch.start()
         scheduler = make_scheduler(
             num_blocks,
@@ -78,12 +79,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         priority=priorities,
         forks=st.sampled_from([0, 0, 0, 1, 3]),
+        seconds=st.sampled_from([math.inf, 1.0, 10.0, 100.0]),
     )
-    def submit(self, prompt: list[int], max_tokens: int, priority: Priority, forks: int) -> None:
+    def submit(self, prompt: list[int], max_tokens: int, priority: Priority, forks: int, seconds: float) -> None:
         parent = None
         for _ in range(1 + forks):
             number = len(self.accepted) + 1
-            seq = sequence(number, prompt, max_tokens, None, priority, self.clock.now, parent)
+            seq = sequence(number, prompt, max_tokens, None, priority, self.clock.now, parent, self.clock.now + seconds)
             try:
                 self.sim.add(seq)
             except PromptTooLongError:
@@ -93,12 +95,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prefix=st.integers(0, 30), tail=st.lists(st.integers(0, 9), min_size=1, max_size=6), priority=priorities)
     def submit_with_common_prefix(self, prefix: int, tail: list[int], priority: Priority) -> None:
-        self.submit([7] * prefix + tail, 5, priority, 0)
+        self.submit([7] * prefix + tail, 5, priority, 0, 30.0)
 
     @precondition(lambda self: self.simulation is not None and self.sim.scheduler.has_unfinished())
     @rule(data=st.data(), max_tokens=st.integers(1, 8))
     def fork(self, data: st.DataObject, max_tokens: int) -> None:
-        parent = data.draw(st.sampled_from(sorted(unfinished(self.sim.scheduler), key=lambda s: s.sequence_id)))
+        parent = data.draw(st.sampled_from(sorted(self.sim.unfinished, key=lambda s: s.sequence_id)))
         prompt = parent.token_ids[: parent.num_prompt_tokens]
         number = len(self.accepted) + 1
         seq = sequence(number, prompt, max_tokens, None, parent.priority, parent.arrival_time, parent)
@@ -123,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.simulation is not None and self.sim.scheduler.has_unfinished())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        numbers = sorted(s.sequence_id for s in unfinished(self.sim.scheduler))
+        numbers = sorted(s.sequence_id for s in self.sim.unfinished)
         self.sim.abort(data.draw(st.sampled_from(numbers)))
 
     @precondition(lambda self: self.simulation is not None and self.sim.has_work)
@@ -141,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_to_move(self, num_done: int) -> None:
         self.sim.fail_to_move(num_done)
 
-    @precondition(lambda self: self.simulation is not None and self.sim.under_way is None)
+    @precondition(lambda self: self.simulation is not None and self.sim.in_flight is None)
     @rule()
     def lose_the_pools(self) -> None:
         self.sim.scheduler.reset_cache()
@@ -175,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sim.run(2_000)
         assert set(sim.ended) == set(self.accepted)
         assert sim.scheduler.pool.usage().used == 0
-        assert sim.scheduler.blocks.swap_usage().used == 0
+        assert sim.scheduler.stats().swap.used == 0
         for number, seq in self.accepted.items():
             if sim.ended[number] is FinishReason.LENGTH:
                 prompt = seq.token_ids[: seq.num_prompt_tokens]

@@ -8,11 +8,11 @@ from mlxpaged.scheduler.queue import SequenceQueue
 from tests.scheduler.simulation import sequence
 
 
-def test_whoever_is_not_in_the_queue_cannot_leave_it_in_anothers_place() -> None:
+def test_removing_a_sequence_that_is_not_in_the_queue_raises() -> None:
     queue = SequenceQueue()
     first, second, stranger = (sequence(number, 1) for number in range(3))
-    for arrival, seq in enumerate((first, stranger, second)):
-        seq.arrival = arrival
+    for number, seq in enumerate((first, stranger, second)):
+        seq.order = (0.0, number)
     queue.add(second)
     queue.add(first)
     with pytest.raises(ValueError, match="not in this queue"):

@@ -1,4 +1,4 @@
-"""What a step contains, who is admitted, who gives way."""
+"""What a step contains, which sequences are admitted, which are preempted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxpaged.scheduler import (
     SequenceStatus,
     UnknownSequenceError,
 )
-from tests.scheduler.simulation import Simulation, answer, make_scheduler, next_token, sequence, undisturbed, unfinished
+from tests.scheduler.simulation import Simulation, answer, make_scheduler, next_token, sequence, undisturbed
 
 # -- batches ---------------------------------------------------------------------------------------------------------
 
@@ -23,7 +23,9 @@ def test_a_step_mixes_decoding_sequences_and_several_prompt_chunks_within_the_bu
     simulation.step()
     simulation.add(sequence(2, 6), sequence(3, 20))
     simulation.step()
-    assert simulation.batches[-1] == [(1, 1), (2, 6), (3, 2)], "half of the budget is not for prompts: somebody decodes"
+    assert simulation.batches[-1] == [(1, 1), (2, 6), (3, 2)], (
+        "half of the budget is withheld from prompts while a sequence decodes"
+    )
     simulation.step()
     assert simulation.batches[-1] == [(1, 1), (2, 1), (3, 8)]
 
@@ -32,7 +34,7 @@ def test_no_step_exceeds_the_token_budget_and_decodes_are_never_left_out() -> No
     simulation = Simulation(make_scheduler(num_blocks=256, max_num_batched_tokens=10))
     for number in range(1, 9):
         simulation.add(sequence(number, 7 * number, max_tokens=12))
-        decoding = {s.sequence_id for s in unfinished(simulation.scheduler) if s.num_output_tokens}
+        decoding = {s.sequence_id for s in simulation.unfinished if s.num_output_tokens}
         batch = simulation.step()
         assert batch.num_tokens <= 10
         assert decoding <= set(batch.sequence_ids)
@@ -126,7 +128,7 @@ def test_what_could_never_fit_is_refused_at_once_with_size_and_limit() -> None:
     scheduler.add(sequence(1, 10, max_tokens=7))
     with pytest.raises(PromptTooLongError, match=r"5 KV blocks .* pool has 4 .*--kv-cache-memory"):
         scheduler.add(sequence(2, 10, max_tokens=8))
-    assert len(unfinished(scheduler)) == 1
+    assert scheduler.stats().waiting == 1
 
 
 def test_what_does_not_fit_now_waits_and_runs_later() -> None:
@@ -153,7 +155,7 @@ def test_a_budget_smaller_than_the_batch_is_refused() -> None:
 # -- preemption ------------------------------------------------------------------------------------------------------
 
 
-def test_when_blocks_run_out_the_newest_sequence_gives_way_and_nobody_notices_in_the_answer() -> None:
+def test_when_blocks_run_out_the_newest_sequence_is_preempted_and_no_answer_changes() -> None:
     simulation = Simulation(make_scheduler(num_blocks=4, block_size=4, max_num_batched_tokens=32))
     older, newer = sequence(1, 7, max_tokens=8), sequence(2, 6, max_tokens=8)
     simulation.add(older, newer)
@@ -253,7 +255,7 @@ def test_a_sequence_that_arrives_while_its_prefix_is_computed_waits_for_it() -> 
     assert simulation.computed[2] == 1 + 3
 
 
-def test_a_waiting_sequence_computes_the_prefix_itself_where_its_owner_is_aborted() -> None:
+def test_a_waiting_sequence_computes_the_prefix_itself_if_its_owner_is_aborted() -> None:
     simulation = Simulation(make_scheduler(max_num_batched_tokens=8))
     heir = sequence(2, [*PREFIX, 2])
     simulation.add(sequence(1, [*PREFIX, 1]), heir)
@@ -264,7 +266,7 @@ def test_a_waiting_sequence_computes_the_prefix_itself_where_its_owner_is_aborte
     assert answer(heir) == undisturbed([*PREFIX, 2], 2, 4)
 
 
-def test_an_aborted_waiter_never_runs() -> None:
+def test_an_aborted_waiting_sequence_never_runs() -> None:
     simulation = Simulation(make_scheduler(max_num_seqs=1))
     simulation.add(sequence(1, 4), sequence(2, 4), sequence(3, 4))
     simulation.step()
@@ -297,13 +299,13 @@ def test_a_prefix_in_use_is_never_evicted() -> None:
 # -- failure ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_sequence_takes_back_what_it_published_in_that_step_and_its_dependants_start_over() -> None:
+def test_what_a_failed_sequence_published_in_that_step_is_unpublished_and_recomputed_by_others() -> None:
     simulation = Simulation(make_scheduler(max_num_batched_tokens=64))
     culprit, dependant, stranger = sequence(1, [*PREFIX, 1]), sequence(2, [*PREFIX, 2]), sequence(3, 5)
     simulation.add(culprit, dependant, stranger)
     batch = simulation.scheduler.schedule()
     assert dependant.num_cached_tokens == 40
-    assert simulation.scheduler.fail(1) == [dependant]
+    simulation.scheduler.fail(1)
     assert culprit.finish_reason is FinishReason.ERROR
     assert dependant.status is SequenceStatus.PREEMPTED
     assert stranger.status is SequenceStatus.RUNNING
@@ -315,7 +317,7 @@ def test_a_failed_sequence_takes_back_what_it_published_in_that_step_and_its_dep
 
 
 @pytest.mark.parametrize("culprit", [1, 2])
-def test_a_failure_leaves_those_alone_with_whom_only_settled_blocks_were_shared(culprit: int) -> None:
+def test_a_failure_does_not_touch_sequences_that_share_committed_blocks_only(culprit: int) -> None:
     simulation = Simulation(make_scheduler(max_num_batched_tokens=64))
     simulation.add(sequence(1, [*PREFIX, 1], max_tokens=9))
     simulation.step()
@@ -328,7 +330,7 @@ def test_a_failure_leaves_those_alone_with_whom_only_settled_blocks_were_shared(
     assert len(simulation.scheduler.prefix_cache) >= len(PREFIX) // 4
 
 
-def test_what_a_failed_step_should_have_written_for_one_that_gave_way_since_is_not_found_again() -> None:
+def test_what_a_failed_step_should_have_written_for_a_preempted_sequence_is_not_found_again() -> None:
     simulation = Simulation(make_scheduler(max_num_seqs=1, max_num_batched_tokens=64), overlap=True)
     low = sequence(1, [*PREFIX, 1], priority=Priority.LOW)
     simulation.add(low)
@@ -339,13 +341,22 @@ def test_what_a_failed_step_should_have_written_for_one_that_gave_way_since_is_n
     assert low.status is SequenceStatus.PREEMPTED
     simulation.add(sequence(3, [*PREFIX, 3]))
     simulation.run()
-    assert simulation.ended == dict.fromkeys((1, 2, 3), FinishReason.LENGTH), "everything started over"
+    assert simulation.ended == dict.fromkeys((1, 2, 3), FinishReason.LENGTH), "everything was recomputed"
 
 
 # -- overlapped steps ------------------------------------------------------------------------------------------------
 
 
-def test_a_sequence_preempted_with_its_token_under_way_gets_it_and_comes_back_in_a_later_step() -> None:
+def test_every_decoding_sequence_is_in_every_overlapped_step() -> None:
+    simulation = Simulation(make_scheduler(), overlap=True)
+    simulation.add(*(sequence(number, 3, max_tokens=9) for number in range(1, 5)))
+    simulation.step()
+    for _ in range(8):
+        assert simulation.step().sequence_ids == [1, 2, 3, 4]
+    simulation.run()
+
+
+def test_a_sequence_preempted_with_its_token_in_flight_gets_it_and_comes_back_in_a_later_step() -> None:
     simulation = Simulation(make_scheduler(num_blocks=5), overlap=True)
     first, second = sequence(1, 7, max_tokens=9), sequence(2, 7, max_tokens=9)
     simulation.add(first, second)
@@ -357,7 +368,7 @@ def test_a_sequence_preempted_with_its_token_under_way_gets_it_and_comes_back_in
     assert answer(second) == undisturbed(7, 2, 9)
 
 
-def test_a_sequence_preempted_with_its_token_under_way_draws_it_again_if_that_step_fails() -> None:
+def test_a_sequence_preempted_with_its_token_in_flight_samples_it_again_if_that_step_fails() -> None:
     preempted = 0
     for steps in range(1, 10):
         simulation = Simulation(make_scheduler(num_blocks=5), overlap=True)
@@ -387,7 +398,7 @@ def test_after_a_reset_everything_is_computed_again() -> None:
     assert [answer(s) for s in sequences] == [undisturbed(PREFIX, 1, 4)] * 2
 
 
-def test_aborted_waiters_leave_nothing_behind_while_the_batch_is_full() -> None:
+def test_aborted_waiting_sequences_leave_nothing_behind_while_the_batch_is_full() -> None:
     simulation = Simulation(make_scheduler(max_num_seqs=1))
     simulation.add(sequence(1, 4, max_tokens=50))
     simulation.step()

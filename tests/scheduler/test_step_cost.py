@@ -8,8 +8,8 @@ import random
 import pytest
 
 from mlxpaged.scheduler import Batch, SchedulerConfig, Sequence
-from mlxpaged.scheduler.batch import LEAST_CHUNK
 from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS
+from mlxpaged.scheduler.prefill_budget import LEAST_CHUNK
 from mlxpaged.scheduler.step_cost import EXTRAPOLATION, KEPT, OUTLIER, Costs, StepCost
 from tests.scheduler.simulation import make_scheduler, sequence
 
@@ -226,8 +226,8 @@ def test_without_a_limit_of_its_own_a_step_is_a_small_multiple_of_one_that_decod
     assert sorted(steps)[len(steps) // 2] >= 0.8 * limit
 
 
-def test_a_long_prompt_where_little_is_known_of_any_is_learned_in_a_few_steps() -> None:
-    """All that was computed so far were the last few tokens of prompts that are cached."""
+def test_after_short_prompts_only_a_long_one_is_learned_in_a_few_steps() -> None:
+    """Only the last few tokens of cached prompts have been computed so far."""
     timed = TimedScheduler(SLOW_CPU)
     timed.add(*(sequence(number, 2, max_tokens=5000) for number in range(8)))
     for _ in range(KEPT):
@@ -254,8 +254,8 @@ def test_a_prompt_goes_on_however_small_the_limit() -> None:
     assert len(prompt_steps(timed, 200, 10 * LEAST_CHUNK)) == 10
 
 
-def test_nobody_is_let_in_behind_a_prompt_that_was_cut_short() -> None:
-    """Its blocks could be shared once they are computed; nobody computes them a second time beside it."""
+def test_no_sequence_is_admitted_after_a_prompt_that_was_cut_short() -> None:
+    """Its blocks can be shared once they are computed: they must not be computed a second time beside it."""
     timed = with_streams(SLOW_CPU, max_step_seconds=0.2)
     prompt = list(range(10_000, 13_000))
     first, second = sequence(200, prompt, max_tokens=2), sequence(201, prompt, max_tokens=2)
@@ -276,7 +276,7 @@ def test_short_prompts_share_a_step_up_to_the_limit() -> None:
     assert seconds <= 0.4 + SLOW_CPU.chunk_seconds(0, LEAST_CHUNK)
 
 
-def test_where_nobody_decodes_a_prompt_has_the_whole_step() -> None:
+def test_while_no_sequence_decodes_a_prompt_has_the_whole_step() -> None:
     timed = with_streams(SLOW_CPU)
     for other in list(timed.scheduler.running):
         timed.scheduler.finish(other.sequence_id, other.finish_reason)  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""How many tokens of each prompt a step computes: by the token budget, the share that decoding leaves, and the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
+
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS, SchedulerConfig
+from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.scheduler.step_cost import Costs, StepCost
+
+LEAST_CHUNK = 32
+"""Tokens of a prompt that a step computes, however long that takes: every prompt must come to its end."""
+
+
+class PrefillBudget:
+    """What prompts may use of one step: `tokens`, and `seconds` by these costs (None: any time)."""
+
+    def __init__(self, tokens: int, costs: Costs | None = None, seconds: float = 0.0) -> None:
+        self.tokens = tokens
+        self._costs = costs
+        self._seconds = seconds
+
+    def take_chunk(self, sequence: Sequence) -> int:
+        """Size of the sequence's next chunk, which is deducted. If the time cuts a chunk short, it is the step's last:
+        the next prompt may share its prefix and would compute the same tokens."""
+        start, wanted = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
+        chunk = min(self.tokens, wanted)
+        if self._costs is not None:
+            chunk = min(chunk, max(LEAST_CHUNK, self._costs.chunk_within(self._seconds, start)))
+            self._seconds -= self._costs.chunk_seconds(start, chunk)
+            if chunk < wanted or self._seconds <= 0:
+                self.tokens = chunk
+        self.tokens -= chunk
+        return chunk
+
+
+class PrefillLimits:
+    """Gives each step its PrefillBudget. Learns from the finished steps how long prompts take."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._cost = StepCost()
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """The device took `seconds` for these rows, and for nothing else."""
+        contexts = [row.context_len for row in batch.rows if row.num_tokens == 1]
+        chunks = [(row.start, row.num_tokens) for row in batch.rows if row.num_tokens > 1]
+        self._cost.observe(contexts, chunks, seconds)
+
+    def budget(self, rows: ListOf[ScheduledSequence], decoding: Iterable[int]) -> PrefillBudget:
+        """For a step that has these rows already. decoding: context lengths of all decoding sequences, which wait for
+        the step if it has no rows of them."""
+        tokens = self._config.max_num_batched_tokens
+        if rows:
+            share = int((1 - self._config.decode_preference) * tokens)
+            tokens = min(tokens - len(rows), max(1, share))
+        limit = self._config.max_step_seconds
+        contexts = [row.context_len for row in rows]
+        delayed = contexts or list(decoding)
+        costs = None if limit == 0 or not (delayed or limit) else self._cost.costs()
+        if costs is None:
+            return PrefillBudget(tokens)
+        if limit is None:
+            limit = max(DECODE_MULTIPLE * costs.decode_seconds(delayed), LEAST_STEP_SECONDS)
+        return PrefillBudget(tokens, costs, limit - costs.decode_seconds(contexts))
+
+    def seconds_alone(self, start: int, tokens: int) -> float:
+        """Time to compute the tokens from `start` on if nothing else runs. 0.0 while too little is known."""
+        costs = self._cost.reliable_costs()
+        return 0.0 if costs is None else costs.prefill_seconds(start, tokens, self._config.max_num_batched_tokens)

@@ -1,0 +1,24 @@
+"""What a scheduler reports about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxpaged.cache import BlockUsage
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """A snapshot. Counters (`total`) only grow; preempted and swapped sequences count as waiting."""
+
+    running: int
+    waiting: int
+    blocks: BlockUsage
+    swap: BlockUsage
+    preemptions_total: int
+    starvation_admissions_total: int
+    blocks_copied_total: int
+    blocks_swapped_out_total: int
+    blocks_swapped_in_total: int
+    prefix_hit_tokens_total: int
+    prompt_tokens_total: int
