@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlxpaged.cache import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
-from mlxpaged.scheduler import FinishReason, Priority, Scheduler, SchedulerConfig, Sequence
+from mlxpaged.scheduler import Batch, FinishReason, Priority, Scheduler, SchedulerConfig, Sequence
 
 
 class Clock:
@@ -56,9 +56,19 @@ def prompt(number: int, length: int, shared: int = 0) -> list[int]:
     return [*range(shared), *range(10**9 + number * 10**6, 10**9 + number * 10**6 + length - shared)]
 
 
+def commit(scheduler: Scheduler, batch: Batch) -> list[Sequence]:
+    """Every sampling row gets a token; answers of full length end. Returns the sequences that got one."""
+    sampled = [row.sequence for row in batch.rows if row.samples]
+    scheduler.update(batch, {sequence.sequence_id: 1 for sequence in sampled})
+    for sequence in sampled:
+        reason = sequence.finish_reason_after(1)
+        if reason is not None:
+            scheduler.finish(sequence.sequence_id, reason)
+    return sampled
+
+
 def run_step(scheduler: Scheduler) -> None:
-    batch = scheduler.schedule()
-    scheduler.update(batch, {row.sequence.sequence_id: 1 for row in batch.rows if row.samples})
+    commit(scheduler, scheduler.schedule())
 
 
 def fill_cache(scheduler: Scheduler, count: int) -> None:
@@ -232,9 +242,7 @@ def simulate(load: float, seconds: float, max_queue: int = 200, seed: int = 0) -
             continue
         batch = scheduler.schedule()
         clock.now += 0.03 + 1e-4 * batch.num_tokens
-        sampled = [row.sequence for row in batch.rows if row.samples]
-        scheduler.update(batch, {sequence.sequence_id: 1 for sequence in sampled})
-        for sequence in sampled:
+        for sequence in commit(scheduler, batch):
             if waiting.pop(sequence.sequence_id, None) is not None:
                 result.waits[sequence.priority].append(clock.now - sequence.arrival_time)
     result.unserved = len(waiting)

@@ -308,13 +308,10 @@ class EngineCore:
             output = running.advance(sampled, self.clock())
         except Exception as error:
             logger.exception("no text for token %d of %s", sampled.token_id, running.request.request_id)
-            if running.sequence.finish_reason is None:
-                self.scheduler.finish(running.sequence.sequence_id, FinishReason.ERROR)
-            running.sequence.finish_reason = FinishReason.ERROR
-            return self._last_output(running, f"no text could be made: {type(error).__name__}: {error}")
+            message = f"no text could be made: {type(error).__name__}: {error}"
+            return self._end(running.sequence.sequence_id, FinishReason.ERROR, message)
         if output.finish_reason is not None:
-            if running.sequence.finish_reason is None:
-                self.scheduler.finish(running.sequence.sequence_id, FinishReason.STOP)
+            self.scheduler.finish(running.sequence.sequence_id, output.finish_reason)
             self._release(running)
         return output
 

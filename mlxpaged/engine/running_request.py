@@ -26,7 +26,7 @@ class HeldLogprobs(NamedTuple):
 class RunningRequest:
     """A request inside the engine: its sequence and the state of its text.
 
-    `advance` decides whether the answer ends: the sequence has ended, or its grammar or a stop string is complete.
+    `advance` alone decides whether an answer ends: by a stop token, max_tokens, its grammar, or a stop string.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RunningRequest:
     def advance(self, sampled: SampledToken, now: float) -> RequestOutput:
         """Turn the sequence's latest token into text. The output has a finish reason if the answer ends with it."""
         sequence = self.sequence
-        reason = sequence.finish_reason
+        reason = sequence.finish_reason_after(sampled.token_id)
         complete = self.matcher is not None and self.matcher.advance(sampled.token_id)
         if self.thinking is not None:
             self.thinking.add(sampled.token_id)

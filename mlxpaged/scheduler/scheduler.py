@@ -167,13 +167,12 @@ class Scheduler:
         """The device took `seconds` for these rows, all of which it computed, and for nothing else."""
         self._prefill.observe(batch, seconds)
 
-    def update(self, batch: Batch, token_ids: dict[int, int]) -> list[Sequence]:
-        """The batch is done, and sampled these tokens (sequence id -> token). Ends the sequences whose answer they
-        complete, and returns those.
+    def update(self, batch: Batch, token_ids: dict[int, int]) -> None:
+        """The batch is done, and sampled these tokens (sequence id -> token). The engine decides which answers they
+        end, and calls `finish` for these.
 
         Sequences that ended since `schedule` are ignored. Preempted ones without a token here will sample it again.
         """
-        ended = []
         for row in batch.rows:
             sequence = row.sequence
             if sequence.status is SequenceStatus.RUNNING:
@@ -185,15 +184,10 @@ class Scheduler:
                 continue
             if not row.samples:
                 continue
-            token_id = token_ids[sequence.sequence_id]
-            sequence.fill_token(token_id)
+            sequence.fill_token(token_ids[sequence.sequence_id])
             self._queue_forks(sequence)
-            reason = sequence.finish_reason_after(token_id)
             if sequence.status is SequenceStatus.RUNNING:
                 self.blocks.publish(sequence)  # the token may be the last of a block that the step in flight computes
-            if reason is not None:
-                ended.append(self.finish(sequence.sequence_id, reason))
-        return ended
 
     def get_block_tables(self, sequence_ids: Iterable[int]) -> IntArray:
         """Block ids [n, b] of n sequences, in order. Shorter tables are filled up with -1.

@@ -85,6 +85,15 @@ def token_after(token_ids: list[int]) -> int:
     return hash(tuple(token_ids)) % 997
 
 
+def commit(scheduler: Scheduler, batch: Batch, tokens: dict[int, int]) -> list[Sequence]:
+    """Update the scheduler, and finish the sequences whose answers these tokens end, as the engine does. Returns
+    them."""
+    scheduler.update(batch, tokens)
+    sampled = [row.sequence for row in batch.rows if row.samples and row.sequence.finish_reason is None]
+    ends = [(seq, seq.finish_reason_after(tokens[seq.sequence_id])) for seq in sampled if seq.sequence_id in tokens]
+    return [scheduler.finish(seq.sequence_id, reason) for seq, reason in ends if reason is not None]
+
+
 class Simulation:
     """Keeps what a KV pool would contain, so that reading a wrong or unwritten block is noticed.
 
@@ -274,7 +283,7 @@ class Simulation:
             for row in (batch.rows if rows is None else rows)
             if row.samples
         }
-        for seq in self.scheduler.update(batch, tokens):
+        for seq in commit(self.scheduler, batch, tokens):
             self.note_end(seq)
         self.check_books()
 

@@ -11,7 +11,7 @@ from mlxpaged.scheduler import Batch, SchedulerConfig, Sequence
 from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS
 from mlxpaged.scheduler.prefill_budget import LEAST_CHUNK
 from mlxpaged.scheduler.step_cost import EXTRAPOLATION, KEPT, OUTLIER, Costs, StepCost
-from tests.scheduler.simulation import make_scheduler, sequence
+from tests.scheduler.simulation import commit, make_scheduler, sequence
 
 SLOW_CPU = Costs(0.05, 0.002, 1e-6, 0.002, 8e-7)
 """An 80 M model on two cores."""
@@ -176,7 +176,7 @@ class TimedScheduler:
         seconds = seconds_of(self.machine, contexts, chunks)
         tokens = {row.sequence.sequence_id: 1 for row in self.last.rows if row.samples}
         self.scheduler.observe(self.last, seconds)
-        self.scheduler.update(self.last, tokens)
+        commit(self.scheduler, self.last, tokens)
         return seconds
 
 
