@@ -52,9 +52,9 @@ class EngineCore:
         no_embedder_because: str = "",
     ) -> None:
         per_block = bytes_per_token(served.layers) * config.block_size
-        useful = config.max_num_seqs * blocks_for(served.context_length, config.block_size)
+        per_sequence = blocks_for(served.context_length, config.block_size)
         reserved = 0 if embedder is None else embedder.model.kv_bytes
-        num_blocks = kv_blocks(per_block, config.kv_cache_bytes, useful, reserved)
+        num_blocks = kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved)
         kv_type = ",".join(sorted({str(spec.dtype) for spec in served.layers}))
         self.served = served
         self.clock = clock

@@ -29,7 +29,7 @@ class SwapSpaceError(OSError):
 
 def bytes_per_slot(layers: Sequence[LayerKVCache]) -> int:
     """One KV block of every layer."""
-    return sum(kv.bytes_per_block for kv in layers)
+    return sum(kv.layout.bytes_per_block for kv in layers)
 
 
 class SwapSpace:
@@ -45,7 +45,7 @@ class SwapSpace:
     """
 
     def __init__(self, layers: Sequence[LayerKVCache], num_slots: int, directory: Path | None = None) -> None:
-        if len({(kv.num_blocks, kv.block_size) for kv in layers}) != 1:
+        if len({(kv.num_blocks, kv.layout.block_size) for kv in layers}) != 1:
             raise ValueError("the layers of a swap space must have equally many blocks of equally many tokens")
         if num_slots < 1:
             raise ValueError(f"num_slots must be positive, got {num_slots}")
@@ -79,8 +79,9 @@ class SwapSpace:
         check_unique("block", [block for _, block in pairs])
         for slots, blocks in pieces(pairs, bytes_per_slot(self._layers)):
             for kv, columns in zip(self._layers, self._columns, strict=True):
-                shape = (len(blocks), kv.num_kv_heads, kv.block_size, kv.head_dim * kv.dtype.size)
-                keys, values = [mx.array(memory[slots, column].reshape(shape)).view(kv.dtype) for column in columns]
+                shape = (len(blocks), kv.layout.num_kv_heads, kv.layout.block_size, -1)
+                raw = [mx.array(memory[slots, column].reshape(shape)) for column in columns]
+                keys, values = [array.view(kv.layout.dtype) for array in raw]
                 kv.write_blocks(blocks, keys, values)
             mx.eval([kv.arrays for kv in self._layers])  # frees the piece's copies before the next piece makes its own
 
@@ -111,7 +112,7 @@ def slot_columns(layers: Sequence[LayerKVCache]) -> Iterator[tuple[slice, slice]
     """Where a slot has the keys and the values of each layer."""
     start = 0
     for kv in layers:
-        middle, end = start + kv.bytes_per_block // 2, start + kv.bytes_per_block
+        middle, end = start + kv.layout.key_bytes_per_block, start + kv.layout.bytes_per_block
         yield slice(start, middle), slice(middle, end)
         start = end
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_weights
 from mlx_lm.utils import load_tokenizer
 
-from mlxpaged.models.cpu import RowGroups, row_groups, suit_cpu
+from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
@@ -42,8 +42,10 @@ DOWNLOADED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.t
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Everything the engine needs to know of a model. path: its directory. `rows` is None where its head cannot pick
-    rows. row_groups: of a step."""
+    """A loaded model with all that the engine needs to know about it.
+
+    path: its directory. rows: None if its output head cannot select rows.
+    """
 
     name: str
     path: Path
@@ -54,7 +56,6 @@ class ServedModel:
     vocab_size: int
     context_length: int
     weight_bytes: int
-    row_groups: RowGroups = field(default_factory=RowGroups)
 
 
 def resolve_model(name: str) -> Path:
@@ -104,7 +105,7 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
     try:
         specs = layer_specs(model)
         reference = make_reference(model)
-        suit_cpu(model)
+        optimize_for_cpu(model)
         probed = probe(model, specs, reference)
         rows = select_rows_before_head(
             model, probed.vocab_size, lambda rows: is_head(model, probed.layers, reference, rows)
@@ -124,7 +125,6 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         vocab_size=probed.vocab_size,
         context_length=context_length(config),
         weight_bytes=weight_bytes(model),
-        row_groups=row_groups(model),
     )
 
 
@@ -142,7 +142,7 @@ def load_embedding_model(name: str, served_name: str | None, max_tokens: int) ->
         except Exception as error:  # as in `load_model`
             raise UnsupportedModelError(f"it cannot be loaded: {error}") from error
         model.eval()
-        suit_cpu(model)
+        optimize_for_cpu(model)
         context, vocab_size = context_length(config), config.get("vocab_size")
         if not isinstance(vocab_size, int):
             raise UnsupportedModelError("its config.json states no vocab_size")

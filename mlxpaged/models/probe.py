@@ -62,9 +62,7 @@ def probe(model: Module, layers: Sequence[LayerSpec], reference: Reference, rows
     """
     tokens, expected = reference.tokens, reference.logits
     step = StepContext()
-    caches = [
-        ProbedLayer(LayerKVCache(3, spec.num_kv_heads, spec.head_dim, spec.dtype), step, spec.window) for spec in layers
-    ]
+    caches = [ProbedLayer(LayerKVCache.from_layout(3, spec.kv_layout()), step, spec.window) for spec in layers]
     head = len(tokens) - 1
     run(model, caches, step, tokens[:head], AttentionMetadata.build([head], [head], [[2]]))
     mixed = AttentionMetadata.build([len(tokens), 1], [len(tokens), len(tokens)], [[0], [2]])

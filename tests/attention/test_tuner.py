@@ -17,6 +17,7 @@ from mlxpaged.attention import (
     DEFAULT_TUNING,
     AttentionMetadata,
     AttentionShape,
+    KVLayout,
     LayerKVCache,
     Limits,
     Tuning,
@@ -35,8 +36,8 @@ from mlxpaged.models.layers import bytes_per_token
 from tests.metal_on_cpu import Interpreter
 from tests.support import make_tiny_model, run_requests
 
-SHAPE = AttentionShape(4, 2, 32, mx.float32, 32)
-OTHER = AttentionShape(8, 2, 64, mx.float16, 32)
+SHAPE = AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32))
+OTHER = AttentionShape(8, KVLayout(2, 64, 64, mx.float16, 32))
 SMALL = Limits(context_length=1024, max_num_seqs=4)
 LARGE = Limits(context_length=40960, max_num_seqs=32)
 MACHINE = Machine("Apple M9", "macOS 30.1", "0.40.0", "0123456789abcdef")
@@ -316,10 +317,10 @@ def test_another_machine_or_version_measures_for_itself(cache: TuningCache, chan
 
 SHAPES = [
     replace(SHAPE, num_query_heads=8),
-    replace(SHAPE, num_kv_heads=4),
-    replace(SHAPE, head_dim=64),
-    replace(SHAPE, dtype=mx.float16),
-    replace(SHAPE, block_size=16),
+    replace(SHAPE, layout=replace(SHAPE.layout, num_kv_heads=4)),
+    replace(SHAPE, layout=replace(SHAPE.layout, key_size=64, value_size=64)),
+    replace(SHAPE, layout=replace(SHAPE.layout, dtype=mx.float16)),
+    replace(SHAPE, layout=replace(SHAPE.layout, block_size=16)),
     replace(SHAPE, window=1024),
     replace(SHAPE, sinks=True),
 ]
@@ -567,7 +568,11 @@ def test_on_the_gather_backend_there_is_nothing_to_choose(real: FakeDevice, capl
 
 @pytest.mark.parametrize(
     "shape",
-    [SHAPE, AttentionShape(8, 1, 64, mx.float16, 16, window=24), AttentionShape(3, 3, 128, mx.bfloat16, 8, sinks=True)],
+    [
+        SHAPE,
+        AttentionShape(8, KVLayout(1, 64, 64, mx.float16, 16), window=24),
+        AttentionShape(3, KVLayout(3, 128, 128, mx.bfloat16, 8), sinks=True),
+    ],
     ids=str,
 )
 def test_every_candidate_of_every_class_runs(
