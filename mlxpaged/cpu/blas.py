@@ -2,7 +2,7 @@
 
 MLX's Linux wheel links a reference BLAS (2.6 to 8 GFLOP/s where OpenBLAS does over 100). Loading the system's OpenBLAS
 first makes the dynamic linker prefer its symbols. It computes each product on the thread that asks for it: the cores
-are shared out above it, by mlxpaged/attention/lanes.py. MLX's CPU allocator is plain malloc, and glibc maps and unmaps
+are shared out above it, by mlxpaged/cpu/streams.py. MLX's CPU allocator is plain malloc, and glibc maps and unmaps
 every large temporary: page faults doubled the time of attention at 16 sequences x 2,000 tokens.
 """
 

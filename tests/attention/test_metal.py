@@ -222,17 +222,6 @@ def test_a_write_fills_its_slots_and_nothing_else(metal: None, dtype: mx.Dtype) 
     assert np.array_equal(np.array(got_values.astype(mx.float32)), -expected)
 
 
-def test_repeated_tokens_are_refused(metal: None) -> None:
-    """Two threads would write one slot."""
-    kv = LayerKVCache(5, 2, 64, mx.float32, backend="metal")
-    meta, _ = AttentionMetadata.upload([3], [3], np.array([[4]], np.int32), 32, repeats=1)
-    rows = mx.ones((4, 2, 64))
-    with pytest.raises(ValueError, match="repeated tokens"):
-        kv.write(rows, rows, meta)
-    with pytest.raises(ValueError, match="repeated tokens"):
-        kv.attend(rows, meta, scale=1.0)
-
-
 def test_a_write_is_in_place(metal: None) -> None:
     kv = LayerKVCache(5, 2, 64, mx.float32, backend="metal")
     mx.eval(kv.arrays)
