@@ -190,7 +190,7 @@ for (int start = item[4]; start < key_end; start += TILE) {
       }
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // all threads have used the weights
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the weights have been read
 }
 
 #pragma clang loop unroll(full)

@@ -179,9 +179,10 @@ def split_head(embedding: Module) -> None:
         precede(embedding, SplitHead)
 
 
-def precede(module: Module, split: type[Module]) -> None:
+def precede(module: Module, base: type[Module], prefix: str = "Split") -> None:
+    """Put `base` before the module's own class."""
     own = type(module)
-    module.__class__ = type(f"Split{own.__name__}", (split, own), {})
+    module.__class__ = type(f"{prefix}{own.__name__}", (base, own), {})
 
 
 def slices_of(length: int, layers: Sequence[Module]) -> list[slice]:
