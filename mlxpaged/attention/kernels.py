@@ -66,7 +66,7 @@ def launch(
         raise ValueError(
             f"{name}: {threadgroup_memory} bytes of threadgroup memory, Metal has {MAX_THREADGROUP_MEMORY}"
         )
-    results: list[mx.array] = _build(mx.fast.metal_kernel, name)(
+    results: list[mx.array] = build(mx.fast.metal_kernel, name)(
         inputs=inputs,
         template=template,
         grid=grid,
@@ -78,7 +78,7 @@ def launch(
 
 
 @functools.cache
-def _build(metal_kernel: Callable[..., Any], name: str) -> Any:
+def build(metal_kernel: Callable[..., Any], name: str) -> Any:
     """Called once per kernel; MLX compiles it once per set of template arguments. The factory is part of the key, so a
     stand-in for `mx.fast.metal_kernel` gets kernels of its own."""
     inputs, outputs = INPUTS_AND_OUTPUTS[name]

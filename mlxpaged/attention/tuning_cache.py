@@ -63,7 +63,7 @@ class TuningCache:
     """The entries of this machine in the file at `path`; None for the default file."""
 
     def __init__(self, path: Path | None = None, machine: Machine | None = None) -> None:
-        self._path = path
+        self.path = path
         self._machine = machine or Machine.current()
 
     def load(self, key: str) -> Times | None:
@@ -82,13 +82,13 @@ class TuningCache:
         kept = [entry for entry in self._entries() if not self._is_for(entry, key) and not self._is_stale(entry)]
         entry = {"machine": asdict(self._machine), "key": key, "times": times}
         try:
-            write_atomically(self._path or default_path(), {"format": FORMAT, "entries": [*kept, entry]})
+            write_atomically(self.path or default_path(), {"format": FORMAT, "entries": [*kept, entry]})
         except (OSError, RuntimeError) as error:
             logger.warning("attention times could not be saved, the next start measures again: %s", error)
 
     def _entries(self) -> list[Any]:
         try:
-            content = json.loads((self._path or default_path()).read_text(encoding="utf-8"))
+            content = json.loads((self.path or default_path()).read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 return []
             return list(content["entries"])

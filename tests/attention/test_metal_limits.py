@@ -12,7 +12,6 @@ import pytest
 
 from mlxpaged.attention import KV_DTYPES, AttentionMetadata, KVLayout, LayerKVCache, kernels
 from mlxpaged.attention.metal import BLOCK_SIZES, HEAD_DIMS, ROWS, THREADS, choose_variant
-from mlxpaged.attention.pool import Options
 from mlxpaged.attention.tile_schedule import make_schedule
 from tests.attention.metal_cases import Case
 from tests.metal_on_cpu import Interpreter
@@ -107,10 +106,10 @@ def test_a_launch_beyond_metals_limits_is_refused(metal_on_cpu: Interpreter) -> 
 
 def test_a_kernel_is_built_once(metal_on_cpu: Interpreter) -> None:
     case = Case([(1, 5)])
-    builds = kernels._build.cache_info().misses
+    builds = kernels.build.cache_info().misses
     for _ in range(3):
         case.check()
-    assert kernels._build.cache_info().misses == builds + 1, "paged_attention; the writes had been built before"
+    assert kernels.build.cache_info().misses == builds + 1, "paged_attention; the writes had been built before"
 
 
 def test_every_kernel_file_has_its_names_and_a_header() -> None:
@@ -147,12 +146,9 @@ def test_mlx_takes_our_launches_and_generates_the_source_that_was_tested(
         mixed = AttentionMetadata.build([1, 128, 2], [33, 128, 7], [[6, 7], [0, 1, 2, 3], [4]])
         kv.write(rows, rows, mixed)
         sinks = mx.zeros((4,))
-        return (
-            kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks)
-            + kv._pool.attend(  # type: ignore[no-any-return]
-                queries[:1], AttentionMetadata.build([1], [1000], [[0] * 32]), Options(0.1, None, 5.0, sinks)
-            )
-        )
+        long = AttentionMetadata.build([1], [1000], [[0] * 32])
+        softcapped = kv.attend(queries[:1], long, scale=0.1, softcap=5.0, sinks=sinks)
+        return kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks) + softcapped
 
     monkeypatch.setattr(mx.fast, "metal_kernel", both)
     capfd.readouterr()

@@ -33,9 +33,9 @@ def copied_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     directory = tmp_path / "metal_kernels"
     shutil.copytree(kernels.kernel_directory(), directory)
     monkeypatch.setattr(kernels, "kernel_directory", lambda: directory)
-    kernels._build.cache_clear()
+    kernels.build.cache_clear()
     yield directory
-    kernels._build.cache_clear()
+    kernels.build.cache_clear()
 
 
 def break_kernel(directory: Path, name: str) -> str:
@@ -105,7 +105,7 @@ def test_the_engine_serves_on_metal_where_the_check_passes_and_on_gather_where_n
     assert core.runner.backend == "metal"
     expected = run_requests(core, [[1, 2, 3]], max_tokens=4)
     break_kernel(copied_kernels, "merge_partials")
-    kernels._build.cache_clear()
+    kernels.build.cache_clear()
     core = EngineCore(EngineConfig(kv_cache_bytes=1_000_000), served)
     assert core.runner.backend == "gather"
     assert run_requests(core, [[1, 2, 3]], max_tokens=4) == expected
@@ -122,7 +122,7 @@ def test_the_doctor_prints_every_kernel_and_its_outcome(
     )
     assert "mlx " in out
     case = break_kernel(copied_kernels, "kv_gather")
-    kernels._build.cache_clear()
+    kernels.build.cache_clear()
     assert main(["doctor"]) == 1
     [line] = [line for line in capsys.readouterr().out.splitlines() if case in line]
     assert "differ" in line

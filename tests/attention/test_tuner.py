@@ -266,8 +266,8 @@ def test_where_every_candidate_fails_the_default_stays_and_nothing_is_stored(cac
     [one] = tune([SHAPE], SMALL, cache=cache, tuner=Tuner(failing(device, lambda _: True, True), device.clock))
     assert one.tuning == DEFAULT_TUNING
     assert one.times == {}
-    assert cache._path is not None
-    assert not cache._path.exists()
+    assert cache.path is not None
+    assert not cache.path.exists()
 
 
 # Keeping
@@ -297,8 +297,8 @@ def test_retune_measures_all_the_same_and_replaces_what_was_kept(cache: TuningCa
 
 
 def entries(cache: TuningCache) -> list[dict[str, Any]]:
-    assert cache._path is not None
-    found: list[dict[str, Any]] = json.loads(cache._path.read_text())["entries"]
+    assert cache.path is not None
+    found: list[dict[str, Any]] = json.loads(cache.path.read_text())["entries"]
     return found
 
 
@@ -306,7 +306,7 @@ def entries(cache: TuningCache) -> list[dict[str, Any]]:
 def test_another_machine_or_version_measures_for_itself(cache: TuningCache, changed: str) -> None:
     measured(FakeDevice(), cache)
     device = FakeDevice()
-    other = TuningCache(cache._path, replace(MACHINE, **{changed: "another"}))
+    other = TuningCache(cache.path, replace(MACHINE, **{changed: "another"}))
     assert not measured(device, other).cached
     assert device.calls
     stale = changed != "chip"  # of this chip, and nobody goes back to an old version
@@ -379,9 +379,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
 def test_a_broken_file_is_measured_over(cache: TuningCache, content: str) -> None:
-    assert cache._path is not None
-    cache._path.parent.mkdir(parents=True)
-    cache._path.write_text(content, encoding="latin-1")
+    assert cache.path is not None
+    cache.path.parent.mkdir(parents=True)
+    cache.path.write_text(content, encoding="latin-1")
     assert not measured(FakeDevice(), cache).cached
     assert measured(FakeDevice(), cache).cached
     assert len(entries(cache)) == 1
@@ -389,8 +389,8 @@ def test_a_broken_file_is_measured_over(cache: TuningCache, content: str) -> Non
 
 def test_a_file_of_another_format_does_not_count(cache: TuningCache) -> None:
     measured(FakeDevice(), cache)
-    assert cache._path is not None
-    cache._path.write_text(json.dumps(json.loads(cache._path.read_text()) | {"format": 0}))
+    assert cache.path is not None
+    cache.path.write_text(json.dumps(json.loads(cache.path.read_text()) | {"format": 0}))
     assert not measured(FakeDevice(), cache).cached
 
 
@@ -416,10 +416,10 @@ def test_an_entry_that_makes_no_sense_is_warned_of_and_measured_over_and_its_nei
     cache: TuningCache, caplog: pytest.LogCaptureFixture, times: Any
 ) -> None:
     tune([SHAPE, OTHER], SMALL, cache=cache, tuner=FakeDevice().tuner)
-    assert cache._path is not None
-    content = json.loads(cache._path.read_text())
+    assert cache.path is not None
+    content = json.loads(cache.path.read_text())
     content["entries"][0]["times"] = times
-    cache._path.write_text(json.dumps(content))
+    cache.path.write_text(json.dumps(content))
     found = tune([SHAPE, OTHER], SMALL, cache=cache, tuner=FakeDevice().tuner)
     assert [one.cached for one in found] == [False, True]
     assert "do not count" in caplog.text
@@ -440,16 +440,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     cache: TuningCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     measured(FakeDevice(), cache)
-    assert cache._path is not None
-    before = cache._path.read_text()
+    assert cache.path is not None
+    before = cache.path.read_text()
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(tuning_cache.json, "dump", full)
     tune([SHAPE], SMALL, True, cache, FakeDevice().tuner)
-    assert cache._path.read_text() == before
-    assert list(cache._path.parent.iterdir()) == [cache._path]
+    assert cache.path.read_text() == before
+    assert list(cache.path.parent.iterdir()) == [cache.path]
     assert "no space left" in caplog.text
 
 

@@ -264,8 +264,8 @@ def test_a_forced_choice_keeps_the_bits_of_an_answer_whatever_its_company(metal:
     assert np.array_equal(crowd.attend()[:1], lone.attend())
 
 
-def test_the_cache_takes_a_tuning_by_name_and_keeps_it_when_cleared(metal: None) -> None:
-    kv = LayerKVCache(4, 1, 32, mx.float32, backend="metal", tuning=everywhere(CONTIGUOUS))
-    kv.clear()
-    assert kv._pool.tuning is kv.tuning  # type: ignore[union-attr]
-    assert LayerKVCache(4, 1, 32, mx.float32).backend == "gather"
+def test_a_cache_keeps_its_tuning_when_it_is_cleared(metal_on_cpu: Interpreter) -> None:
+    case = Case([(1, 40)], head_dim=32, tuning=everywhere(CONTIGUOUS))
+    case.kv.clear()
+    case.fill(case.kv.num_blocks)
+    assert kernels_of(metal_on_cpu, case)["kv_gather"] == 1
