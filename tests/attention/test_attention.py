@@ -120,8 +120,8 @@ def test_foreign_unused_and_stale_rows_never_reach_the_output() -> None:
             scene.write_all()
 
 
-def test_a_block_is_decoded_whole_and_what_its_last_owner_left_does_not_show() -> None:
-    """NaN among the values behind a context: of a prompt, of a chunk that ends in a new block, of a decoded token that
+def test_values_that_an_earlier_owner_left_in_a_block_do_not_show() -> None:
+    """NaN among the values after a context: of a prompt, of a chunk that ends in a new block, of a decoded token that
     begins one, and while it fills up."""
     kv = make_cache(4, 2, 16, mx.float32)
     nan = mx.full((4, 2, 32, 16), mx.nan)
@@ -140,7 +140,7 @@ def test_a_block_is_decoded_whole_and_what_its_last_owner_left_does_not_show() -
         np.testing.assert_allclose(np.array(out), expected, atol=1e-5)
 
 
-def test_blocks_reserved_behind_the_context_are_not_read() -> None:
+def test_blocks_reserved_after_the_context_are_not_read() -> None:
     scene = Scene(Shape(), RAGGED, spare_blocks=20)
     expected = scene.attend()
     scene.tables = [[*table, scene.spare[2 * i], scene.spare[2 * i + 1]] for i, table in enumerate(scene.tables)]

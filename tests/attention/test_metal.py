@@ -225,12 +225,12 @@ def test_a_write_fills_its_slots_and_nothing_else(metal: None, dtype: mx.Dtype) 
 def test_a_write_is_in_place(metal: None) -> None:
     kv = LayerKVCache(5, 2, 64, mx.float32, backend="metal")
     mx.eval(kv.arrays)
-    places = [np.asarray(array).ctypes.data for array in kv.arrays[:2]]
+    addresses = [np.asarray(array).ctypes.data for array in kv.arrays[:2]]
     meta = AttentionMetadata.build([3], [3], [[4]])
     rows = mx.ones((3, 2, 64))
     kv.write(rows, rows, meta)
     mx.eval(kv.arrays)
-    assert [np.asarray(array).ctypes.data for array in kv.arrays[:2]] == places
+    assert [np.asarray(array).ctypes.data for array in kv.arrays[:2]] == addresses
     assert float(kv.arrays[0].sum().item()) == rows.size  # type: ignore[arg-type]
 
 

@@ -96,9 +96,7 @@ def test_what_was_asked_for_by_name_is_not_second_guessed() -> None:
 
 
 @pytest.mark.usefixtures("metal")
-def test_the_engine_serves_on_metal_where_the_check_passes_and_on_gather_where_not(
-    tmp_path: Path, copied_kernels: Path
-) -> None:
+def test_the_engine_serves_on_metal_if_the_check_passes_else_on_gather(tmp_path: Path, copied_kernels: Path) -> None:
     served = load_model(str(make_tiny_model(tmp_path / "m", "llama", head_dim=32)))
     assert [(spec.num_query_heads, spec.num_kv_heads) for spec in served.layers] == [(4, 2), (4, 2)]
     core = EngineCore(EngineConfig(kv_cache_bytes=1_000_000), served)

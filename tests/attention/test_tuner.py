@@ -261,7 +261,7 @@ def test_a_candidate_that_fails_is_dropped_with_its_error(
     assert f"{choice} is not a choice for {LONE}: RuntimeError: no such kernel" in caplog.text
 
 
-def test_where_every_candidate_fails_the_default_stays_and_nothing_is_stored(cache: TuningCache) -> None:
+def test_if_every_candidate_fails_the_default_stays_and_nothing_is_stored(cache: TuningCache) -> None:
     device = FakeDevice()
     [one] = tune([SHAPE], SMALL, cache=cache, tuner=Tuner(failing(device, lambda _: True, True), device.clock))
     assert one.tuning == DEFAULT_TUNING
@@ -309,7 +309,7 @@ def test_another_machine_or_version_measures_for_itself(cache: TuningCache, chan
     other = TuningCache(cache.path, replace(MACHINE, **{changed: "another"}))
     assert not measured(device, other).cached
     assert device.calls
-    stale = changed != "chip"  # of this chip, and nobody goes back to an old version
+    stale = changed != "chip"  # entries of this chip with other versions are dropped
     assert len(entries(cache)) == (1 if stale else 2)
     assert measured(FakeDevice(), other).cached
     assert measured(FakeDevice(), cache).cached != stale
@@ -453,7 +453,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert "no space left" in caplog.text
 
 
-def test_the_file_is_where_the_system_keeps_such_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_file_is_in_the_users_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(tuning_cache.sys, "platform", "darwin")
@@ -742,7 +742,7 @@ def test_the_doctor_shows_classes_that_there_was_no_time_for(
 
 
 @pytest.mark.usefixtures("metal")
-def test_the_doctor_shows_the_default_where_nothing_is_measured(
+def test_the_doctor_shows_the_default_if_nothing_is_measured(
     real: FakeDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuner, "can_measure", lambda: False)

@@ -258,7 +258,7 @@ def test_pools_keep_their_place_in_memory_from_step_to_step(runner: ModelRunner)
 
 
 def test_a_step_that_fails_after_sampling_is_repeated_with_the_same_penalties(served: ServedModel) -> None:
-    """A token that was drawn, and dropped with its step, must not count as one that the answer contains."""
+    """A token that was sampled in the failed step must not count as part of the answer."""
 
     def answers(failing_calls: set[int]) -> list[list[int]]:
         core = EngineCore(EngineConfig(served.name, kv_cache_bytes=3_000_000), served)

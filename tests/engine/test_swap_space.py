@@ -371,7 +371,7 @@ def files_up_to_a_megabyte() -> Iterator[None]:
 def test_a_file_that_does_not_get_its_room_is_refused_and_gone(
     layers: list[LayerKVCache], tmp_path: Path, reserving: bool
 ) -> None:
-    """Room for it seemed to be there: a quota, or somebody who was faster."""
+    """The disk seemed to have room: there is a quota, or another process took it."""
     with pytest.raises(SwapSpaceError, match=rf"swap file of 12\.3 MB in {tmp_path}: File too large"):
         SwapSpace(layers, 1000, tmp_path)
     assert not list(tmp_path.iterdir())

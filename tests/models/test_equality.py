@@ -214,7 +214,7 @@ def assert_same_on_streams(case: Case) -> None:
 
 
 def quantize(path: Path, bits: int) -> Path:
-    """As `mlx_lm.convert` leaves a quantized model behind."""
+    """A quantized model as `mlx_lm.convert` writes it."""
     model, config = load_plain_model(path)
     quantization = {"group_size": 32, "bits": bits}
     nn.quantize(model, **quantization)
