@@ -349,7 +349,7 @@ def test_a_moved_sequence_attends_the_same(metal: None) -> None:
 def test_without_metal_the_backend_is_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match="'metal' is not available: it needs a Mac with a Metal device"):
         resolve_backend("metal")
-    assert resolve_backend("auto") == resolve_backend("gather") == "gather"
+    assert "metal" not in (resolve_backend("auto"), resolve_backend("gather"))
 
 
 def test_with_metal_it_is_taken_when_asked_for(metal: None) -> None:
