@@ -11,6 +11,7 @@ products (exp2.py). Pairs, and the KV heads of chunks and shared blocks, are spl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,13 +63,13 @@ def attend_decode(queries: mx.array, kv: KV, plan: DecodePlan, options: Options)
     if plan.shared:
         whole = grouped.reshape(n, num_kv_heads, group, size)
         partials += [attend_shared(whole[run.members], kv, run, options) for run in plan.shared]
-    partial = concatenate(partials)
+    parts = concatenate(partials)
     if plan.owner is not None:
-        partial = scatter_merge(partial, plan.owner, n * num_kv_heads)
+        parts = scatter_merge(parts, plan.owner, n * num_kv_heads)
     if plan.parts is not None:
-        by_owner = Partial(*(array[plan.parts] for array in partial))
+        by_owner = Partial(*(array[plan.parts] for array in parts))
     else:
-        by_owner = Partial(*(array.reshape(n, -1, num_kv_heads, *array.shape[1:]) for array in partial))
+        by_owner = Partial(*(array.reshape(n, -1, num_kv_heads, *array.shape[1:]) for array in parts))
     if plan.padding is not None:
         by_owner = by_owner._replace(maximum=by_owner.maximum + plan.padding)
     return merge(by_owner, options.sinks).astype(queries.dtype).reshape(n, num_heads, -1)
@@ -80,10 +81,8 @@ def attend_pairs(queries: mx.array, transposed: KV, pairs: Pairs, options: Optio
     Blocks are read whole: the pool keeps unused tail slots zero, and slots before a window are the sequence's own.
     """
     products = matmul_at(queries, pairs.queries, transposed.keys, pairs.matrices)
-    weights, maximum, denominator = softmax_parts(binary_scores(products, options.softcap) + pairs.bias)
-    values = transposed.values
-    product = lambda own: matmul_at(own, pairs.order, values, pairs.matrices)  # noqa: E731
-    return Partial(weighted_sum(weights, denominator, values.dtype, product), maximum, denominator)
+    scores, values = binary_scores(products, options.softcap) + pairs.bias, transposed.values
+    return attend_scores(scores, values.dtype, lambda own: matmul_at(own, pairs.order, values, pairs.matrices))
 
 
 def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -> Partial:
@@ -95,21 +94,21 @@ def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -
         with stream:
             keys, values = (contiguous(array, split.matrices) for array in (kv.keys, kv.values))
             scores = binary_scores(stacked[split.heads] @ keys.swapaxes(-1, -2), options.softcap)
-            partials.append(attend_scores(scores, values))
+            partials.append(attend_scores(scores, values.dtype, functools.partial(times, values)))
     by_member = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in concatenate(partials))
     return Partial(*(array.reshape(m * num_kv_heads, group, -1) for array in by_member))
 
 
 def attend_chunk(queries: mx.array, kv: KV, chunk: ChunkPlan, options: Options) -> mx.array:
     """[L, Hq, D] -> [L, Hq, D]"""
-    grouped = scaled(queries, options).swapaxes(0, 1).reshape(kv.num_kv_heads, -1, *queries.shape[::2])
+    by_head = queries.swapaxes(0, 1)
+    grouped = by_head.reshape(kv.num_kv_heads, -1, *by_head.shape[1:])
     outputs = []
     for split, stream in assign(chunk.splits):
         with stream:
             keys, values = (contiguous(array, split.matrices) for array in (kv.keys, kv.values))
-            outputs.append(
-                attend_tiles(grouped[split.heads], keys.swapaxes(-1, -2), values, chunk, split.heads, options)
-            )
+            own = scaled(grouped[split.heads], options)
+            outputs.append(attend_tiles(own, keys.swapaxes(-1, -2), values, chunk, split.heads, options))
     out = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
     return out.reshape(queries.shape[1], len(queries), -1).swapaxes(0, 1)
 
@@ -132,48 +131,54 @@ def attend_tiles(
         if sinks is not None:
             length = own.shape[1] // group
             sink_rows = mx.broadcast_to(sinks, (num_kv_heads, group, length, 1)).reshape(num_kv_heads, -1, 1)
-        partial = attend_scores(scores, values[:, tile.keys], sink_rows)
-        out = (partial.output / partial.denominator).astype(queries.dtype)
+        result = attend_scores(scores, values.dtype, functools.partial(times, values[:, tile.keys]), sink_rows)
+        out = (result.output / result.denominator).astype(queries.dtype)
         outputs.append(out.reshape(num_kv_heads, group, -1, out.shape[-1]))
     return mx.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
 
 
-def attend_scores(scores: mx.array, values: mx.array, sinks: mx.array | None = None) -> Partial:
-    """Scores [H, n, keys] and values [H, keys, D] -> [H, n, ...]"""
-    weights, maximum, denominator = softmax_parts(scores, sinks)
-    product = lambda own: own @ values  # noqa: E731
-    return Partial(weighted_sum(weights, denominator, values.dtype, product), maximum, denominator)
-
-
-def softmax_parts(scores: mx.array, sinks: mx.array | None = None) -> tuple[mx.array, mx.array, mx.array]:
-    """Weights, maximum and denominator of a softmax over the last axis. A sink adds to the denominator only."""
+def attend_scores(
+    scores: mx.array, dtype: mx.Dtype, product: Callable[[mx.array], mx.array], sinks: mx.array | None = None
+) -> Partial:
+    """Softmax over the last axis of scores. product: multiplies weights by values of `dtype`. A sink adds to the
+    denominator only."""
     maximum = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         maximum = mx.maximum(maximum, sinks)
     weights = exp2(scores - maximum)
     denominator = weights.sum(axis=-1, keepdims=True)
-    return weights, maximum, denominator if sinks is None else denominator + exp2(sinks - maximum)
+    if sinks is not None:
+        denominator = denominator + exp2(sinks - maximum)
+    if dtype != mx.float16:
+        return Partial(product(weights.astype(dtype)).astype(mx.float32), maximum, denominator)
+    # A sum over many keys may pass 65,504, the largest float16, so the mean is computed first.
+    mean = product((weights / denominator).astype(dtype)).astype(mx.float32)
+    return Partial(mean * denominator, maximum, denominator)
 
 
-def merge(partial: Partial, sinks: mx.array | None) -> mx.array:
+def times(values: mx.array, weights: mx.array) -> mx.array:
+    return weights @ values
+
+
+def merge(parts: Partial, sinks: mx.array | None) -> mx.array:
     """Merge partials [n, b, Hkv, group, ...] along b and divide -> [n, 1, Hkv, group, D]"""
-    maximum = partial.maximum.max(axis=1, keepdims=True)
+    maximum = parts.maximum.max(axis=1, keepdims=True)
     if sinks is not None:
         sinks = sinks.astype(mx.float32).reshape(1, 1, *maximum.shape[2:]) * LOG2E
         maximum = mx.maximum(maximum, sinks)
-    rescale = exp2(partial.maximum - maximum)
-    denominator = (rescale * partial.denominator).sum(axis=1, keepdims=True)
+    rescale = exp2(parts.maximum - maximum)
+    denominator = (rescale * parts.denominator).sum(axis=1, keepdims=True)
     if sinks is not None:
         denominator = denominator + exp2(sinks - maximum)
-    return (rescale * partial.output).sum(axis=1, keepdims=True) / denominator
+    return (rescale * parts.output).sum(axis=1, keepdims=True) / denominator
 
 
-def scatter_merge(partial: Partial, owner: mx.array, n: int) -> Partial:
+def scatter_merge(parts: Partial, owner: mx.array, n: int) -> Partial:
     """Merge the parts of each of n owners into one."""
-    maximum = mx.full((n, *partial.maximum.shape[1:]), -mx.inf).at[owner].maximum(partial.maximum)
-    rescale = exp2(partial.maximum - maximum[owner])
-    output = mx.zeros((n, *partial.output.shape[1:])).at[owner].add(rescale * partial.output)
-    return Partial(output, maximum, mx.zeros(maximum.shape).at[owner].add(rescale * partial.denominator))
+    maximum = mx.full((n, *parts.maximum.shape[1:]), -mx.inf).at[owner].maximum(parts.maximum)
+    rescale = exp2(parts.maximum - maximum[owner])
+    output = mx.zeros((n, *parts.output.shape[1:])).at[owner].add(rescale * parts.output)
+    return Partial(output, maximum, mx.zeros(maximum.shape).at[owner].add(rescale * parts.denominator))
 
 
 def concatenate(partials: Sequence[Partial]) -> Partial:
@@ -192,16 +197,6 @@ def matmul_at(left: mx.array, left_at: mx.array, right: mx.array, right_at: mx.a
     if left.dtype == mx.float32:
         return mx.gather_mm(left, right, lhs_indices=left_at, rhs_indices=right_at)
     return left[left_at] @ right[right_at]
-
-
-def weighted_sum(
-    weights: mx.array, denominator: mx.array, dtype: mx.Dtype, product: Callable[[mx.array], mx.array]
-) -> mx.array:
-    """`product` of weights and values, in float32. A sum over many keys may pass what float16 holds, 65,504, so there
-    the mean is computed first."""
-    if dtype == mx.float16:
-        return product((weights / denominator).astype(dtype)).astype(mx.float32) * denominator
-    return product(weights.astype(dtype)).astype(mx.float32)
 
 
 def scaled(queries: mx.array, options: Options) -> mx.array:
