@@ -26,12 +26,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache, lanes
-from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
+from mlxpaged.attention import AttentionMetadata, LayerKVCache
+from mlxpaged.cpu import blas, streams  # before mlx: it loads the fast BLAS
+from mlxpaged.cpu.optimize import swiglu_by_exp2, swiglu_of_mlx_lm
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
-from mlxpaged.models.cpu import swiglu_by_powers, swiglu_of_mlx_lm
 from mlxpaged.models.layers import LayerSpec, bytes_per_token
 from mlxpaged.models.loader import resolve_model
 
@@ -60,13 +60,13 @@ def stay_awake(seconds: float) -> None:
 
 @contextmanager
 def blas_threads() -> Iterator[None]:
-    """For MLX's own operations: the BLAS on all cores, which mlxpaged's shares of them have for themselves."""
-    blas.use_threads(lanes.cores())
+    """Lets MLX's own operations use the BLAS on all cores; mlxpaged splits its work among CPU streams instead."""
+    blas.use_threads(streams.cores())
     try:
         yield
     finally:
         blas.use_threads(1)
-        stay_awake(0.03)  # as long as the BLAS's threads do, on cores that are not theirs any more
+        stay_awake(0.03)  # as long as the BLAS's threads keep their cores busy
 
 
 class Bare:
@@ -79,8 +79,8 @@ class Bare:
         ]
 
     def _logits(self, tokens: mx.array) -> mx.array:
-        """With mlx-lm's own activation, in the place of which the engine's model has put another one."""
-        routed = [module for module in self._modules if getattr(module, "swiglu", None) is swiglu_by_powers]
+        """Uses mlx-lm's own activation, which loading the engine's model has replaced."""
+        routed = [module for module in self._modules if getattr(module, "swiglu", None) is swiglu_by_exp2]
         for module in routed:
             module.swiglu = swiglu_of_mlx_lm
         try:
@@ -88,7 +88,7 @@ class Bare:
             return logits
         finally:
             for module in routed:
-                module.swiglu = swiglu_by_powers
+                module.swiglu = swiglu_by_exp2
 
     def prefill(self, prompts: list[list[int]]) -> float:
         """Seconds."""
@@ -164,7 +164,7 @@ class Profile:
             (core.runner, "start_step", "device"),
             (core.runner, "finish_step", "device"),
             (InFlightStep, "read", "device"),
-            (core, "_settle", "detokenizer and outputs"),
+            (core, "_process", "detokenizer and outputs"),
             (core, "stats", "statistics"),
         ):
             setattr(owner, name, self._timed(getattr(owner, name), part))
@@ -225,9 +225,10 @@ class AttentionLayer:
         blocks = -(-context // block_size)
         order = random.Random(0).sample(range(batch * blocks), batch * blocks)
         tables = [order[i * blocks : (i + 1) * blocks] for i in range(batch)]
-        heads, dim, dtype = spec.num_kv_heads, spec.head_dim, spec.dtype
+        layout = spec.kv_layout(block_size)
+        heads, dim, dtype = layout.num_kv_heads, layout.key_size, layout.dtype
         self._build = partial(AttentionMetadata.build, [1] * batch, [context] * batch, tables, block_size)
-        self._pool = LayerKVCache(batch * blocks, heads, dim, dtype, block_size)
+        self._pool = LayerKVCache.from_layout(batch * blocks, layout)
         whole = mx.random.normal((batch * blocks, heads, block_size, dim)).astype(dtype)
         self._pool.write_blocks(order, whole, whole)
         self._keys = mx.random.normal((batch, heads, context, dim)).astype(dtype)

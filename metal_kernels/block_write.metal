@@ -1,4 +1,4 @@
-// Overwrites whole blocks of the pools, in place: the way back of block_read.
+// Overwrites whole blocks of the pools, in place. It is the inverse of block_read.
 //
 // keys, values [n, SIZE] with SIZE = KV heads * block size * head size; blocks [n], all different; key_pool, value_pool
 // [blocks, SIZE]; after: token of the last kernel that touched the pools

@@ -1,5 +1,5 @@
-// Copies the keys and values of one sequence out of its blocks into contiguous ones, head by head, as MLX's own
-// attention reads them.
+// Copies the keys and values of one sequence out of its blocks into contiguous arrays, head by head, for MLX's own
+// attention.
 //
 // key_pool, value_pool [blocks, KV_HEADS, BLOCK, D]; blocks [n]: the sequence's, in order; after: token of the last
 // write to the pools

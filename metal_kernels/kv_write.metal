@@ -1,5 +1,5 @@
-// Writes the keys and values of a step's tokens into their slots of the pools, in place: the pools are inputs whose
-// const is cast away. A token with slot -1 is skipped.
+// Writes the keys and values of a step's tokens into their slots of the pools, in place: the pools are inputs, and
+// their const is cast away. A token with slot -1 is skipped.
 //
 // new_keys, new_values [T, KV_HEADS, D]; slot_mapping [T]: block * BLOCK + slot; key_pool, value_pool
 // [blocks, KV_HEADS, BLOCK, D]; after: token of the last kernel that touched the pools

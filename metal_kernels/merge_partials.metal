@@ -1,15 +1,15 @@
-// Joins what paged_attention left of a query token's key ranges: weights each range by the exponential of its maximum,
-// adds the sink, divides. Eight simdgroups take the ranges of one token and head in turns, each with a running maximum,
-// and meet in threadgroup memory: a long context has hundreds of ranges.
+// Merges the partial results of paged_attention: rescales each range of keys by its maximum, adds the sink to the
+// denominator, divides. Eight simdgroups take turns at the ranges of one token and head, each with a running maximum,
+// and merge in threadgroup memory, because a long context has hundreds of ranges.
 //
-// partials [rows, HEADS, D + 4] of float: weighted values, maximum, sum of exponentials, 0, 0
-// ranges [max(T, 2), 4]: first row of the token's partials, rows from one to the next, how many, unused
+// partials [rows, HEADS, D + 4] of float: weighted values, maximum, denominator, 0, 0
+// ranges [max(T, 2), 4]: first row of the token's partials, stride in rows, number of ranges, unused
 // sinks [HEADS] if SINKS
 // out [T, HEADS, D] of T
 //
 // grid (256, HEADS, T), threadgroup (256, 1, 1)
 constexpr int SPLITS = 8;
-constexpr int CHUNKS = (D + 127) / 128;  // of four columns for each lane of a simdgroup
+constexpr int CHUNKS = (D + 127) / 128;  // of four columns per lane of a simdgroup
 constexpr int WIDTH = D + 4;
 constexpr float LEAST = -3.402823466e+38f;
 
@@ -28,7 +28,7 @@ const size_t stride = size_t(range[1]) * HEADS * WIDTH;
 const device float* partial = partials + (size_t(range[0]) * HEADS + head) * WIDTH;
 
 float best = LEAST;
-float total = 0.0f;
+float denominator = 0.0f;
 float acc[CHUNKS * 4];
 for (int i = 0; i < CHUNKS * 4; i++) {
   acc[i] = 0.0f;
@@ -37,9 +37,9 @@ for (int i = split; i < count; i += SPLITS) {
   const device float* row = partial + i * stride;
   const float new_best = max(best, row[D]);
   const float before = metal::fast::exp(best - new_best);
-  const float factor = metal::fast::exp(row[D] - new_best);  // zero where the token sees none of the range
+  const float factor = metal::fast::exp(row[D] - new_best);  // zero if the token sees none of the range
   best = new_best;
-  total = total * before + row[D + 1] * factor;
+  denominator = denominator * before + row[D + 1] * factor;
 #pragma clang loop unroll(full)
   for (int c = 0; c < CHUNKS; c++) {
     const int column = (c * 32 + lane) * 4;
@@ -62,7 +62,7 @@ for (int c = 0; c < CHUNKS; c++) {
 }
 if (lane == 0) {
   split_max[split] = best;
-  split_sum[split] = total;
+  split_sum[split] = denominator;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -71,16 +71,16 @@ if (me < D) {
   for (int s = 0; s < SPLITS; s++) {
     best = max(best, split_max[s]);
   }
-  total = 0.0f;
+  denominator = 0.0f;
   if (SINKS) {
     best = max(best, static_cast<float>(sinks[head]));
-    total = metal::fast::exp(static_cast<float>(sinks[head]) - best);
+    denominator = metal::fast::exp(static_cast<float>(sinks[head]) - best);
   }
   float value = 0.0f;
   for (int s = 0; s < SPLITS; s++) {
     const float factor = metal::fast::exp(split_max[s] - best);
     value += split_values[s * D + me] * factor;
-    total += split_sum[s] * factor;
+    denominator += split_sum[s] * factor;
   }
-  out[(token * HEADS + head) * D + me] = static_cast<T>(value / total);
+  out[(token * HEADS + head) * D + me] = static_cast<T>(value / denominator);
 }

@@ -1,20 +1,21 @@
-// Attention of query tiles over a paged context: one token of a decoding sequence, or a few of a prompt chunk, with the
-// query heads that share a KV head. Causal, with an optional window, softcap and sinks; online softmax in float32.
+// Attention of query tiles over a paged context. A tile is one token of a decoding sequence, or a few of a prompt
+// chunk, with the query heads that share a KV head. Causal, with optional window, softcap and sinks; online softmax in
+// float32.
 //
-// A threadgroup takes one work item for one KV head, or for HEADS of its query heads where a group has more: QUERIES
+// A threadgroup takes one work item for one KV head, or for HEADS of its query heads if a group has more: QUERIES
 // tokens x HEADS heads = ROWS rows over a range of keys. It reads each key and each value of the range from device
-// memory once, straight into registers:
+// memory once, into registers:
 //   scores: LANES lanes share a key, every simdgroup has keys of its own, all rows meet a key while it is loaded;
 //   softmax: a simdgroup per row, over the scores of the TILE keys in threadgroup memory;
-//   values: a thread owns VEC columns of the output for all rows, and every SPLITS-th key.
-// Keys outside the range are never read. A weight of zero skips its value: what a masked row holds cannot leak.
+//   values: a thread owns VEC columns of the output for all rows, and reads every SPLITS-th key.
+// Keys outside the range are never read. A weight of zero skips its value, so a NaN in a masked row cannot leak.
 //
 // queries [T, KV_HEADS * GROUP, D]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, D]; block_tables [S, max_blocks]
 // items [N, 8]: sequence, first query row, queries, position of the first query, first key, end of keys,
 //   first row of `out`, unused
 // sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
 // out [rows, KV_HEADS * GROUP, D] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, D + 4]: the weighted sum of
-//   values without its denominator, the maximum of the scores, their sum of exponentials, 0, 0. done [1]: the token
+//   values before division, the maximum of the scores, the denominator, 0, 0. done [1]: the token
 //
 // grid (THREADS, KV_HEADS * HEAD_TILES, N), threadgroup (THREADS, 1, 1)
 constexpr int HEAD_TILES = (GROUP + HEADS - 1) / HEADS;
@@ -189,7 +190,7 @@ for (int start = item[4]; start < key_end; start += TILE) {
       }
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the weights are used up
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the weights have been read
 }
 
 #pragma clang loop unroll(full)
@@ -201,7 +202,7 @@ for (int i = 0; i < ROWS_EACH; i++) {
   }
 }
 
-// The splits of a row meet in threadgroup memory, as many rows at a time as fit.
+// The splits of a row are added in threadgroup memory, as many rows at a time as fit.
 #pragma clang loop unroll(full)
 for (int first = 0; first < ROWS; first += ROWS_AT_ONCE) {
   if (first > 0) {
@@ -236,15 +237,15 @@ for (int first = 0; first < ROWS; first += ROWS_AT_ONCE) {
           out[at + D + 3] = static_cast<O>(0.0f);
         }
       } else {
-        float total = row_sum[row];
+        float denominator = row_sum[row];
         if (SINKS) {
           const float sink = static_cast<float>(sinks[head]);
           const float best = max(row_max[row], sink);
           const float factor = metal::fast::exp(row_max[row] - best);
-          total = total * factor + metal::fast::exp(sink - best);
+          denominator = denominator * factor + metal::fast::exp(sink - best);
           sum *= factor;
         }
-        out[at + d] = static_cast<O>(sum / total);
+        out[at + d] = static_cast<O>(sum / denominator);
       }
     }
   }

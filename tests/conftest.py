@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is imported)
-from mlxpaged.attention import lanes, tuner
+from mlxpaged.attention import tuner
+from mlxpaged.cpu import streams
 from mlxpaged.engine import EngineConfig
 from tests.support import RunningServer, running_server
 
@@ -21,10 +22,10 @@ def _nothing_is_measured() -> Iterator[None]:
 
 
 @pytest.fixture
-def many_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever can be shared out on a CPU is, however small it is and however few the cores are."""
-    monkeypatch.setattr(lanes, "HAND_OVER", 1e-12)
-    monkeypatch.setattr(lanes, "cores", lambda: 3)
+def many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All work that can be split among CPU streams is split, however small it is and however few the cores are."""
+    monkeypatch.setattr(streams, "HANDOFF", 1e-12)
+    monkeypatch.setattr(streams, "cores", lambda: 3)
 
 
 @pytest.fixture(scope="session")

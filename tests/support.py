@@ -216,8 +216,8 @@ def poison_new_blocks(core: EngineCore) -> None:
     def poison() -> None:
         for layer in runner.layers if fresh else ():
             ids = sorted(fresh)
-            shape = (len(ids), layer.kv.num_kv_heads, layer.kv.block_size, layer.kv.head_dim)
-            nan = mx.full(shape, mx.nan, layer.kv.dtype)
+            layout = layer.kv.layout
+            nan = mx.full((len(ids), layout.num_kv_heads, layout.block_size, layout.key_size), mx.nan, layout.dtype)
             layer.kv.write_blocks(ids, nan, nan)
         fresh.clear()
 

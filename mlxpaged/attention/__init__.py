@@ -1,17 +1,20 @@
-"""Paged attention over the KV pools: metadata of a step, one pool per layer, and what a model sees as its cache."""
+"""Paged attention over KV pools: a step's metadata, one pool per layer, and the cache object that a model sees."""
 
 from mlxpaged.attention.kv_cache import BACKENDS, LayerKVCache, resolve_backend
 from mlxpaged.attention.layer import PagedAttentionError, PagedLayer, StepContext, route_attention
+from mlxpaged.attention.layout import KV_DTYPES, AttentionShape, KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.attention.self_check import AttentionShape, choose_backend
+from mlxpaged.attention.self_check import choose_backend
 from mlxpaged.attention.tuner import Limits, choose_tunings
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, parse_tuning
 
 __all__ = [
     "BACKENDS",
     "DEFAULT_TUNING",
+    "KV_DTYPES",
     "AttentionMetadata",
     "AttentionShape",
+    "KVLayout",
     "LayerKVCache",
     "Limits",
     "PagedAttentionError",

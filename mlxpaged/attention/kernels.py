@@ -1,6 +1,6 @@
-"""The Metal kernels as Python sees them: where their sources are, how they are built, the limits of a launch.
+"""Builds and launches the Metal kernels, and checks the limits of a launch.
 
-What each kernel computes, and the shapes it takes, stands at the top of its file in metal_kernels/.
+The first lines of each file in metal_kernels/ say what the kernel computes and which shapes it takes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
 
 
 def kernel_directory() -> Path:
-    """The .metal files: inside the package where a wheel was installed, beside it in a checkout."""
+    """The directory of the .metal files: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).parent.parent
     for directory in (package / "metal_kernels", package.parent / "metal_kernels"):
         if directory.is_dir():
@@ -43,7 +43,7 @@ def kernel_directory() -> Path:
 
 
 def can_run() -> bool:
-    """Whether kernels run here: on a Metal device, or because something else stands in for `mx.fast.metal_kernel`."""
+    """Whether kernels run here: on a Metal device, or because a stand-in replaces `mx.fast.metal_kernel`."""
     native: Any = mx.fast.rope
     found: Any = mx.fast.metal_kernel
     return mx.metal.is_available() or type(found) is not type(native)
@@ -66,7 +66,7 @@ def launch(
         raise ValueError(
             f"{name}: {threadgroup_memory} bytes of threadgroup memory, Metal has {MAX_THREADGROUP_MEMORY}"
         )
-    results: list[mx.array] = _build(mx.fast.metal_kernel, name)(
+    results: list[mx.array] = build(mx.fast.metal_kernel, name)(
         inputs=inputs,
         template=template,
         grid=grid,
@@ -78,16 +78,16 @@ def launch(
 
 
 @functools.cache
-def _build(metal_kernel: Callable[..., Any], name: str) -> Any:
-    """Once per kernel; MLX compiles it once per template arguments. The factory is a key, so that a stand-in that was
-    put in the place of `mx.fast.metal_kernel` gets kernels of its own."""
+def build(metal_kernel: Callable[..., Any], name: str) -> Any:
+    """Called once per kernel; MLX compiles it once per set of template arguments. The factory is part of the key, so a
+    stand-in for `mx.fast.metal_kernel` gets kernels of its own."""
     inputs, outputs = INPUTS_AND_OUTPUTS[name]
     source = (kernel_directory() / f"{name}.metal").read_text()
     return metal_kernel(name=name, input_names=inputs, output_names=outputs, source=source)
 
 
 def source_hash() -> str:
-    """Changes with any of the kernels' sources: what was measured with others does not count."""
+    """Changes if any kernel source changes, so that times measured with other sources are ignored."""
     digest = hashlib.sha256()
     for path in sorted(kernel_directory().glob("*.metal")):
         digest.update(path.read_bytes() + b"\0")

@@ -1,4 +1,4 @@
-"""The KV pool of one layer, and the attention over it: checks its arguments, then hands them to a backend."""
+"""The KV cache of one layer: checks arguments, then calls the pool of its backend."""
 
 from __future__ import annotations
 
@@ -9,36 +9,44 @@ import mlx.core as mx
 
 from mlxpaged.attention import kernels
 from mlxpaged.attention.gather import GatherPool
+from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.metal import MetalPool
 from mlxpaged.attention.pool import KVPool, Options
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
+from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
+from mlxpaged.cpu.kv_pool import CpuPool
 
-Backend = Literal["auto", "metal", "gather"]
+Backend = Literal["auto", "metal", "gather", "cpu"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
-KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def resolve_backend(backend: str) -> str:
-    """The backend of a pool that is made with `backend`; "auto" is gather, which runs anywhere.
+    """The backend of a pool that is made with `backend`: "auto" is "cpu" if MLX's default device is the CPU, else
+    "gather".
 
-    The engine does not leave it at that: it resolves "auto" with a self-check first (self_check.py). Raises ValueError
-    for a backend that does not exist or cannot run here.
+    The engine resolves "auto" with a self-check of the Metal kernels first (self_check.py). Raises ValueError for a
+    backend that does not exist or cannot run here.
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
     if backend == "metal" and not kernels.can_run():
         raise ValueError(
             "attention backend 'metal' is not available: it needs a Mac with a Metal device; use 'auto' or 'gather'"
         )
-    return "metal" if backend == "metal" else "gather"
+    if backend == "cpu" and not on_cpu:
+        raise ValueError("attention backend 'cpu' is not available: MLX runs on a GPU here; use 'auto' or 'gather'")
+    if backend == "auto":
+        return "cpu" if on_cpu else "gather"
+    return backend
 
 
 class LayerKVCache:
-    """Keys and values of one layer, `num_blocks` blocks of `block_size` tokens, addressed through block tables.
+    """Keys and values of one layer: `num_blocks` blocks, addressed through block tables.
 
-    tuning: how the Metal backend attends; the gather backend has one way. Raises ValueError for arguments out of range,
-    and for a type or size that the backend is not made for.
+    tuning: how the Metal backend attends; the others ignore it. Raises ValueError for arguments out of range, and for a
+    type or size that the backend does not support.
     """
 
     def __init__(
@@ -47,54 +55,60 @@ class LayerKVCache:
         num_kv_heads: int,
         head_dim: int,
         dtype: mx.Dtype,
-        block_size: int = 32,
+        block_size: int = DEFAULT_BLOCK_SIZE,
         backend: str = "auto",
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        for name, value in (("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if block_size < 1 or block_size & (block_size - 1):
-            raise ValueError(f"block_size must be a power of two, got {block_size}")
-        if dtype not in KV_DTYPES:
-            raise ValueError(f"KV dtype must be float32, float16 or bfloat16, got {dtype}")
+        if head_dim < 1:
+            raise ValueError(f"head_dim must be positive, got {head_dim}")
+        self._make(num_blocks, KVLayout(num_kv_heads, head_dim, head_dim, dtype, block_size), backend, tuning)
+
+    @classmethod
+    def from_layout(
+        cls, num_blocks: int, layout: KVLayout, backend: str = "auto", tuning: Tuning = DEFAULT_TUNING
+    ) -> LayerKVCache:
+        cache = cls.__new__(cls)
+        cache._make(num_blocks, layout, backend, tuning)
+        return cache
+
+    def _make(self, num_blocks: int, layout: KVLayout, backend: str, tuning: Tuning) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be positive, got {num_blocks}")
         self.num_blocks = num_blocks
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.dtype = dtype
-        self.block_size = block_size
+        self.layout = layout
         self.backend = resolve_backend(backend)
         self.tuning = tuning
         self.clear()
 
     def clear(self) -> None:
         """Make every block zero, in new memory."""
-        layout = (self.num_blocks, self.num_kv_heads, self.head_dim, self.dtype, self.block_size)
-        self._pool: KVPool = MetalPool(*layout, self.tuning) if self.backend == "metal" else GatherPool(*layout)
+        self._pool: KVPool
+        if self.backend == "metal":
+            self._pool = MetalPool(self.num_blocks, self.layout, self.tuning)
+        elif self.backend == "cpu":
+            self._pool = CpuPool(self.num_blocks, self.layout)
+        else:
+            self._pool = GatherPool(self.num_blocks, self.layout)
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """To be evaluated at the end of a step, so that its writes are done."""
+        """Evaluated at the end of a step, so that its writes are done."""
         return self._pool.arrays
 
     @property
     def nbytes(self) -> int:
         return self._pool.nbytes
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Keys and values of one block."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * int(self.dtype.size)
-
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         """Store the keys and values [T, num_kv_heads, head_dim] of the step's query tokens in their slots."""
         self._check_meta(meta)
-        expected = (meta.num_tokens, self.num_kv_heads, self.head_dim)
-        for name, array in (("keys", keys), ("values", values)):
+        layout = self.layout
+        for name, array, size in (("keys", keys, layout.key_size), ("values", values, layout.value_size)):
+            expected = (meta.num_tokens, layout.num_kv_heads, size)
             if array.shape != expected:
                 raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
-            if array.dtype != self.dtype:
-                raise ValueError(f"{name} must be {self.dtype}, the type of the pool, got {array.dtype}")
+            if array.dtype != layout.dtype:
+                raise ValueError(f"{name} must be {layout.dtype}, the type of the pool, got {array.dtype}")
         self._pool.write(keys, values, meta)
 
     def attend(
@@ -110,20 +124,21 @@ class LayerKVCache:
         """Causal attention of the query tokens over their sequences' contexts, [T, num_q_heads, head_dim] in and out.
 
         window: a query sees only the last `window` keys, its own included. softcap: scores become
-        `softcap * tanh(scores / softcap)`. sinks[num_q_heads]: a logit per head that takes part in the softmax and
-        carries no value. The step's keys must have been written, and those before them, by `write` of the same
-        backend: it leaves the rest of a block as its `attend` wants it.
+        `softcap * tanh(scores / softcap)`. sinks[num_q_heads]: one logit per head that is added to the softmax's
+        denominator. All keys of the contexts must have been written by `write` or `write_blocks` of the same backend,
+        which may rely on how it left the unused slots of a block.
         """
         self._check_meta(meta)
-        if queries.ndim != 3 or queries.shape[0] != meta.num_tokens or queries.shape[2] != self.head_dim:
+        layout = self.layout
+        if queries.ndim != 3 or queries.shape[0] != meta.num_tokens or queries.shape[2] != layout.key_size:
             raise ValueError(
-                f"queries must have shape ({meta.num_tokens}, heads, {self.head_dim}), got {queries.shape}"
+                f"queries must have shape ({meta.num_tokens}, heads, {layout.key_size}), got {queries.shape}"
             )
         num_heads = queries.shape[1]
-        if num_heads == 0 or num_heads % self.num_kv_heads:
-            raise ValueError(f"{num_heads} query heads do not divide among {self.num_kv_heads} KV heads")
-        if queries.dtype != self.dtype:
-            raise ValueError(f"queries must be {self.dtype}, the type of the pool, got {queries.dtype}")
+        if num_heads == 0 or num_heads % layout.num_kv_heads:
+            raise ValueError(f"{num_heads} query heads do not divide among {layout.num_kv_heads} KV heads")
+        if queries.dtype != layout.dtype:
+            raise ValueError(f"queries must be {layout.dtype}, the type of the pool, got {queries.dtype}")
         if window is not None and (not isinstance(window, int) or window < 1):
             raise ValueError(f"window must be positive, a whole number, got {window}")
         if softcap is not None and softcap <= 0:
@@ -144,28 +159,28 @@ class LayerKVCache:
         self._pool.copy_blocks(sources, targets)
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Keys and values of whole blocks, [n, num_kv_heads, block_size, head_dim] each, as they are now."""
+        """Keys and values of whole blocks, [n, num_kv_heads, block_size, size] each, as they are now."""
         self._check_blocks(ids)
         return self._pool.read_blocks(ids)
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
-        """Overwrite whole blocks with what `read_blocks` returned, here or from a cache of the same layout and
-        backend."""
+        """Overwrite whole blocks with what `read_blocks` of a cache of the same layout and backend returned."""
         self._check_targets(ids)
-        expected = (len(ids), self.num_kv_heads, self.block_size, self.head_dim)
-        if keys.shape != expected or values.shape != expected:
-            raise ValueError(f"keys and values must have shape {expected}, got {keys.shape} and {values.shape}")
-        if keys.dtype != self.dtype or values.dtype != self.dtype:
-            raise ValueError(f"keys and values must be {self.dtype}, got {keys.dtype} and {values.dtype}")
+        layout = self.layout
+        for array, size in ((keys, layout.key_size), (values, layout.value_size)):
+            expected = (len(ids), layout.num_kv_heads, layout.block_size, size)
+            if array.shape != expected:
+                raise ValueError(f"keys and values must have shape {expected}, got {keys.shape} and {values.shape}")
+            if array.dtype != layout.dtype:
+                raise ValueError(f"keys and values must be {layout.dtype}, got {keys.dtype} and {values.dtype}")
         self._pool.write_blocks(ids, keys, values)
 
     def _check_meta(self, meta: AttentionMetadata) -> None:
-        if meta.block_size != self.block_size:
-            raise ValueError(f"metadata is for blocks of {meta.block_size} tokens, the pool has {self.block_size}")
+        block_size = self.layout.block_size
+        if meta.block_size != block_size:
+            raise ValueError(f"metadata is for blocks of {meta.block_size} tokens, the pool has {block_size}")
         if meta.max_block >= self.num_blocks:
             raise ValueError(f"block id {meta.max_block} is out of range: the pool has {self.num_blocks} blocks")
-        if meta.repeats and self.backend == "metal":
-            raise ValueError("repeated tokens are for the gather backend: the Metal kernels write a slot once")
 
     def _check_targets(self, ids: Sequence[int]) -> None:
         self._check_blocks(ids)

@@ -1,4 +1,4 @@
-"""Where the tokens of one step stand: built once on the host, uploaded once, used by every layer."""
+"""Positions, slots and block tables of one step: built on the host, uploaded once, used by every layer."""
 
 from __future__ import annotations
 
@@ -10,39 +10,36 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
+
 IntArray = npt.NDArray[np.int32]
 
 MAX_SLOT = 2**31 - 1
-"""Slots are counted in int32."""
+"""Slot numbers are int32."""
 
 UNUSED = -1
-"""Fills the block table of a sequence behind its last block."""
+"""Fills a block table after its last block."""
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
     """A ragged batch of S sequences and T query tokens. All arrays are int32 on the device.
 
-    positions[T]: position of each query token in its sequence. slot_mapping[T]: `block * block_size + offset` of the
-    place its key and value go to. cu_seqlens_q[S + 1]: where each sequence's query tokens start in T.
-    context_lens[S]: tokens a sequence has with this step's included. block_tables[S, max_blocks]: block ids, UNUSED
-    behind the end. The fields named `host_` hold the same numbers as lists or NumPy arrays. repeats: of the T, those at
-    the end that stand for the last sequence's last token once more, with the same position and slot.
+    positions[T]: position of each query token in its sequence. slot_mapping[T]: `block * block_size + offset`, where
+    the token's key and value are written. block_tables[S, max_blocks]: block ids, then UNUSED. Fields named `host_` are
+    lists and NumPy arrays; host_context_lens include the step's query tokens.
     """
 
     block_size: int
     positions: mx.array
     slot_mapping: mx.array
-    cu_seqlens_q: mx.array
-    context_lens: mx.array
     block_tables: mx.array
     host_query_lens: list[int]
     host_context_lens: list[int]
     host_block_tables: IntArray
     max_block: int
-    repeats: int = 0
     derived: dict[Any, Any] = field(default_factory=dict)
-    """What a backend computes from this step once and reuses in every layer."""
+    """What a backend computes once for this step and reuses in every layer."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,12 +51,12 @@ class AttentionMetadata:
         query_lens: Sequence[int],
         context_lens: Sequence[int],
         block_tables: Sequence[Sequence[int]],
-        block_size: int = 32,
+        block_size: int = DEFAULT_BLOCK_SIZE,
     ) -> AttentionMetadata:
         """Query token j of the n of sequence i sits at position `context_lens[i] - n + j`.
 
-        Raises ValueError where the lists do not fit each other, a length is out of range, a table is too short for its
-        context, or a block id is out of range.
+        Raises ValueError if the lists do not fit each other, a length or block id is out of range, or a table is too
+        short for its context.
         """
         sequences = len(query_lens)
         if sequences == 0:
@@ -97,42 +94,32 @@ class AttentionMetadata:
         block_tables: IntArray,
         block_size: int,
         more: Sequence[IntArray] = (),
-        repeats: int = 0,
     ) -> tuple[AttentionMetadata, list[mx.array]]:
-        """`build` without its checks, for a scheduler's numbers, its tables filled up with UNUSED. `more`: vectors that
-        go to the device in the same array; they are returned in their order.
+        """`build` without its checks, for the scheduler's numbers; block_tables are padded with UNUSED.
 
-        Raises ValueError where a table is too short for its context: its tokens would be written into others' blocks.
+        more: vectors that go to the device in the same upload; they are returned in order. Raises ValueError if a table
+        is too short for its context: its tokens would be written into blocks of other sequences.
         """
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
         last = (context - 1) // block_size
         if last.max() >= block_tables.shape[1] or block_tables[np.arange(len(last)), last].min() < 0:
             raise ValueError(f"block tables are too short for contexts of {context_lens} tokens")
-        starts = np.concatenate(([0], np.cumsum(query))).astype(np.int32)
         owner = np.repeat(np.arange(len(query)), query)
-        positions = (np.arange(starts[-1]) - starts[owner] + (context - query)[owner]).astype(np.int32)
+        starts = np.cumsum(query) - query
+        positions = (np.arange(len(owner)) - starts[owner] + (context - query)[owner]).astype(np.int32)
         slots = (block_tables[owner, positions // block_size] * block_size + positions % block_size).astype(np.int32)
-        positions, slots = repeat_last(positions, repeats), repeat_last(slots, repeats)
-        parts = (positions, slots, starts, context, block_tables.reshape(-1), *more)
+        parts = (positions, slots, block_tables.reshape(-1), *more)
         ends = np.cumsum([part.size for part in parts[:-1]]).tolist()
         uploaded = list(mx.split(mx.array(np.concatenate(parts)), ends))
         meta = cls(
             block_size=block_size,
             positions=uploaded[0],
             slot_mapping=uploaded[1],
-            cu_seqlens_q=uploaded[2],
-            context_lens=uploaded[3],
-            block_tables=uploaded[4].reshape(block_tables.shape),
+            block_tables=uploaded[2].reshape(block_tables.shape),
             host_query_lens=query_lens,
             host_context_lens=context_lens,
             host_block_tables=block_tables,
             max_block=int(block_tables.max()),
-            repeats=repeats,
         )
-        return meta, uploaded[5:]
-
-
-def repeat_last(numbers: IntArray, times: int) -> IntArray:
-    """With its last element so many times more."""
-    return np.concatenate((numbers, numbers[-1:].repeat(times))) if times else numbers
+        return meta, uploaded[3:]

@@ -1,9 +1,9 @@
-"""The Metal backend: a pool that kernels write in place, and attention that reads the blocks where they are.
+"""The Metal backend: kernels write the pool in place, and attention reads its blocks in place.
 
-MLX orders kernels by the arrays that pass between them, and an array that is written in place behind its back does not
-show. So every kernel that touches the pools takes a token and returns one: a reader takes the one of the write before
-it, a writer one that stands for everything before it. A layer's writes and reads run in the order they were asked for,
-across steps too.
+MLX orders kernels by the arrays that pass between them, and it does not see a write in place. So every kernel that
+touches the pools takes a token array and returns one: a reader takes the token of the last write, a writer takes one
+that depends on all reads and writes before it. The writes and reads of a layer therefore run in the order in which they
+were requested, across steps too.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention import gather, kernels
-from mlxpaged.attention.gather_plan import PromptChunk, prompt_chunk
+from mlxpaged.attention import kernels
+from mlxpaged.attention.gather import contiguous_attention
+from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Options
+from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class
-from mlxpaged.attention.work import Work, make_work
 
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256)
 BLOCK_SIZES = (8, 16, 32)
 
@@ -31,15 +32,15 @@ THREADS = 128
 MERGE_THREADS = 256
 
 ROWS = 32
-"""Rows (query tokens x heads) of a threadgroup at most: their outputs live in its registers, 32 to 64 a thread."""
+"""Most rows (query tokens x heads) of a threadgroup. Their outputs are in its registers, 32 to 64 per thread."""
 
 NO_WINDOW = 2**30
 
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """One instantiation of paged_attention.metal. heads: of a KV head's `group` query heads, how many a threadgroup
-    serves; queries: tokens of its tile."""
+    """One instantiation of paged_attention.metal. group: query heads of a KV head; heads: how many of them one
+    threadgroup serves; queries: tokens of its tile."""
 
     dtype: mx.Dtype
     head_dim: int
@@ -62,17 +63,17 @@ class AttentionVariant:
 
     @property
     def tile(self) -> int:
-        """Keys whose scores are held at once."""
+        """Keys whose scores are in threadgroup memory at once."""
         return 128 if self.rows <= 16 else 64
 
     @property
     def vec(self) -> int:
-        """Columns of the output per thread: 32 sums in its registers where a threadgroup has a thread per column."""
+        """Output columns per thread, so that a thread keeps about 32 sums in its registers."""
         return max(4 if self.rows <= 8 else 2 if self.rows <= 16 else 1, -(-self.head_dim // THREADS))
 
     @property
     def threadgroup_memory(self) -> int:
-        """Bytes: the query tile, the scores or the splits' sums in their place, and three numbers a row."""
+        """Bytes: the query tile, the scores (later the splits' sums in the same place), three numbers per row."""
         splits = THREADS // (self.head_dim // self.vec)
         scratch = max(self.rows * self.tile, splits * self.head_dim)
         arrays = (self.rows * self.head_dim * self.dtype.size, 4 * scratch, *[4 * self.rows] * 3)
@@ -110,7 +111,7 @@ def choose_variant(
     softcap: bool = False,
     sinks: bool = False,
 ) -> AttentionVariant:
-    """All heads of a group in one threadgroup where its memory and registers allow, else in as few parts as do."""
+    """All heads of a group in one threadgroup if they fit its memory and registers, else in as few parts as do."""
     rows = ROWS
     while True:
         heads = -(-group // -(-group // rows))
@@ -125,48 +126,50 @@ def choose_variant(
 
 @dataclass(frozen=True)
 class PagedPart:
-    """One launch of the paged kernel. single_queries: its sequences decode, a query tile is one token."""
+    """One launch of the paged kernel. single_queries: all its sequences decode, so a query tile is one token."""
 
-    work: Work
+    schedule: TileSchedule
     single_queries: bool
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a step's query tokens are attended: a launch for the decoding sequences and one for the chunks of each
-    partition, or one sequence after the other where its keys become contiguous.
+class ContiguousPart:
+    """One sequence: query tokens `rows` over the first num_keys keys of its `blocks`, which are copied."""
 
-    order: brings the outputs of the parts back into the order of the query tokens; None where there is one part.
+    rows: slice
+    blocks: mx.array
+    num_keys: int
+    mask: mx.array | Literal["causal"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step's query tokens are attended: one launch for the decoding sequences, one for the chunks of each
+    partition, and one contiguous part per sequence whose keys are copied.
+
+    order: brings the parts' outputs back to the order of the query tokens; None if there is one part.
     """
 
-    parts: list[PagedPart | PromptChunk]
+    parts: list[PagedPart | ContiguousPart]
     order: mx.array | None
 
 
 class MetalPool:
-    """Keys and values as rows of `head_dim` elements, [block, kv_head, slot] in order. tuning: which kernels attend.
+    """Keys and values as rows of a head's elements, [block, kv_head, slot] in order. tuning: which kernels attend.
 
-    Raises ValueError for a type or size that the kernels are not made for.
+    Raises ValueError for a layout that the kernels do not support.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: mx.Dtype,
-        block_size: int,
-        tuning: Tuning = DEFAULT_TUNING,
-    ) -> None:
-        check_supported(dtype, head_dim, block_size)
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.dtype = dtype
-        self.block_size = block_size
+    def __init__(self, num_blocks: int, layout: KVLayout, tuning: Tuning = DEFAULT_TUNING) -> None:
+        check_supported(layout)
+        self.num_kv_heads = layout.num_kv_heads
+        self.head_dim = layout.key_size
+        self.dtype = layout.dtype
+        self.block_size = layout.block_size
         self.tuning = tuning
-        rows = (num_blocks + 1) * num_kv_heads * block_size
-        self._keys = mx.zeros((rows, head_dim), dtype)
-        self._values = mx.zeros((rows, head_dim), dtype)
+        rows = (num_blocks + 1) * layout.num_kv_heads * layout.block_size
+        self._keys = mx.zeros((rows, self.head_dim), layout.dtype)
+        self._values = mx.zeros((rows, self.head_dim), layout.dtype)
         self._token = mx.zeros((1,), mx.int32)
 
     @property
@@ -194,18 +197,18 @@ class MetalPool:
         outputs, tokens = [], []
         for part in plan.parts:
             if isinstance(part, PagedPart):
-                out, token = self._attend_paged(queries, meta, options, part.work, part.single_queries)
+                out, token = self._attend_paged(queries, meta, options, part)
             else:
                 keys, values, token = self._contiguous(part)
-                by_head = queries[part.rows].swapaxes(0, 1)
-                out = gather.attend_contiguous(by_head, keys, values, part, options).swapaxes(0, 1)
+                by_head = queries[None, part.rows].swapaxes(1, 2)
+                out = contiguous_attention(by_head, keys[None], values[None], part.mask, options)[0].swapaxes(0, 1)
             outputs.append(out)
             tokens.append(token)
-        self._token = functools.reduce(mx.add, tokens)  # readers need not wait for each other, a writer for all
+        self._token = functools.reduce(mx.add, tokens)  # the next writer waits for all readers
         return outputs[0] if plan.order is None else mx.concatenate(outputs)[plan.order]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        if set(sources) & set(targets):  # a thread might read a block that another one has overwritten already
+        if set(sources) & set(targets):  # a thread might read a block that another one has already overwritten
             self.write_blocks(targets, *self.read_blocks(sources))
             return
         pairs = mx.array(list(zip(sources, targets, strict=True)), mx.int32)
@@ -227,7 +230,7 @@ class MetalPool:
         self._launch_blocks("block_write", [keys, values, blocks, self._keys, self._values, self._token], len(ids))
 
     def _plan(self, meta: AttentionMetadata, window: int | None, group: int) -> Plan:
-        """Made once a step for all layers with the same window and heads."""
+        """Made once per step for all layers with the same window and heads."""
         key = ("metal", window, group, self.tuning)
         if key not in meta.derived:
             meta.derived[key] = self._make_plan(meta, window, group)
@@ -235,7 +238,7 @@ class MetalPool:
         return plan
 
     def _make_plan(self, meta: AttentionMetadata, window: int | None, group: int) -> Plan:
-        """Decoding sequences share one class, and with it one way; every chunk has its own."""
+        """All decoding sequences are one shape class and take one choice; every chunk has its own."""
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
         keys = np.minimum(meta.host_context_lens, NO_WINDOW if window is None else window)
@@ -248,13 +251,13 @@ class MetalPool:
             choice = self.tuning.choice(chunk_class(int(lens[i]), int(keys[i])))
             members.setdefault((False, choice.partition), []).append(i)
         tile = self._variant(group, False).queries
-        parts: list[PagedPart | PromptChunk] = []
+        parts: list[PagedPart | ContiguousPart] = []
         for (single, partition), sequences in members.items():
             if partition is None:
-                parts += [prompt_chunk(meta, i, int(starts[i]), window, group) for i in sequences]
+                parts += [contiguous_part(meta, i, int(starts[i]), window) for i in sequences]
             else:
-                work = make_work(meta, np.asarray(sequences), window, 1 if single else tile, partition)
-                parts.append(PagedPart(work, single))
+                schedule = make_schedule(meta, np.asarray(sequences), window, 1 if single else tile, partition)
+                parts.append(PagedPart(schedule, single))
         if len(parts) == 1:
             return Plan(parts, None)
         rows = [np.arange(starts[i], starts[i + 1]) for i in itertools.chain(*members.values())]
@@ -266,14 +269,15 @@ class MetalPool:
         )
 
     def _attend_paged(
-        self, queries: mx.array, meta: AttentionMetadata, options: Options, work: Work, single_queries: bool
+        self, queries: mx.array, meta: AttentionMetadata, options: Options, part: PagedPart
     ) -> tuple[mx.array, mx.array]:
-        """The rows of `work`, in its order, and the token of having read the pools."""
+        """The part's rows, in the order of its schedule, and the token of having read the pools."""
+        schedule = part.schedule
         heads = queries.shape[1]
-        partial = work.ranges is not None
+        partial = schedule.ranges is not None
         variant = self._variant(
             heads // self.num_kv_heads,
-            single_queries,
+            part.single_queries,
             partial,
             options.softcap is not None,
             options.sinks is not None and not partial,
@@ -288,7 +292,7 @@ class MetalPool:
                 self._keys,
                 self._values,
                 meta.block_tables,
-                work.items,
+                schedule.items,
                 sinks,
                 float(options.scale),
                 window,
@@ -296,34 +300,34 @@ class MetalPool:
                 self._token,
             ],
             variant.template,
-            grid=(THREADS, self.num_kv_heads * variant.head_tiles, work.num_items),
+            grid=(THREADS, self.num_kv_heads * variant.head_tiles, schedule.num_items),
             threadgroup=(THREADS, 1, 1),
-            outputs=[((work.num_partials, heads, width), mx.float32 if partial else self.dtype), ((1,), mx.int32)],
+            outputs=[((schedule.num_partials, heads, width), mx.float32 if partial else self.dtype), ((1,), mx.int32)],
             threadgroup_memory=variant.threadgroup_memory,
         )
-        if work.ranges is None:
+        if schedule.ranges is None:
             return out, token
         (merged,) = kernels.launch(
             "merge_partials",
-            [out, work.ranges, sinks],
+            [out, schedule.ranges, sinks],
             [("T", self.dtype), ("D", self.head_dim), ("HEADS", heads), ("SINKS", options.sinks is not None)],
-            grid=(MERGE_THREADS, heads, work.num_rows),
+            grid=(MERGE_THREADS, heads, schedule.num_rows),
             threadgroup=(MERGE_THREADS, 1, 1),
-            outputs=[((work.num_rows, heads, self.head_dim), self.dtype)],
+            outputs=[((schedule.num_rows, heads, self.head_dim), self.dtype)],
             threadgroup_memory=MERGE_THREADS // 32 * (self.head_dim + 2) * 4,
         )
         return merged, token
 
-    def _contiguous(self, chunk: PromptChunk) -> tuple[mx.array, mx.array, mx.array]:
-        """The chunk's keys and values, [num_kv_heads, num_keys, head_dim] each, and the token of having read them."""
+    def _contiguous(self, part: ContiguousPart) -> tuple[mx.array, mx.array, mx.array]:
+        """The part's keys and values, [num_kv_heads, num_keys, head_dim] each, and the token of having read them."""
         quads = self.head_dim // 4
-        shape = (self.num_kv_heads, chunk.num_keys, self.head_dim)
+        shape = (self.num_kv_heads, part.num_keys, self.head_dim)
         keys, values, token = kernels.launch(
             "kv_gather",
-            [self._keys, self._values, chunk.block_ids, self._token],
+            [self._keys, self._values, part.blocks, self._token],
             [*self._row_template(), ("BLOCK", self.block_size)],
-            grid=(quads, chunk.num_keys, self.num_kv_heads),
-            threadgroup=(quads, min(8, chunk.num_keys), 1),
+            grid=(quads, part.num_keys, self.num_kv_heads),
+            threadgroup=(quads, min(8, part.num_keys), 1),
             outputs=[(shape, self.dtype), (shape, self.dtype), ((1,), mx.int32)],
         )
         return keys, values, token
@@ -346,13 +350,29 @@ class MetalPool:
         return results
 
 
-def check_supported(dtype: mx.Dtype, head_dim: int, block_size: int) -> None:
-    """Raises ValueError naming what the kernels are not made for."""
-    if dtype not in DTYPES:
-        raise ValueError(f"the Metal kernels take float32, float16 and bfloat16, not {dtype}")
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"the Metal kernels take head sizes {', '.join(map(str, HEAD_DIMS))}, not {head_dim}")
-    if block_size not in BLOCK_SIZES:
+def contiguous_part(meta: AttentionMetadata, sequence: int, first_row: int, window: int | None) -> ContiguousPart:
+    """Copies only blocks that hold a key which one of the sequence's query tokens sees."""
+    query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
+    first_key = 0 if window is None else max(0, context_len - query_len + 1 - window)
+    first_block = first_key // meta.block_size
+    blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
+    num_keys = context_len - first_block * meta.block_size
+    mask: mx.array | Literal["causal"] = "causal"
+    if window is not None:
+        key, query = np.arange(num_keys), np.arange(num_keys - query_len, num_keys)[:, None]
+        mask = mx.array((key <= query) & (key > query - window))
+    return ContiguousPart(slice(first_row, first_row + query_len), mx.array(blocks), num_keys, mask)
+
+
+def check_supported(layout: KVLayout) -> None:
+    """Raises ValueError that names what the kernels do not support."""
+    if layout.key_size != layout.value_size:
         raise ValueError(
-            f"the Metal kernels take blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, not {block_size}"
+            f"the Metal kernels take keys and values of one size, not {layout.key_size} and {layout.value_size}"
+        )
+    if layout.key_size not in HEAD_DIMS:
+        raise ValueError(f"the Metal kernels take head sizes {', '.join(map(str, HEAD_DIMS))}, not {layout.key_size}")
+    if layout.block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"the Metal kernels take blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, not {layout.block_size}"
         )

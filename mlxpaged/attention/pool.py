@@ -1,4 +1,4 @@
-"""What a backend is to LayerKVCache: it keeps one layer's keys and values and attends over them."""
+"""The interface of a backend's KV pool. LayerKVCache checks arguments; the pool of a backend does the work."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from mlxpaged.attention.metadata import AttentionMetadata
 
 
 class Options(NamedTuple):
+    """Keyword arguments of `LayerKVCache.attend`."""
+
     scale: float
     window: int | None
     softcap: float | None
@@ -18,11 +20,11 @@ class Options(NamedTuple):
 
 
 class KVPool(Protocol):
-    """Arguments have been checked by LayerKVCache, whose methods of the same names say what they mean."""
+    """One layer's keys and values. `LayerKVCache` documents the methods and has checked their arguments."""
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What must be evaluated for all that was asked of the pool to be done."""
+        """Evaluating these waits for everything that the pool was asked to do."""
 
     @property
     def nbytes(self) -> int: ...

@@ -1,7 +1,7 @@
-"""Do the Metal kernels compute here what the gather backend computes? Asked once at start, before anybody is served.
+"""The self-check at start: compares the Metal kernels with the gather backend, before the first request.
 
-Each case exercises some of the kernels on random data, in the variants that a model's layers need, on both backends. A
-new chip or a new macOS on which one of them fails to compile, or gives other numbers, costs speed and nothing else.
+Each case runs some of the kernels on random data on both backends, in the variants that the model's layers need. If a
+kernel fails to compile or gives other numbers on a new chip or a new macOS, the server uses the gather backend.
 """
 
 from __future__ import annotations
@@ -13,76 +13,57 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxpaged.attention import kernels
-from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
+from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.tuning import CONTIGUOUS, DEFAULT_TUNING, Choice, Tuning
 
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Largest difference of values of about 1. Far above rounding, relaxed math included; far below a wrong key."""
+"""Largest difference of values of about 1: far above rounding with relaxed math, far below a wrong key."""
 
 SPLIT_CONTEXT = 1100  # more than two ranges of keys, so that partial results are merged
 OVERLAPPED_STEPS = 4
 
 
 @dataclass(frozen=True)
-class AttentionShape:
-    """What a kernel variant depends on. window, sinks: as `LayerKVCache.attend` has them."""
-
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: mx.Dtype
-    block_size: int
-    window: int | None = None
-    sinks: bool = False
-
-    def __str__(self) -> str:
-        extras = f", window {self.window}" * bool(self.window) + ", sinks" * self.sinks
-        heads = f"{self.num_query_heads} query heads on {self.num_kv_heads} KV heads of {self.head_dim}"
-        return f"{heads}, {str(self.dtype).removeprefix('mlx.core.')}, blocks of {self.block_size}{extras}"
-
-
-@dataclass(frozen=True)
 class KernelCheck:
-    """One case and its outcome; `problem` is None where the backends agree."""
+    """One case and its outcome; `problem` is None if the backends agree."""
 
     shape: AttentionShape
     case: str
     problem: str | None
 
 
-class Exercise:
-    """One backend's run of a case. Both backends' runs draw the same random numbers."""
+class CheckRun:
+    """One backend's run of a case. Both backends' runs use the same random numbers."""
 
     def __init__(self, shape: AttentionShape, backend: str, tuning: Tuning) -> None:
         self._shape = shape
         self._key = mx.random.key(0)
-        self._blocks = -(-SPLIT_CONTEXT // shape.block_size) + 4
-        self.kv = LayerKVCache(
-            2 * self._blocks, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.block_size, backend, tuning
-        )
+        self._blocks = -(-SPLIT_CONTEXT // shape.layout.block_size) + 4
+        self.kv = LayerKVCache.from_layout(2 * self._blocks, shape.layout, backend, tuning)
         # Two sequences whose blocks alternate, in reverse order.
         self._tables = [list(range(2 * self._blocks - 1 - first, -1, -2)) for first in (0, 1)]
         self._sinks = self._random(shape.num_query_heads) if shape.sinks else None
 
     def _random(self, *dims: int) -> mx.array:
         self._key, key = mx.random.split(self._key)
-        return mx.random.normal(dims, key=key).astype(self._shape.dtype)
+        return mx.random.normal(dims, key=key).astype(self._shape.layout.dtype)
 
     def step(self, query_lens: list[int], context_lens: list[int]) -> mx.array:
         """Write random keys and values for the query tokens, and attend with random queries."""
-        shape, tokens = self._shape, sum(query_lens)
-        meta = AttentionMetadata.build(query_lens, context_lens, self._tables[: len(query_lens)], shape.block_size)
-        keys, values = (self._random(tokens, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-        self.kv.write(keys, values, meta)
-        queries = self._random(tokens, shape.num_query_heads, shape.head_dim)
-        return self.kv.attend(queries, meta, scale=shape.head_dim**-0.5, window=shape.window, sinks=self._sinks)
+        shape, layout, tokens = self._shape, self._shape.layout, sum(query_lens)
+        meta = AttentionMetadata.build(query_lens, context_lens, self._tables[: len(query_lens)], layout.block_size)
+        keys = self._random(tokens, layout.num_kv_heads, layout.key_size)
+        self.kv.write(keys, self._random(tokens, layout.num_kv_heads, layout.value_size), meta)
+        queries = self._random(tokens, shape.num_query_heads, layout.key_size)
+        return self.kv.attend(queries, meta, scale=layout.key_size**-0.5, window=shape.window, sinks=self._sinks)
 
     def overlapped_steps(self) -> list[mx.array]:
-        """Decoding steps that are all under way before the first one is waited for: each must see its own writes and
-        those of the steps before it, and none of the later ones."""
+        """Decoding steps that are all in flight before the first one is waited for: each must see its own writes and
+        those of earlier steps, and none of later ones."""
         results = [self.step([5, 1], [5, 1])]
         for done in range(1, OVERLAPPED_STEPS):
             results.append(self.step([1, 1], [5 + done, 1 + done]))
@@ -96,23 +77,25 @@ class Exercise:
         return [self.step([SPLIT_CONTEXT], [SPLIT_CONTEXT]), self.step([1], [SPLIT_CONTEXT + 1])]
 
     def whole_blocks(self) -> list[mx.array]:
-        shape = (2, self._shape.num_kv_heads, self._shape.block_size, self._shape.head_dim)
-        self.kv.write_blocks([0, 3], self._random(*shape), self._random(*shape))
+        layout = self._shape.layout
+        sizes = (layout.key_size, layout.value_size)
+        data = [self._random(2, layout.num_kv_heads, layout.block_size, size) for size in sizes]
+        self.kv.write_blocks([0, 3], *data)
         self.kv.copy_blocks([(3, 1)])
         return list(self.kv.read_blocks([1, 0]))
 
 
 IN_RANGES = Tuning(decode=Choice(8), chunks=Choice(8))  # fewer keys than a tile of any chunk sees
 
-CASES: dict[str, tuple[Callable[[Exercise], list[mx.array]], Tuning]] = {
-    "kv_write and paged_attention, overlapped steps": (Exercise.overlapped_steps, DEFAULT_TUNING),
-    "paged_attention, mixed chunks": (Exercise.mixed_chunks, DEFAULT_TUNING),
-    "kv_gather, mixed chunks": (Exercise.mixed_chunks, Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)),
-    "merge_partials, mixed chunks": (Exercise.mixed_chunks, IN_RANGES),
-    "merge_partials, long contexts": (Exercise.split_contexts, DEFAULT_TUNING),
-    "block_write, block_copy and block_read": (Exercise.whole_blocks, DEFAULT_TUNING),
+CASES: dict[str, tuple[Callable[[CheckRun], list[mx.array]], Tuning]] = {
+    "kv_write and paged_attention, overlapped steps": (CheckRun.overlapped_steps, DEFAULT_TUNING),
+    "paged_attention, mixed chunks": (CheckRun.mixed_chunks, DEFAULT_TUNING),
+    "kv_gather, mixed chunks": (CheckRun.mixed_chunks, Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)),
+    "merge_partials, mixed chunks": (CheckRun.mixed_chunks, IN_RANGES),
+    "merge_partials, long contexts": (CheckRun.split_contexts, DEFAULT_TUNING),
+    "block_write, block_copy and block_read": (CheckRun.whole_blocks, DEFAULT_TUNING),
 }
-"""What is run, and how: between them every kernel variant that any tuning can pick."""
+"""The cases with their tunings: together they run every kernel variant that any tuning can choose."""
 
 
 def self_check(shapes: Iterable[AttentionShape]) -> list[KernelCheck]:
@@ -121,29 +104,29 @@ def self_check(shapes: Iterable[AttentionShape]) -> list[KernelCheck]:
 
 
 def problem(shape: AttentionShape, case: str) -> str | None:
-    """What is wrong with a case on the Metal backend, in a sentence; None where nothing is."""
+    """What is wrong with a case on the Metal backend, in a sentence; None if nothing is."""
     try:
-        exercise, tuning = CASES[case]
-        expected, got = (exercise(Exercise(shape, backend, tuning)) for backend in ("gather", "metal"))
+        run, tuning = CASES[case]
+        expected, got = (run(CheckRun(shape, backend, tuning)) for backend in ("gather", "metal"))
         difference = max(float(mx.abs(a - b).astype(mx.float32).max()) for a, b in zip(got, expected, strict=True))
-    except Exception as error:  # a kernel that does not compile, or a size that the kernels are not made for
+    except Exception as error:  # a kernel that does not compile, or a size that the kernels do not support
         return f"{type(error).__name__}: {error}"
-    if not difference <= TOLERANCE[shape.dtype]:
+    if not difference <= TOLERANCE[shape.layout.dtype]:
         return f"the results differ from the gather backend's by {difference:.3g}"
     return None
 
 
 def choose_backend(wanted: str, shapes: Iterable[AttentionShape]) -> str:
-    """The backend to serve on: `wanted`, or for "auto" Metal where kernels run and pass the self-check."""
+    """The backend to serve on: `wanted`, or for "auto" Metal if kernels run and pass the self-check."""
     if wanted != "auto":
         return wanted
     if not kernels.can_run():
-        return "gather"
+        return resolve_backend("auto")
     failed = next((check for check in self_check(shapes) if check.problem is not None), None)
     if failed is None:
         return "metal"
     logger.warning(
-        "the Metal kernels are not used, attention is slower but right: %s (%s): %s",
+        "the Metal kernels are not used, attention is correct but slower: %s (%s): %s",
         failed.case,
         failed.shape,
         failed.problem,

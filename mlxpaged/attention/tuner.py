@@ -1,7 +1,7 @@
-"""Measures on this machine which choice is fastest for each shape class of a model's layers.
+"""Measures which choice is fastest on this machine for each shape class of a model's layers.
 
-A few seconds at the first start, then the times come from a file (tuning_cache.py). Timing means something on a Metal
-device only: elsewhere the default stands.
+It takes a few seconds at the first start; later starts read the times from a file (tuning_cache.py). Only a Metal
+device is measured: elsewhere the defaults are used.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.attention.self_check import AttentionShape
 from mlxpaged.attention.tuning import (
     BATCHES,
     CHUNKS,
@@ -35,42 +35,42 @@ from mlxpaged.attention.tuning_cache import TuningCache
 logger = logging.getLogger(__name__)
 
 BUDGET_S = 5.0
-"""For all shapes of a model together. The classes that are not reached keep the default."""
+"""Seconds for all shapes of a model together. Classes that are not measured in time keep the default."""
 
 MARGIN = 0.05
-"""The default is left only for a choice that is faster by more than this share: less is noise, and with the default
+"""A choice replaces the default only if it is faster by more than this share: less is noise, and with the default
 everywhere an answer's bits do not depend on its batch."""
 
 REPETITIONS = 5
 REPETITION_S = 0.002
-"""A repetition chains so many calls, as layers of a model do, that it takes about this long: waiting for one result
-costs about 0.3 ms by itself (lablup/mlxcel measured that floor on an M1 Ultra)."""
+"""A repetition chains calls, as the layers of a model do, until it takes about this long: waiting for a result alone
+costs about 0.3 ms (measured by lablup/mlxcel on an M1 Ultra)."""
 MAX_CALLS = 8
 ENOUGH_S = 0.05
-"""No further repetition of a candidate after so long."""
+"""Seconds after which a candidate is not repeated again."""
 HOPELESS = 2.0
-"""A candidate that takes so many times as long as the best before it is not repeated."""
+"""A candidate that takes this many times as long as the best one so far is not repeated."""
 
 DECODE_PARTITIONS = (256, 512, 1024, 4096)
 SHORT_CHUNK_PARTITIONS = (512, 4096)
 CHUNK_PARTITIONS = (4096,)
-"""Longer chunks fill the device without being split, and each of their tokens would pay for it in memory."""
+"""Longer chunks fill the device without a split, and a split costs memory for each of their tokens."""
 
 MAX_COPIED_SEQUENCES = 4
-"""Decoding sequences up to which contiguous copies are tried. They cost launches and memory for each sequence, and lost
-to a paged kernel by more the more sequences there were (lablup/mlxcel: at 1 of 1,024 keys they won, at 4 they lost)."""
+"""Most decoding sequences for which contiguous copies are tried. Copies cost launches and memory per sequence; with
+1,024 keys they beat a paged kernel for 1 sequence and lost for 4 (measured by lablup/mlxcel)."""
 
 POOL_BYTES = 256 * 1024**2
-"""Of a pool that is timed: more than the caches of any chip hold, so that keys come from memory. Sequences that need
-more share blocks. Decoding contexts are not copied beyond it either."""
+"""Size of a timed pool: more than the caches of any chip hold, so that keys come from memory. Sequences that need more
+share blocks. Decoding contexts larger than this are not copied either."""
 
 RAGGED_SHARE = 8
-"""In a ragged batch that is timed, one sequence has the class's context and the others this part of it."""
+"""In a timed ragged batch, one sequence has the context of the class and the others have a part: 1 / RAGGED_SHARE."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server can meet. context_length: tokens of a sequence; max_num_seqs: sequences of a batch."""
+    """The largest steps that the server can have. context_length: tokens of a sequence; max_num_seqs: of a batch."""
 
     context_length: int
     max_num_seqs: int
@@ -78,7 +78,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Workload:
-    """A step that stands for its class: tokens that are asked about and tokens that there are, by sequence."""
+    """A step that represents its class: query and context lengths by sequence."""
 
     query_lens: list[int]
     context_lens: list[int]
@@ -89,17 +89,16 @@ class Workload:
 
 
 Run = Callable[[int], Callable[[], None]]
-"""Makes up that many writes of a token with attention behind them, each over the output of the one before. What it
-returns runs them and waits. Only that is timed: making them up is the host's work, which a step hides behind the
-device's."""
+"""Builds that many calls, each a write of one token and attention over the output of the previous call. The returned
+function runs them and waits; only it is timed, because in a step the host builds while the device works."""
 
 Prepare = Callable[[AttentionShape, Workload, Choice], Run]
 
 
 @dataclass
 class ShapeTimes:
-    """What is known about the layers of one shape. times: seconds of a call, by class and choice; a class that is
-    missing in it has not been measured. cached: they were measured at an earlier start."""
+    """Times of the layers of one shape. times: seconds per call by class and choice; missing classes have not been
+    measured. cached: they were measured at an earlier start."""
 
     shape: AttentionShape
     classes: list[ShapeClass]
@@ -124,8 +123,8 @@ def can_measure() -> bool:
 
 
 def classes_of(shape: AttentionShape, limits: Limits) -> list[ShapeClass]:
-    """The classes that a server can meet and that leave a choice. Chunks beyond the last but one class are not timed:
-    hand-written prefill kernels took 4 to 6 times as long as MLX's own, which is near the peak there."""
+    """The classes that the server can have and that leave a choice. Chunks of the last class are not timed: MLX's own
+    attention is near the device's peak there, and hand-written prefill kernels took 4 to 6 times as long."""
     contexts = reachable(CONTEXTS, visible_keys(shape, limits))
     batches = reachable(BATCHES, limits.max_num_seqs)
     decode = [ShapeClass(1, n, keys, ragged) for n in batches for keys in contexts for ragged in (False, True)]
@@ -134,7 +133,7 @@ def classes_of(shape: AttentionShape, limits: Limits) -> list[ShapeClass]:
 
 
 def reachable(bounds: tuple[int, ...], limit: int) -> list[int]:
-    """The upper ends of the classes that values up to `limit` fall into."""
+    """The upper bounds of the classes of values up to `limit`."""
     return [bound for below, bound in zip((0, *bounds), bounds, strict=False) if below < limit]
 
 
@@ -143,7 +142,7 @@ def visible_keys(shape: AttentionShape, limits: Limits) -> int:
 
 
 def workload_of(shape_class: ShapeClass, shape: AttentionShape, limits: Limits) -> Workload:
-    """The largest step of the class that the server can meet."""
+    """The largest step of the class that the server can have."""
     context = min(shape_class.context, visible_keys(shape, limits))
     if shape_class.queries > 1:
         queries = min(shape_class.queries, limits.context_length)
@@ -154,7 +153,7 @@ def workload_of(shape_class: ShapeClass, shape: AttentionShape, limits: Limits) 
 
 
 def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workload) -> list[Choice]:
-    """The default first. A partition that cuts the longest context into as many ranges as one before it is left out."""
+    """The default first. A partition with as many ranges of the longest context as an earlier one is left out."""
     longest, queries = max(workload.context_lens), shape_class.queries
     default = default_choice(shape_class)
     found = [default]
@@ -164,7 +163,7 @@ def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workloa
         if (count := -(-longest // partition)) not in ranges:
             ranges.add(count)
             found.append(Choice(partition))
-    copied = sum(workload.context_lens) * 2 * shape.num_kv_heads * shape.head_dim * int(shape.dtype.size)
+    copied = sum(workload.context_lens) * shape.layout.bytes_per_token
     worth_copying = len(workload.query_lens) <= MAX_COPIED_SEQUENCES and copied <= POOL_BYTES
     if CONTIGUOUS not in found and (queries > 1 or worth_copying):
         found.append(CONTIGUOUS)
@@ -172,28 +171,26 @@ def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workloa
 
 
 def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
-    """Pools of zeros: what a key holds makes no difference to the time."""
-    size = shape.block_size
-    block_bytes = 2 * size * shape.num_kv_heads * shape.head_dim * int(shape.dtype.size)
+    """Uses a pool of zeros: the time does not depend on what a key holds."""
+    layout, size = shape.layout, shape.layout.block_size
     needed = [-(-context // size) for context in workload.context_lens]
-    blocks = min(sum(needed), max(1, POOL_BYTES // block_bytes))
+    blocks = min(sum(needed), max(1, POOL_BYTES // layout.bytes_per_block))
     firsts = [sum(needed[:i]) for i in range(len(needed))]
     tables = [[(first + i) % blocks for i in range(count)] for first, count in zip(firsts, needed, strict=True)]
-    layout = (blocks, shape.num_kv_heads, shape.head_dim, shape.dtype, size)
-    kv = LayerKVCache(*layout, backend="metal", tuning=Tuning(decode=choice, chunks=choice))
+    kv = LayerKVCache.from_layout(blocks, layout, "metal", Tuning(decode=choice, chunks=choice))
     meta = AttentionMetadata.build(workload.query_lens, workload.context_lens, tables, size)
-    queries = mx.zeros((meta.num_tokens, shape.num_query_heads, shape.head_dim), shape.dtype)
-    sinks = mx.zeros((shape.num_query_heads,), shape.dtype) if shape.sinks else None
+    queries = mx.zeros((meta.num_tokens, shape.num_query_heads, layout.key_size), layout.dtype)
+    sinks = mx.zeros((shape.num_query_heads,), layout.dtype) if shape.sinks else None
     one_token = AttentionMetadata.build([1], workload.context_lens[:1], tables[:1], size)
 
     def run(calls: int) -> Callable[[], None]:
         out = queries
         for _ in range(calls):
-            # As in a layer, a write comes first. Without it a copy of keys would not wait for the call before it, and
-            # run beside its attention.
-            row = out[:1, : shape.num_kv_heads]
+            # A write comes first, as in a layer. Without it, a copy of keys would not wait for the previous call's
+            # attention and would run beside it.
+            row = out[:1, : layout.num_kv_heads]
             kv.write(row, row, one_token)
-            out = kv.attend(out, meta, scale=shape.head_dim**-0.5, window=shape.window, sinks=sinks)
+            out = kv.attend(out, meta, scale=layout.key_size**-0.5, window=shape.window, sinks=sinks)
         return lambda: mx.eval(out)
 
     return run
@@ -207,7 +204,7 @@ class Tuner:
         self._clock = clock
 
     def measure(self, wanted: list[ShapeTimes], limits: Limits) -> None:
-        """Fill in the times of all classes, cheap ones first: what the budget cuts off are the rare ones."""
+        """Measure all classes, cheap ones first, so that the budget cuts off the rare ones."""
         deadline = self._clock() + BUDGET_S
         jobs = [(workload_of(entry, one.shape, limits), entry, one) for one in wanted for entry in one.classes]
         for workload, entry, one in sorted(jobs, key=lambda job: job[0].cost):
@@ -220,14 +217,14 @@ class Tuner:
     def _compare(
         self, shape_class: ShapeClass, shape: AttentionShape, workload: Workload, deadline: float
     ) -> dict[Choice, float] | None:
-        """Seconds of a call by choice, of those that work; None where there was no time for all of them."""
+        """Seconds per call by choice, for choices that work; None if there was no time for all of them."""
         times: dict[Choice, float] = {}
         for choice in candidates(shape_class, shape, workload):
             if self._clock() >= deadline:
                 return None
             try:
                 times[choice] = self._time(self._prepare(shape, workload, choice), min(times.values(), default=None))
-            except Exception as error:  # a kernel that does not compile, or memory that is not there
+            except Exception as error:  # a kernel that does not compile, or too little memory
                 logger.error("%s is not a choice for %s: %s: %s", choice, shape_class, type(error).__name__, error)
         return times
 
@@ -246,7 +243,7 @@ class Tuner:
         finish = run(calls)
         start = self._clock()
         finish()
-        return max(self._clock() - start, 1e-9)  # a clock may not have moved, and a time of zero says nothing
+        return max(self._clock() - start, 1e-9)  # the clock may not have moved
 
 
 def tune(
@@ -256,9 +253,9 @@ def tune(
     cache: TuningCache | None = None,
     tuner: Tuner | None = None,
 ) -> list[ShapeTimes]:
-    """What is known about each distinct shape: from the cache, else measured now and stored. retune: measure all.
+    """Times of each distinct shape: from the cache, else measured now and stored. retune: measure all.
 
-    Where nothing can be measured, the times are empty.
+    The times are empty if nothing can be measured here.
     """
     found = [ShapeTimes(shape, classes_of(shape, limits)) for shape in dict.fromkeys(shapes)]
     if not can_measure():
@@ -272,7 +269,7 @@ def tune(
         try:
             (tuner or Tuner()).measure(missing, limits)
         finally:
-            mx.clear_cache()  # the pools that were timed
+            mx.clear_cache()  # frees the timed pools
     for one in missing:
         if one.times:
             texts = {str(entry): {str(choice): t for choice, t in by.items()} for entry, by in one.times.items()}
@@ -281,29 +278,29 @@ def tune(
 
 
 def cache_key(shape: AttentionShape, limits: Limits) -> str:
-    """With the limits as far as the workloads depend on them."""
+    """Includes the limits as far as workloads depend on them."""
     context, batch = min(limits.context_length, CONTEXTS[-1]), min(limits.max_num_seqs, BATCHES[-1])
     return f"{shape}; {context} tokens, {batch} sequences"
 
 
 def stored_times(cache: TuningCache, one: ShapeTimes, limits: Limits) -> dict[ShapeClass, dict[Choice, float]]:
-    """Empty where there are none, or none that can be understood."""
+    """Empty if there are none, or they cannot be understood."""
     key = cache_key(one.shape, limits)
     names = {str(entry): entry for entry in one.classes}
     try:
         stored = cache.load(key) or {}
         return {names[name]: {parse_choice(text): t for text, t in by.items()} for name, by in stored.items()}
     except (KeyError, ValueError) as error:
-        logger.warning("the measured attention times of %s do not count: %r", key, error)
+        logger.warning("the cached attention times of %s are ignored: %r", key, error)
         return {}
 
 
 def choose_tunings(
     backend: str, setting: str, shapes: Iterable[AttentionShape], limits: Limits, retune: bool = False
 ) -> Mapping[AttentionShape, Tuning]:
-    """The tuning of every shape for an engine that serves on `backend`. setting: as `--attention-tuning` has it.
+    """The tuning of every shape for an engine that serves on `backend`. setting: value of `--attention-tuning`.
 
-    Says in one line of the log where it came from.
+    Logs one line that says where the tuning comes from.
     """
     forced = parse_tuning(setting)
     shapes = list(dict.fromkeys(shapes))
@@ -321,7 +318,7 @@ def choose_tunings(
 
 
 def summary(found: list[ShapeTimes]) -> str:
-    """One line for all shapes."""
+    """One log line for all shapes."""
     if not can_measure():
         return "default, because nothing is measured without a Metal device"
     classes = sum(len(one.classes) for one in found)

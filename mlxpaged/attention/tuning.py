@@ -1,7 +1,7 @@
-"""Which way each part of a step takes on the Metal backend: a table from shape classes to choices.
+"""Which kernel attends each part of a step on the Metal backend: a table from shape classes to choices.
 
-Here: what a class and a choice are, how a step finds its class, and the choices where nothing was measured. tuner.py
-measures others, metal.py follows them.
+This file defines classes and choices, finds the class of a step, and has the defaults. tuner.py measures other choices,
+metal.py follows them.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import numpy.typing as npt
 from mlxpaged.attention.metadata import IntArray
 
 DECODE_PARTITION = 512
-"""Keys that one threadgroup attends to for a decoding sequence; vLLM's and mistral.rs's number."""
+"""Keys per threadgroup for a decoding sequence, as in vLLM and mistral.rs."""
 
 CHUNK_PARTITION = 4096
-"""The same for a tile of a prompt chunk: many tiles fill the device already, and every range of one costs memory."""
+"""Keys per threadgroup for a tile of a prompt chunk: many tiles fill the device, and each range costs memory."""
 
 LONG_CHUNK = 128
-"""Query tokens from which a chunk is worth a contiguous copy of its keys for MLX's own attention: the copy costs as
-much as reading the keys once, the paged kernel reads them once per tile of queries, and MLX's is near the device's peak
-there (ml-explore/mlx, steel attention)."""
+"""Query tokens from which a contiguous copy of a chunk's keys is worth it: the copy costs as much as reading the keys
+once, the paged kernel reads them once per query tile, and MLX's own attention is near the device's peak there
+(ml-explore/mlx, steel attention)."""
 
 BATCHES = (1, 4, 16, 64)
 CONTEXTS = (1024, 8192, 32768)
 CHUNKS = (31, LONG_CHUNK - 1, 255, 2048)
-"""Upper ends of the classes of decoding sequences, keys and query tokens. The last of each stands for all beyond."""
+"""Upper bounds of the classes, in decoding sequences, keys and query tokens. The last class includes all beyond."""
 
 EVEN = 0.75
-"""Decoding sequences whose mean context is at least this share of the longest are an even batch, others a ragged one:
-most threadgroups of a ragged batch are done long before the last."""
+"""A decoding batch is even if its mean context is at least this share of the longest, else ragged: most threadgroups of
+a ragged batch finish long before the last."""
 
 MIN_PARTITION = 64
 MAX_PARTITION = 2**20
-"""What `--attention-tuning paged:N` takes. Every range of keys costs a row of float32 results per query and head."""
+"""Range of N in `--attention-tuning paged:N`. Each range of keys costs a row of float32 results per query and head."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The paged kernel with `partition` keys to a threadgroup, or, for None, a contiguous copy of each sequence's keys
-    for MLX's own attention."""
+    """The paged kernel with `partition` keys per threadgroup; None: MLX's own attention over a contiguous copy of each
+    sequence's keys."""
 
     partition: int | None
 
@@ -55,10 +55,10 @@ CONTIGUOUS = Choice(None)
 
 @dataclass(frozen=True)
 class ShapeClass:
-    """Attention that is taken to run alike, by upper ends.
+    """Steps that are expected to have the same fastest choice, by upper bounds.
 
-    queries: tokens of a prompt chunk, 1 for decoding. batch: sequences that decode; chunks are looked up one by one and
-    have 1. context: keys that a query sees, the longest context's.
+    queries: tokens of a prompt chunk, 1 for decoding. batch: decoding sequences, 1 for a chunk. context: keys that a
+    query of the longest context sees.
     """
 
     queries: int
@@ -76,7 +76,7 @@ class ShapeClass:
 
 
 def end(bound: int, bounds: tuple[int, ...]) -> str:
-    """A class in words, by its upper end."""
+    """One bound of a class in words."""
     return f"to {bound}" if bound < bounds[-1] else f"above {bounds[-2]}"
 
 
@@ -85,7 +85,7 @@ def upper_end(bounds: tuple[int, ...], value: int) -> int:
 
 
 def decode_class(contexts: npt.NDArray[np.int64] | IntArray) -> ShapeClass:
-    """The class of the sequences of a step that decode; contexts[n]: keys that each one's token sees."""
+    """The class of a step's decoding sequences. contexts[n]: keys that each one's token sees."""
     longest = int(contexts.max())
     ragged = bool(contexts.mean() < EVEN * longest)
     return ShapeClass(1, upper_end(BATCHES, len(contexts)), upper_end(CONTEXTS, longest), ragged)
@@ -97,7 +97,7 @@ def chunk_class(queries: int, context: int) -> ShapeClass:
 
 
 def default_choice(shape_class: ShapeClass) -> Choice:
-    """Where nothing was measured."""
+    """The choice if nothing was measured."""
     if shape_class.queries == 1:
         return Choice(DECODE_PARTITION)
     return Choice(CHUNK_PARTITION) if shape_class.queries < LONG_CHUNK else CONTIGUOUS
@@ -105,11 +105,11 @@ def default_choice(shape_class: ShapeClass) -> Choice:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a layer's pool does for each class: what `decode` and `chunks` say for all classes of their kind, else the
-    class's entry of `choices`, else the default.
+    """A layer's choice for each class: `decode` or `chunks` for all classes of their kind, else the class's entry in
+    `choices`, else the default.
 
-    With `choices` that differ among decode classes, a sequence's answer may differ in rounding with who else is in the
-    batch, because the batch picks the class. Without, it does not.
+    If `choices` differ among decode classes, the rounding of a sequence's outputs depends on the other sequences of the
+    batch, because the batch determines the class.
     """
 
     choices: tuple[tuple[ShapeClass, Choice], ...] = ()
@@ -129,7 +129,7 @@ class Tuning:
 
     @functools.cached_property
     def _hash(self) -> int:
-        """Kept: every layer of every step looks its plan up by its tuning."""
+        """Cached, because every layer of every step looks its plan up by its tuning."""
         return hash((self.choices, self.decode, self.chunks))
 
 
@@ -139,7 +139,7 @@ AUTO = "auto"
 
 
 def parse_choice(text: str) -> Choice:
-    """Of "contiguous" or "paged:512". Raises ValueError for anything else."""
+    """Parses "contiguous" or "paged:512". Raises ValueError for anything else."""
     name, _, number = text.partition(":")
     if text == "contiguous":
         return CONTIGUOUS
@@ -152,9 +152,10 @@ def parse_choice(text: str) -> Choice:
 
 
 def parse_tuning(text: str) -> Tuning | None:
-    """The tuning that `--attention-tuning` asks for, None where it leaves it to measurements. Raises ValueError.
+    """The tuning that `--attention-tuning` asks for; None if it is to be measured. Raises ValueError.
 
-    paged:N is for decoding; of a chunk's many tokens, ranges shorter than the default's would cost gigabytes.
+    paged:N applies to decoding. Chunks have ranges of at least the default's size, because shorter ones would cost
+    gigabytes for their many tokens.
     """
     if text == AUTO:
         return None

@@ -1,7 +1,7 @@
-"""Measured times between two starts: one JSON file, an entry for each machine and layer shape.
+"""Keeps measured times between starts: one JSON file with an entry for each machine and layer shape.
 
-Nothing here is fatal. A file that cannot be read or understood counts as empty, one that cannot be written is measured
-again at the next start; both are warned of.
+No error here is fatal. A file that cannot be read counts as empty; if it cannot be written, the next start measures
+again. Both log a warning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlxpaged.attention import kernels
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""To be raised where the same classes and candidates come to mean something else: other launches, other workloads."""
+"""To be increased if the same classes and candidates come to mean other launches or workloads."""
 
 Times = dict[str, dict[str, float]]
 """Seconds by shape class and choice, both as text."""
@@ -33,7 +33,7 @@ Times = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Machine:
-    """What a time depends on beside the shape. kernels: hash of the sources."""
+    """What a time depends on besides the shape. kernels: hash of the sources."""
 
     chip: str
     system: str
@@ -51,7 +51,7 @@ class Machine:
 
 
 def default_path() -> Path:
-    """In the system's place for what can be made again. Raises RuntimeError where the user has no home directory."""
+    """In the user's cache directory. Raises RuntimeError if the user has no home directory."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlxpaged" / "attention_tuning.json"
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -60,42 +60,42 @@ def default_path() -> Path:
 
 
 class TuningCache:
-    """The file at `path`, None for the default one, seen from this machine."""
+    """The entries of this machine in the file at `path`; None for the default file."""
 
     def __init__(self, path: Path | None = None, machine: Machine | None = None) -> None:
-        self._path = path
+        self.path = path
         self._machine = machine or Machine.current()
 
     def load(self, key: str) -> Times | None:
-        """What `save` was given under `key` on such a machine."""
+        """The times that were saved under `key` on such a machine."""
         for entry in self._entries():
             if self._is_for(entry, key):
                 try:
                     return checked_times(entry["times"])
                 except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-                    logger.warning("the measured attention times of %s do not count: %r", key, error)
+                    logger.warning("the cached attention times of %s are ignored: %r", key, error)
         return None
 
     def save(self, key: str, times: Times) -> None:
-        """Replace the entry of `key`. Entries of this chip under another system, MLX or kernel version are dropped:
-        nobody goes back to them. Those of other chips stay, home directories move."""
+        """Replace the entry of `key`. Entries of this chip with other system, MLX or kernel versions are dropped. Those
+        of other chips stay, because home directories move between machines."""
         kept = [entry for entry in self._entries() if not self._is_for(entry, key) and not self._is_stale(entry)]
         entry = {"machine": asdict(self._machine), "key": key, "times": times}
         try:
-            write_atomically(self._path or default_path(), {"format": FORMAT, "entries": [*kept, entry]})
+            write_atomically(self.path or default_path(), {"format": FORMAT, "entries": [*kept, entry]})
         except (OSError, RuntimeError) as error:
-            logger.warning("attention times are not kept, the next start measures again: %s", error)
+            logger.warning("attention times could not be saved, the next start measures again: %s", error)
 
     def _entries(self) -> list[Any]:
         try:
-            content = json.loads((self._path or default_path()).read_text(encoding="utf-8"))
+            content = json.loads((self.path or default_path()).read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 return []
             return list(content["entries"])
         except FileNotFoundError:
             return []
         except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-            logger.warning("attention times of earlier starts cannot be read and are measured again: %r", error)
+            logger.warning("cached attention times cannot be read and are measured again: %r", error)
             return []
 
     def _is_for(self, entry: Any, key: str) -> bool:
@@ -109,7 +109,7 @@ class TuningCache:
 
 
 def checked_times(times: Any) -> Times:
-    """Raises an error where these are not times."""
+    """Raises an error if these are not times."""
     for by_choice in times.values():
         if not by_choice or not all(math.isfinite(seconds) and seconds > 0 for seconds in by_choice.values()):
             raise ValueError(f"not positive times: {by_choice}")
@@ -118,7 +118,7 @@ def checked_times(times: Any) -> Times:
 
 
 def write_atomically(path: Path, content: Any) -> None:
-    """A reader sees the old file or the new one. Raises OSError."""
+    """Readers see either the old file or the new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
     try:

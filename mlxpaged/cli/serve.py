@@ -214,7 +214,12 @@ def add_engine_flags(flags: Flags) -> None:
         f"(default {DECODE_MULTIPLE:g} times the step without them, or {1000 * LEAST_STEP_SECONDS:g}, while anybody "
         "decodes)",
     )
-    flags.value("--attention-backend", one_of(*BACKENDS), "auto", f"{', '.join(BACKENDS)} (default auto)")
+    flags.value(
+        "--attention-backend",
+        one_of(*BACKENDS),
+        "auto",
+        f"one of {', '.join(BACKENDS)} (default auto: Metal kernels if they pass a self-check, else MLX's operations)",
+    )
     flags.value("--attention-tuning", tuning, "auto", f"{TUNINGS} (default auto: measured once on this machine)")
     flags.switch("--retune", RETUNE)
     flags.switch("--no-prefix-cache", "compute every prompt from its first token")

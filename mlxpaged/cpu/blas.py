@@ -1,9 +1,9 @@
-"""Linux only: give MLX's CPU backend a fast BLAS and memory that is not returned to the system after every operation.
+"""Gives MLX's CPU backend a fast BLAS, and keeps malloc from returning memory after every operation. Linux only.
 
-MLX's Linux wheel links a reference BLAS (2.6 to 8 GFLOP/s where OpenBLAS does over 100). Loading the system's OpenBLAS
-first makes the dynamic linker prefer its symbols. It computes each product on the thread that asks for it: the cores
-are shared out above it, by mlxpaged/attention/lanes.py. MLX's CPU allocator is plain malloc, and glibc maps and unmaps
-every large temporary: page faults doubled the time of attention at 16 sequences x 2,000 tokens.
+MLX's Linux wheel links a reference BLAS (2.6 to 8 GFLOP/s; OpenBLAS reaches over 100). If the system's OpenBLAS is
+loaded first, the dynamic linker prefers its symbols. OpenBLAS computes each product on the calling thread, because
+streams.py splits work among the cores. MLX's CPU allocator is plain malloc, and glibc maps and unmaps every large
+temporary: page faults doubled the time of attention at 16 sequences x 2,000 tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ INSTALL = "install OpenBLAS for a many times faster CPU path (Debian, Ubuntu: ap
 TOO_LATE = "mlx was imported before mlxpaged, which could have loaded a faster one first"
 
 loaded: str | None = None
-"""The BLAS library in use, with its routines; None for the one inside MLX's wheel."""
+"""The BLAS library in use, with its routines; None for the BLAS of MLX's wheel."""
 
 hint = INSTALL
-"""What to do where that is slow."""
+"""How to get a fast one."""
 
 
 def prepare() -> None:
-    """Once mlx is imported in the process, it has its BLAS: then OpenBLAS is in use only if it was there before."""
+    """Call it before mlx is imported: after that, OpenBLAS is used only if the process had loaded it before."""
     global loaded, hint
     if sys.platform != "linux":
         return
@@ -49,7 +49,7 @@ def prepare() -> None:
 
 
 def routines(openblas: ctypes.CDLL) -> str:
-    """The processor that its routines are made for: one without AVX-512 halves the speed of a machine that has it."""
+    """The processor that its routines are for. Routines without AVX-512 halve the speed of a machine that has it."""
     try:
         core_name = openblas.openblas_get_corename
     except AttributeError:
@@ -59,9 +59,9 @@ def routines(openblas: ctypes.CDLL) -> str:
 
 
 def use_threads(count: int) -> None:
-    """So many for each product from now on, of a size that is worth it; nothing where OpenBLAS is not in use.
+    """Set OpenBLAS's threads per product. It does nothing if OpenBLAS is not in use.
 
-    One, but for what is not shared out by lanes, such as a model of mlx-lm's own that is measured beside ours.
+    mlxpaged uses one; benchmarks use more for mlx-lm's own models, which do not split their work.
     """
     if loaded is not None:
         ctypes.CDLL(OPENBLAS).openblas_set_num_threads(count)

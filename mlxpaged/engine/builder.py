@@ -35,9 +35,9 @@ def build_engine(
     reason. Raises MemoryError if the KV pools or the swap space do not fit, and SwapSpaceError for its directory.
     """
     per_block = bytes_per_token(served.layers) * config.block_size
-    useful = config.max_num_seqs * blocks_for(served.context_length, config.block_size)
+    per_sequence = blocks_for(served.context_length, config.block_size)
     reserved = 0 if embedder is None else embedder.model.kv_bytes
-    num_blocks = kv_blocks(per_block, config.kv_cache_bytes, useful, reserved)
+    num_blocks = kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved)
     slots = swap_slots(per_block, config.swap_space_bytes) if config.swap_space_bytes else 0
     kv_type = ",".join(sorted({str(spec.dtype) for spec in served.layers}))
     scheduler_config = config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode())

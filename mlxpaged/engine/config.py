@@ -90,8 +90,11 @@ class EngineConfig:
             raise ValueError(f"attention_tuning {error}") from None
         if forced is not None and self.retune:
             raise ValueError(f"retune measures for attention_tuning auto, not for {self.attention_tuning}")
-        if self.attention_backend == "gather" and (self.retune or forced not in (None, DEFAULT_TUNING)):
-            raise ValueError("attention_tuning and retune are for the metal backend, not for attention_backend gather")
+        if self.attention_backend in ("gather", "cpu") and (self.retune or forced not in (None, DEFAULT_TUNING)):
+            backend = self.attention_backend
+            raise ValueError(
+                f"attention_tuning and retune are for the metal backend, not for attention_backend {backend}"
+            )
 
     def scheduler_config(self, num_blocks: int, num_swap_slots: int = 0, cache_seed: bytes = b"") -> SchedulerConfig:
         """The scheduler's part, once the sizes of pool and swap space are known. Raises ValueError."""

@@ -13,9 +13,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxpaged.attention import lanes
 from mlxpaged.engine.request import EndedRequest
-from mlxpaged.models import EmbeddingModel
+from mlxpaged.models import EmbeddingModel, synchronize
 from mlxpaged.scheduler import FinishReason, SequenceStatus
 
 logger = logging.getLogger(__name__)
@@ -179,7 +178,7 @@ class Embedder:
             vectors = np.array(pooled)
         except Exception as error:
             logger.exception("embedding %d inputs failed", len(rows))
-            lanes.settle()
+            synchronize()
             jobs = {row.job for row in rows}
             if len(jobs) == 1:
                 self._fail(rows[0].job, error)
@@ -200,7 +199,7 @@ class Embedder:
             mx.eval(long.pooled)
         except Exception as error:
             logger.exception("embedding an input of %d tokens failed", total)
-            lanes.settle()
+            synchronize()
             self._fail(long.row.job, error)
             return
         long.num_computed += len(chunk)

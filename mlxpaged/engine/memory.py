@@ -1,4 +1,4 @@
-"""How large the KV pools and the swap space become."""
+"""Decides the sizes of the KV pools and of the swap space."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ UNITS = {
 }
 
 WORKING_MEMORY = 0.15
-"""Share of the free memory left for activations and the rest of the process."""
+"""Share of the free memory that is left for activations and the rest of the process."""
 
 SYSTEM_SHARE = 0.5
-"""Without a GPU's working-set limit: the share of the system's free memory that is taken unasked."""
+"""Share of the system's free memory that the pools may take without a GPU's working-set limit."""
+
+CPU_POOL = 2**30
+"""Bytes of the default KV pools on a CPU: all of it is written at the start, 3 s per GB on two cores."""
 
 
 def parse_size(text: str) -> int:
@@ -44,7 +47,7 @@ def parse_size(text: str) -> int:
 
 
 def free_device_memory() -> int:
-    """Bytes left on the device that runs the model: of a GPU's working set, or of the system's memory."""
+    """Bytes free on the device that runs the model: of a GPU's working set, or of the system's memory."""
     if mx.metal.is_available():
         limit = int(mx.device_info()["max_recommended_working_set_size"])
         return max(0, limit - int(mx.get_active_memory()))
@@ -54,8 +57,8 @@ def free_device_memory() -> int:
 def wire_device_memory() -> None:
     """Keep weights and KV pools resident on a GPU that shares the system's memory, up to its working-set limit.
 
-    macOS otherwise pages them out while the server is idle, and the first request after that is slow. Before macOS 15
-    MLX takes the limit and it has no effect. A limit that it refuses costs that speed and nothing else.
+    Otherwise macOS pages them out while the server is idle, and the first request after that is slow. Before macOS 15
+    the limit has no effect. A limit that MLX refuses is only logged.
     """
     if mx.metal.is_available():
         try:
@@ -91,13 +94,19 @@ def machine_free_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def kv_blocks(bytes_per_block: int, wanted_bytes: int | None, most_useful_blocks: int, reserved_bytes: int = 0) -> int:
-    """Number of blocks of the pool.
+def kv_blocks(
+    bytes_per_block: int,
+    wanted_bytes: int | None,
+    blocks_per_sequence: int,
+    max_num_seqs: int,
+    reserved_bytes: int = 0,
+) -> int:
+    """Number of blocks of the KV pools.
 
-    wanted_bytes: what the operator asked for, None to take what the device has left, less WORKING_MEMORY, but no more
-    than `most_useful_blocks`, which every running sequence at its longest would fill. reserved_bytes: for others, who
-    take it later.
-    Raises MemoryError where not even one block fits, or more is wanted than is free.
+    wanted_bytes: what the operator asked for. None takes what the device has left, less WORKING_MEMORY, but no more
+    than `max_num_seqs` sequences of `blocks_per_sequence` (the full context length) fill. Without a GPU it takes no
+    more than CPU_POOL, or one such sequence if that is larger. reserved_bytes: memory that others take later.
+    Raises MemoryError if not even one block fits, or more is wanted than is free.
     """
     left = max(0, free_device_memory() - reserved_bytes)
     if wanted_bytes is not None:
@@ -106,9 +115,11 @@ def kv_blocks(bytes_per_block: int, wanted_bytes: int | None, most_useful_blocks
         blocks = wanted_bytes // bytes_per_block
         limit = f"--kv-cache-memory is {wanted_bytes / 1e6:.1f} MB"
     else:
-        share = 1.0 if mx.metal.is_available() else SYSTEM_SHARE
-        free = int(left * share * (1 - WORKING_MEMORY))
-        blocks = min(free // bytes_per_block, most_useful_blocks)
+        on_gpu = mx.metal.is_available()
+        free = int(left * (1.0 if on_gpu else SYSTEM_SHARE) * (1 - WORKING_MEMORY))
+        blocks = min(free // bytes_per_block, max_num_seqs * blocks_per_sequence)
+        if not on_gpu:
+            blocks = min(blocks, max(CPU_POOL // bytes_per_block, blocks_per_sequence))
         limit = f"{free / 1e6:.1f} MB are left for KV after the weights"
     if blocks < 1:
         raise MemoryError(f"no KV block fits: {limit}, and one block takes {bytes_per_block / 1e6:.1f} MB")
@@ -116,7 +127,7 @@ def kv_blocks(bytes_per_block: int, wanted_bytes: int | None, most_useful_blocks
 
 
 def swap_slots(bytes_per_block: int, wanted_bytes: int) -> int:
-    """Number of slots of the swap space, a KV block of all layers each. Raises MemoryError where not even one fits."""
+    """Number of slots of the swap space, a KV block of all layers each. Raises MemoryError if not even one fits."""
     slots = wanted_bytes // bytes_per_block
     if slots < 1:
         raise MemoryError(

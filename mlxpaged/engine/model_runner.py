@@ -20,11 +20,10 @@ from mlxpaged.attention import (
     PagedLayer,
     StepContext,
     Tuning,
-    lanes,
 )
-from mlxpaged.attention.metadata import IntArray, repeat_last
+from mlxpaged.attention.metadata import IntArray
 from mlxpaged.engine.swap_space import SwapSpace
-from mlxpaged.models import RowGroups, ServedModel
+from mlxpaged.models import ServedModel, synchronize
 from mlxpaged.scheduler import Batch, BlockMoves
 from mlxpaged.scheduler.sequence import PENDING
 
@@ -41,23 +40,23 @@ class SampledTokens:
     sequence_ids: Sequence[int]
 
 
-def places_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, drawn: SampledTokens) -> IntArray:
-    """For each of the batch's tokens [T] that is pending, its place in `drawn`. Only a row's last token can be, and
-    `last` says where these are."""
-    place = {sequence_id: i for i, sequence_id in enumerate(drawn.sequence_ids)}
+def indices_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, sampled: SampledTokens) -> IntArray:
+    """For each pending token of the batch's [T], its index in `sampled`. Only the last token of a row can be pending;
+    `last` has the indices of these."""
+    index = {sequence_id: i for i, sequence_id in enumerate(sampled.sequence_ids)}
     pending = token_ids[last] == PENDING
-    places = np.zeros_like(token_ids)
-    places[last[pending]] = [
-        place[row.sequence.sequence_id] for row in itertools.compress(batch.rows, pending.tolist())
+    indices = np.zeros_like(token_ids)
+    indices[last[pending]] = [
+        index[row.sequence.sequence_id] for row in itertools.compress(batch.rows, pending.tolist())
     ]
-    return places
+    return indices
 
 
 class ModelRunner:
-    """Owns the KV pools. Belongs to the thread that made it: MLX streams are bound to a thread, and an array made on
-    another one fails deep inside MLX, so a call from elsewhere is refused here.
+    """Owns the KV pools and runs the model. Belongs to the thread that made it, because MLX streams are bound to a
+    thread; calls from other threads are refused.
 
-    tunings: of the layers' shapes, the default one for those that are missing.
+    tunings: by the layers' shapes; missing shapes have the default tuning.
     """
 
     def __init__(
@@ -76,12 +75,9 @@ class ModelRunner:
         self._step = StepContext()
         self.layers = [
             PagedLayer(
-                LayerKVCache(
+                LayerKVCache.from_layout(
                     num_blocks,
-                    spec.num_kv_heads,
-                    spec.head_dim,
-                    spec.dtype,
-                    block_size,
+                    spec.kv_layout(block_size),
                     backend,
                     (tunings or {}).get(spec.attention_shape(block_size), DEFAULT_TUNING),
                 ),
@@ -91,7 +87,6 @@ class ModelRunner:
             for spec in served.layers
         ]
         pools = [layer.kv for layer in self.layers]
-        self._groups = served.row_groups if self.backend == "gather" else RowGroups()
         self.swap = SwapSpace(pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self.thread_id = threading.get_ident()
         self.model_calls = 0
@@ -111,22 +106,21 @@ class ModelRunner:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be dispatched while the one before it is under way.
+        """Whether a step may be dispatched while the previous one is in flight.
 
-        The Metal backend writes its pools in place whatever else is under way. With MLX's own operations, on a GPU, a
-        pool that an unfinished step still reads would be copied whole by the next write. On a CPU it would not, since
-        MLX runs few operations ahead there; but for the same reason starting a step takes nearly as long as the step,
-        and the tokens of the one before would be read that much later.
+        Only the Metal backend writes its pools in place while they are read. With MLX's own operations on a GPU, the
+        next write would copy a whole pool that an unfinished step still reads. On a CPU, MLX runs few operations ahead:
+        dispatching a step takes nearly as long as the step, and the previous step's tokens would be read that much
+        later.
         """
         return self.backend == "metal"
 
-    def forward(self, batch: Batch, block_tables: IntArray, drawn: SampledTokens | None = None) -> mx.array:
+    def forward(self, batch: Batch, block_tables: IntArray, sampled: SampledTokens | None = None) -> mx.array:
         """Logits [R, V] of the R rows that sample, in the order of the batch; not yet evaluated.
 
-        Writes the keys and values of the batch's tokens into their blocks. block_tables: of its rows, as the metadata
-        wants them. drawn: of the step under way, where tokens of the batch are still pending. All that the model has
-        to know of the batch goes to the device in one array; a backend's plan, of which sequence is attended in which
-        part of its work, adds a few of its own.
+        Writes the keys and values of the batch's tokens into their blocks. block_tables: of the batch's rows, padded as
+        in AttentionMetadata. sampled: output of the step in flight, from which the batch's pending tokens come. Token
+        ids and metadata go to the device in one upload; a backend's plan adds a few more.
         """
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
@@ -138,19 +132,18 @@ class ModelRunner:
         query_lens = [row.num_tokens for row in rows]
         last = np.cumsum(query_lens, dtype=np.int32) - 1
         wanted = last[[row.samples for row in rows]]
-        # A step that samples nothing (a chunk in the middle of a prompt) still projects one row: the model has no way
-        # to skip its head, and an empty selection would hand it an array without rows.
+        # A step that samples nothing (a chunk in the middle of a prompt) still projects one row: the model cannot skip
+        # its head, and an empty selection would give the head an array without rows.
         selected = wanted if wanted.size else last[-1:]
-        repeats = self._groups.missing(len(tokens))
-        more = [repeat_last(token_ids, repeats), repeat_last(selected, self._groups.missing(len(selected)))]
+        more = [token_ids, selected]
         if PENDING in tokens:
-            assert drawn is not None
-            more.append(repeat_last(places_of_pending(batch, token_ids, last, drawn), repeats))
-        meta, (ids, wanted_rows, *places) = AttentionMetadata.upload(
-            query_lens, [row.start + row.num_tokens for row in rows], block_tables, self._block_size, more, repeats
+            assert sampled is not None
+            more.append(indices_of_pending(batch, token_ids, last, sampled))
+        meta, (ids, wanted_rows, *indices) = AttentionMetadata.upload(
+            query_lens, [row.start + row.num_tokens for row in rows], block_tables, self._block_size, more
         )
-        if drawn is not None and places:
-            ids = mx.where(ids == PENDING, drawn.tokens[places[0]], ids)
+        if sampled is not None and indices:
+            ids = mx.where(ids == PENDING, sampled.tokens[indices[0]], ids)
         self._step.begin(meta)
         try:
             if self._rows is not None:
@@ -161,11 +154,11 @@ class ModelRunner:
             self._step.end()
             if self._rows is not None:
                 self._rows.rows = None
-        logits = logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
-        return logits[: len(selected)]
+        return logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Before the step that asked for them, behind those under way. Raises whatever disk and device do."""
+        """Swap and copy blocks before the step that needs them, after the steps in flight. Raises errors of disk and
+        device."""
         if self.swap is not None:
             self.swap.store(moves.swap_out)
         for layer in self.layers:
@@ -174,7 +167,7 @@ class ModelRunner:
             self.swap.load(moves.swap_in)
 
     def close(self) -> None:
-        """Give the swap space back."""
+        """Free the swap space."""
         if self.swap is not None:
             self.swap.close()
 
@@ -191,9 +184,9 @@ class ModelRunner:
     def rebuild_pools(self) -> None:
         """After a device error: wait for whatever still runs, then make all KV pools anew. Raises DeviceError if the
         device cannot do even that."""
-        lanes.settle()
         with contextlib.suppress(Exception):
             mx.synchronize()
+        synchronize()
         for layer in self.layers:
             layer.kv.clear()
         self.finish_step()

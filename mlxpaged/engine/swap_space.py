@@ -1,4 +1,4 @@
-"""Room for KV blocks outside the KV pools. Moves the bytes of all layers; what goes where is decided elsewhere."""
+"""The swap space: KV blocks outside the pools. It copies the bytes of all layers; the scheduler decides which."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mlxpaged.attention import LayerKVCache
 from mlxpaged.engine.memory import system_free_memory
 
 PIECE_BYTES = 64 * 2**20
-"""Most that one piece of a call copies, all layers together. What a call needs beside the pools and the slots is a
-small multiple of it, however many blocks move; it is many slots of a few MB, so the device is seldom waited for."""
+"""Most bytes of all layers that are copied at once. A call needs a small multiple of it beside pools and slots, however
+many blocks move. It holds many slots, so that a call seldom waits for the device."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -29,23 +29,23 @@ class SwapSpaceError(OSError):
 
 def bytes_per_slot(layers: Sequence[LayerKVCache]) -> int:
     """One KV block of every layer."""
-    return sum(kv.bytes_per_block for kv in layers)
+    return sum(kv.layout.bytes_per_block for kv in layers)
 
 
 class SwapSpace:
-    """`num_slots` slots, each for one KV block of all `layers`, as plain bytes: NumPy has no bfloat16, and a copy of
-    bits is exact for every type. A slot's bytes lie together: keys of the first layer, its values, keys of the next.
+    """`num_slots` slots, each for one KV block of all `layers`, as bytes: NumPy has no bfloat16, and a copy of bits is
+    exact for every type. A slot is contiguous: keys of the first layer, its values, keys of the next.
 
-    Without a directory the slots are ordinary memory, which the system commits as slots are first written. On Apple
-    Silicon it is the same memory as the pools', but not wired and not part of the GPU's working set, which is what runs
-    out first. With a directory they are a memory-mapped file in it.
+    Without a directory the slots are ordinary memory, which the system commits when slots are first written. On Apple
+    Silicon it is the same memory as the pools', but it is not wired and not part of the GPU's working set, which runs
+    out first. With a directory the slots are a memory-mapped file in it.
 
     Belongs to the thread of the layers. Raises ValueError for layers that do not share their block ids and for no slot,
-    MemoryError where more memory is wanted than is free, SwapSpaceError for a directory that will not do.
+    MemoryError if more memory is wanted than is free, SwapSpaceError for a directory that cannot be used.
     """
 
     def __init__(self, layers: Sequence[LayerKVCache], num_slots: int, directory: Path | None = None) -> None:
-        if len({(kv.num_blocks, kv.block_size) for kv in layers}) != 1:
+        if len({(kv.num_blocks, kv.layout.block_size) for kv in layers}) != 1:
             raise ValueError("the layers of a swap space must have equally many blocks of equally many tokens")
         if num_slots < 1:
             raise ValueError(f"num_slots must be positive, got {num_slots}")
@@ -79,14 +79,15 @@ class SwapSpace:
         check_unique("block", [block for _, block in pairs])
         for slots, blocks in pieces(pairs, bytes_per_slot(self._layers)):
             for kv, columns in zip(self._layers, self._columns, strict=True):
-                shape = (len(blocks), kv.num_kv_heads, kv.block_size, kv.head_dim * kv.dtype.size)
-                keys, values = [mx.array(memory[slots, column].reshape(shape)).view(kv.dtype) for column in columns]
+                shape = (len(blocks), kv.layout.num_kv_heads, kv.layout.block_size, -1)
+                raw = [mx.array(memory[slots, column].reshape(shape)) for column in columns]
+                keys, values = [array.view(kv.layout.dtype) for array in raw]
                 kv.write_blocks(blocks, keys, values)
             mx.eval([kv.arrays for kv in self._layers])  # frees the piece's copies before the next piece makes its own
 
     def close(self) -> None:
-        """Give the memory or the file's room back. Closing twice is no error."""
-        self._slots = None  # the array is the only owner of the mapping, and that of the file
+        """Free the memory or the file. Closing twice is no error."""
+        self._slots = None  # the array is the only reference to the mapping, and the mapping to the file
 
     def _checked(self, blocks: Sequence[int], slots: Sequence[int]) -> Bytes:
         if self._slots is None:
@@ -108,16 +109,16 @@ def check_unique(name: str, ids: Sequence[int]) -> None:
 
 
 def slot_columns(layers: Sequence[LayerKVCache]) -> Iterator[tuple[slice, slice]]:
-    """Where a slot has the keys and the values of each layer."""
+    """The bytes of a slot that hold the keys and the values of each layer."""
     start = 0
     for kv in layers:
-        middle, end = start + kv.bytes_per_block // 2, start + kv.bytes_per_block
+        middle, end = start + kv.layout.key_bytes_per_block, start + kv.layout.bytes_per_block
         yield slice(start, middle), slice(middle, end)
         start = end
 
 
 def pieces(pairs: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Sources and targets of PIECE_BYTES at a time, but of at least one pair; `size` is a pair's bytes."""
+    """Sources and targets in pieces of PIECE_BYTES, at least one pair each; `size` is the bytes of a pair."""
     count = max(1, PIECE_BYTES // size)
     for start in range(0, len(pairs), count):
         piece = pairs[start : start + count]
@@ -125,10 +126,9 @@ def pieces(pairs: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[list[i
 
 
 def map_memory(size: int) -> Bytes:
-    """Memory that nothing is committed for yet. Raises MemoryError where the machine has not as much.
+    """Memory that is not committed yet. Raises MemoryError if the machine has less free.
 
-    Mapped, not from malloc: there it could lie among other allocations, and on Linux it would stay with the process
-    when it is freed (see mlxpaged/cpu/blas.py).
+    It is mapped, because malloc could place it among other allocations, and glibc might keep it after it is freed.
     """
     free = system_free_memory()  # the system would grant more, and kill the process when the slots are written
     if size > free:
@@ -139,18 +139,18 @@ def map_memory(size: int) -> Bytes:
 def map_file(size: int, directory: Path) -> Bytes:
     """A new file in `directory`, mapped into memory. Raises SwapSpaceError.
 
-    The file has no name (from the start where the system can do that, else it is unlinked once it is open), so that its
-    room comes back whatever ends the process, kill -9 included, and nobody else can open the conversations in it.
-    A write to a mapped file for which the disk has no room ends the process with SIGBUS: the room is made sure of here.
+    The file has no name (from the start if the system supports that, else it is unlinked after it was opened), so that
+    its space is freed however the process ends, kill -9 included, and no other process can open the conversations in
+    it. A write to a mapped file on a full disk ends the process with SIGBUS, so the space is reserved here.
     """
     try:
-        free = shutil.disk_usage(directory).free  # first: a reservation that fails has filled the disk by then
+        free = shutil.disk_usage(directory).free  # checked first: a reservation that fails has filled the disk by then
         if size > free:
             raise OSError(f"{free / 1e6:.1f} MB are free")
         with tempfile.TemporaryFile(prefix="mlxpaged-swap-", dir=directory) as file:  # mode 0600
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
-            else:  # macOS: the free room is all that can be asked for, and others may still take it
+            else:  # macOS cannot reserve space, so other processes may still take it
                 os.ftruncate(file.fileno(), size)
             return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)  # the mapping keeps the file
     except OSError as error:

@@ -1,6 +1,6 @@
-"""From a name to a model that can be served: weights, layers, output head, tokenizer, and the bundled demo model."""
+"""Models: loading, their layers, output head and tokenizer, and the bundled demo model."""
 
-from mlxpaged.models.cpu import RowGroups
+from mlxpaged.cpu.streams import synchronize
 from mlxpaged.models.embedding import EmbeddingModel
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import LayerSpec
@@ -20,7 +20,6 @@ __all__ = [
     "EmbeddingModel",
     "LayerSpec",
     "ModelNotFoundError",
-    "RowGroups",
     "ServedModel",
     "Tags",
     "Tokenizer",
@@ -30,5 +29,6 @@ __all__ = [
     "load_model",
     "own_embedding_model",
     "resolve_model",
+    "synchronize",
     "tool_parsers",
 ]

@@ -1,7 +1,7 @@
-"""Embedding models: what a directory states about them, in sentence-transformers' files, and the decoder to run.
+"""Embedding models: reads what a directory states in sentence-transformers' files, and loads the decoder.
 
-mlx-lm has causal decoders only. Which of their states make an embedding is nothing that could be guessed: a model that
-was not trained for it, and one that states what is not computed here, is refused with the reason.
+mlx-lm has causal decoders only, and nothing tells which of their states make an embedding. So a model is refused with
+the reason if its directory does not state it, or states something that is not implemented here.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ MODULES, POOLING, TRANSFORMER = "modules.json", "config.json", "sentence_bert_co
 PROMPTS = "config_sentence_transformers.json"
 PROBE = [3, 1, 4, 1, 5, 9, 2]
 MIN_COSINE = 0.98
-"""Half types round differently in another chunk; a model that is run wrong is far from this."""
+"""Half types round differently in other chunks; a model that is run incorrectly is far below."""
 
 
 class Pooling(Enum):
-    """How the states of an input's tokens become one vector. By sentence-transformers' names."""
+    """How the states of an input's tokens become one vector; sentence-transformers' names."""
 
     LAST = "lasttoken"
     MEAN = "mean"
     WEIGHTED_MEAN = "weightedmean"
 
     def weights(self, positions: mx.array, length: mx.array) -> mx.array:
-        """What the state at each position counts, of an input of so many tokens: 0 from there on. [...] float32"""
+        """The weight of the state at each position of an input of `length` tokens, 0 after its end. [...] float32"""
         inside = (positions < length).astype(mx.float32)
         if self is Pooling.LAST:
             return (positions == length - 1).astype(mx.float32)
@@ -48,8 +48,8 @@ class Pooling(Enum):
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """What a directory states. prompt: stands before every text. max_tokens: of an input, None for the whole context.
-    matryoshka: sizes that an embedding may be cut to, True for all, False for none."""
+    """What a directory states. prompt: put before every text. max_tokens: limit of an input, None for the context.
+    matryoshka: sizes that an embedding may be cut to; True for all, False for none."""
 
     pooling: Pooling
     normalize: bool
@@ -63,8 +63,8 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class EmbeddingModel:
-    """decode: tokens [B, T], and what `make_cache` makes or None, to states [B, T, dimensions]. context_length: what
-    the model was made for. max_tokens: of an input. kv_bytes: of the longest one."""
+    """decode: tokens [B, T] and a cache of `make_cache` or None -> states [B, T, dimensions]. context_length: of the
+    model. max_tokens: limit of an input. kv_bytes: keys and values of the longest input."""
 
     name: str
     decode: Callable[[mx.array, list[Any] | None], mx.array]
@@ -79,12 +79,11 @@ class EmbeddingModel:
 
 
 def embedding_spec(path: Path) -> EmbeddingSpec:
-    """Raises UnsupportedModelError where the directory does not state how its model makes embeddings, or states
-    something that is not done here."""
+    """Raises UnsupportedModelError if the directory does not state how its model makes embeddings, or states something
+    that is not implemented here."""
     if not (path / MODULES).is_file():
         raise UnsupportedModelError(
-            f"its directory has no {MODULES}, in which models that were trained for it state how their tokens' states "
-            "become an embedding"
+            f"its directory has no {MODULES}, which states how an embedding is made of tokens' states"
         )
     modules = read(path / MODULES)
     try:
@@ -119,7 +118,7 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
 
 
 def stated_pooling(config: Mapping[str, Any]) -> Pooling:
-    """Of the two ways to state it: "pooling_mode": NAME, or "pooling_mode_NAME": true. Raises UnsupportedModelError."""
+    """From "pooling_mode": NAME, or "pooling_mode_NAME": true. Raises UnsupportedModelError."""
     modes = config.get("pooling_mode")
     if modes is None:
         prefix = "pooling_mode_"
@@ -138,11 +137,11 @@ def stated_pooling(config: Mapping[str, Any]) -> Pooling:
 
 
 def check_causal(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError where mlx-lm would run the weights as what they are not."""
+    """Raises UnsupportedModelError if mlx-lm would run the weights as another kind of model."""
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("its tokens attend to later ones, and mlx-lm's decoders are causal")
     if "AutoModel" in (config.get("auto_map") or {}):
-        raise UnsupportedModelError("it comes with code of its own, which mlx-lm's decoders do not follow")
+        raise UnsupportedModelError("it has code of its own, which mlx-lm's decoders do not implement")
 
 
 def read(path: Path) -> Any:
@@ -162,7 +161,7 @@ def read_object(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
 
 
 def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:
-    """The model without an output head, where its architecture lets it go without. Raises whatever mlx-lm raises."""
+    """The model, without an output head if its architecture allows that. Raises whatever mlx-lm raises."""
     known_classes = inspect.signature(load_model).parameters["get_model_classes"].default
 
     def classes(config: dict[str, Any]) -> tuple[type[Module], type]:
@@ -170,7 +169,7 @@ def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:
 
         class Decoder(model_class):  # type: ignore[misc, valid-type]
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-                """Qwen3-Embedding and others were saved as bare decoders, without the name of the one inside."""
+                """Qwen3-Embedding and others were saved as bare decoders, whose weights lack the prefix "model."."""
                 if hasattr(self, "model") and not any(name.startswith("model.") for name in weights):
                     weights = {f"model.{name}": array for name, array in weights.items()}
                 if hasattr(super(), "sanitize"):
@@ -190,14 +189,14 @@ def without_head(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 def embedding_model(
     name: str, model: Module, tokenizer: Tokenizer, spec: EmbeddingSpec, vocab_size: int, context: int, max_tokens: int
 ) -> EmbeddingModel:
-    """`model` as what makes embeddings, after it was tried: whole inputs without a cache, and chunks with one, have to
-    come to the same states. context: the model's, in tokens. max_tokens: of an input, as far as that goes.
+    """`model` as an EmbeddingModel. It is tried first: a whole input without a cache, and its chunks with one, must
+    give the same states. context: of the model, in tokens. max_tokens: limit of an input, if the context is longer.
 
     Raises UnsupportedModelError.
     """
     decoder = getattr(model, "model", None)
     if decoder is None:
-        raise UnsupportedModelError("mlx-lm's model of this kind has no decoder inside whose states could be had")
+        raise UnsupportedModelError("mlx-lm's model of this kind has no decoder whose states can be read")
 
     def decode(tokens: mx.array, cache: list[Any] | None) -> mx.array:
         states: mx.array = decoder(tokens, cache=cache)
@@ -213,10 +212,10 @@ def embedding_model(
         rest = decode(mx.array([PROBE[middle:]]), cache)
         ends = [states[0, -1].astype(mx.float32) for states in (whole, rest)]
         cosine = float((ends[0] * ends[1]).sum() / (mx.linalg.norm(ends[0]) * mx.linalg.norm(ends[1])))
-    except Exception as error:  # whatever a decoder of another kind raises
-        raise UnsupportedModelError(f"its states cannot be had: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a decoder of another kind raises any type
+        raise UnsupportedModelError(f"its states cannot be read: {type(error).__name__}: {error}") from error
     if not cosine >= MIN_COSINE:
-        raise UnsupportedModelError(f"chunks of an input come to other states (cosine similarity {cosine:.4f})")
+        raise UnsupportedModelError(f"chunks of an input give other states (cosine similarity {cosine:.4f})")
     most = min(max_tokens, context, spec.max_tokens or context)
     return EmbeddingModel(
         name=name,
@@ -233,6 +232,6 @@ def embedding_model(
 
 
 def bytes_per_token(cache: Any) -> int:
-    """Of one layer; 0 where it keeps no keys and values."""
+    """KV bytes of one layer; 0 if it keeps no keys and values."""
     arrays = (getattr(cache, "keys", None), getattr(cache, "values", None))
     return sum(int(a.shape[1] * a.shape[3] * a.dtype.size) for a in arrays if isinstance(a, mx.array) and a.ndim == 4)

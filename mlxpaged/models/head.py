@@ -1,7 +1,7 @@
-"""The output head: only the rows that are sampled from are multiplied by the vocabulary.
+"""The output head: only rows that are sampled from are projected to the vocabulary.
 
-An unmodified model projects every row it is given, and a 2,048-token prefill would meet a 150,000-word vocabulary 2,048
-times for one wanted row. The module that does the final projection is found and made to pick rows first.
+An unmodified model projects every row: a 2,048-token prefill would multiply 2,048 rows by a 150,000-word vocabulary,
+and one row is needed. So the module that does the final projection is changed to select rows first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RowSelection:
-    """Which rows of the running step reach the output head; all of them while unset."""
+    """The rows of the running step that the output head projects; None means all."""
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
@@ -29,10 +29,10 @@ class RowSelection:
 def select_rows_before_head(
     model: Module, vocab_size: int, works: Callable[[RowSelection], bool]
 ) -> RowSelection | None:
-    """Make the model's output head pick rows of its input first. None where no head is found.
+    """Make the model's output head select rows of its input first. Returns None if no head is found.
 
-    The head is a linear layer with `vocab_size` outputs, or else the embedding whose transpose is used instead. Other
-    layers can have that size too, so each candidate is tried: `works` runs the model and says whether it was the head.
+    The head is a linear layer with `vocab_size` outputs, or the embedding that is tied to it. Other layers can have
+    that size too, so each candidate is tried: `works` runs the model and returns whether it was the head.
     """
     sized = [module for _, module in model.named_modules() if getattr(module, "weight", None) is not None]
     sized = [module for module in sized if module.weight.ndim == 2 and module.weight.shape[0] == vocab_size]
@@ -47,7 +47,7 @@ def select_rows_before_head(
 
 
 def _subclass_in_place(head: Any, method: str, selection: RowSelection) -> None:
-    """Override `method` of this one module. Its place in the parameter tree, its weights and its type checks remain."""
+    """Override `method` of this module only. Its weights, its path in the parameter tree and its type remain."""
     base = type(head)
 
     def project(self: Any, hidden: mx.array) -> mx.array:

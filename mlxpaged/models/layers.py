@@ -10,7 +10,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from mlxpaged.attention import AttentionShape, route_attention
+from mlxpaged.attention import AttentionShape, KVLayout, route_attention
+from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.models.errors import UnsupportedModelError
 
 REASONS = {
@@ -23,38 +24,30 @@ REASONS = {
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What the KV pool of a layer must hold, and how it is attended to. window: keys a query sees, None for all.
+    """What a layer keeps for each token, and how it attends. key_size, value_size: elements of one head.
 
-    num_query_heads and sinks are known once a probe has seen the layer at work.
+    window: keys that a query sees, None for all. A probe finds num_query_heads and sinks.
     """
 
     num_kv_heads: int
-    head_dim: int
+    key_size: int
+    value_size: int
     dtype: mx.Dtype
     window: int | None = None
     num_query_heads: int = 0
     sinks: bool = False
 
-    def attention_shape(self, block_size: int) -> AttentionShape:
-        return AttentionShape(
-            self.num_query_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.dtype,
-            block_size,
-            self.window,
-            self.sinks,
-        )
+    def kv_layout(self, block_size: int = DEFAULT_BLOCK_SIZE) -> KVLayout:
+        return KVLayout(self.num_kv_heads, self.key_size, self.value_size, self.dtype, block_size)
 
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * int(self.dtype.size)
+    def attention_shape(self, block_size: int) -> AttentionShape:
+        return AttentionShape(self.num_query_heads, self.kv_layout(block_size), self.window, self.sinks)
 
 
 def layer_specs(model: Module) -> list[LayerSpec]:
-    """One spec per layer, learned by running a single token through the model with mlx-lm's own caches.
+    """One spec per layer, found by running one token through the model with mlx-lm's own caches.
 
-    Raises UnsupportedModelError where a layer needs more than keys and values per token.
+    Raises UnsupportedModelError if a layer needs more than keys and values per token.
     """
     caches = make_prompt_cache(model)
     windows = [cache_window(cache) for cache in caches]
@@ -88,9 +81,9 @@ def layer_spec(cache: Any, window: int | None) -> LayerSpec:
         )
     if keys.dtype != values.dtype:
         raise UnsupportedModelError(f"its keys are {keys.dtype} and its values {values.dtype}")
-    return LayerSpec(int(keys.shape[1]), int(keys.shape[-1]), keys.dtype, window)
+    return LayerSpec(int(keys.shape[1]), int(keys.shape[-1]), int(values.shape[-1]), keys.dtype, window)
 
 
 def bytes_per_token(specs: Sequence[LayerSpec]) -> int:
     """KV bytes of one token over all layers."""
-    return sum(spec.bytes_per_token for spec in specs)
+    return sum(spec.kv_layout(block_size=1).bytes_per_token for spec in specs)

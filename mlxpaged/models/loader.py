@@ -1,10 +1,10 @@
-"""Loading: a local directory, a hub repository or the bundled demo model becomes a ServedModel."""
+"""Loads a local directory, a hub repository or the bundled demo model as a ServedModel or EmbeddingModel."""
 
 from __future__ import annotations
 
 import logging
 import pkgutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_weights
 from mlx_lm.utils import load_tokenizer
 
-from mlxpaged.models.cpu import RowGroups, row_groups, suit_cpu
+from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
@@ -35,15 +35,17 @@ logger = logging.getLogger(__name__)
 DEMO_MODEL = "demo"
 DEMO_PATH = Path(__file__).parent / "demo"
 DEFAULT_CONTEXT_LENGTH = 4096
-"""Assumed where a model's config does not say."""
+"""Assumed if a model's config does not name it."""
 
 DOWNLOADED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Everything the engine needs to know of a model. path: its directory. `rows` is None where its head cannot pick
-    rows. row_groups: of a step."""
+    """A loaded model with all that the engine needs to know about it.
+
+    path: its directory. rows: None if its output head cannot select rows.
+    """
 
     name: str
     path: Path
@@ -54,14 +56,11 @@ class ServedModel:
     vocab_size: int
     context_length: int
     weight_bytes: int
-    row_groups: RowGroups = field(default_factory=RowGroups)
 
 
 def resolve_model(name: str) -> Path:
-    """The directory of a model: the demo model, an existing directory, or a hub repository, downloaded if need be.
-
-    Raises ModelNotFoundError with a sentence that says what was tried.
-    """
+    """The directory of a model: of the demo model, an existing directory, or a hub repository, which is downloaded if
+    it is not cached. Raises ModelNotFoundError with a sentence that says what was tried."""
     if name == DEMO_MODEL:
         return DEMO_PATH
     path = Path(name).expanduser()
@@ -83,28 +82,28 @@ def resolve_model(name: str) -> Path:
 
 
 def tool_parsers() -> list[str]:
-    """The names of mlx-lm's parsers of tool calls."""
+    """The names of mlx-lm's tool-call parsers."""
     return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
 
 
 def load_model(name: str, served_name: str | None = None, tool_parser: str | None = None) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
-    tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if
-    any. Runs on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. Call it on the
+    thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     path = resolve_model(name)
     try:
         model, config = load_weights(path)
         extra = {"tool_parser_type": tool_parser} if tool_parser else None
         wrapped = load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
-    except Exception as error:  # whatever a missing field or a damaged file makes mlx, mlx-lm or transformers raise
+    except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
     model.eval()
     try:
         specs = layer_specs(model)
         reference = make_reference(model)
-        suit_cpu(model)
+        optimize_for_cpu(model)
         probed = probe(model, specs, reference)
         rows = select_rows_before_head(
             model, probed.vocab_size, lambda rows: is_head(model, probed.layers, reference, rows)
@@ -124,14 +123,13 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         vocab_size=probed.vocab_size,
         context_length=context_length(config),
         weight_bytes=weight_bytes(model),
-        row_groups=row_groups(model),
     )
 
 
 def load_embedding_model(name: str, served_name: str | None, max_tokens: int) -> EmbeddingModel:
-    """A second model, for embeddings alone. max_tokens: of an input, as far as the model's context goes.
+    """Load a second model, for embeddings only. max_tokens: limit of an input, if the model's context is longer.
 
-    Runs on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    Call it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     path = resolve_model(name)
     try:
@@ -142,7 +140,7 @@ def load_embedding_model(name: str, served_name: str | None, max_tokens: int) ->
         except Exception as error:  # as in `load_model`
             raise UnsupportedModelError(f"it cannot be loaded: {error}") from error
         model.eval()
-        suit_cpu(model)
+        optimize_for_cpu(model)
         context, vocab_size = context_length(config), config.get("vocab_size")
         if not isinstance(vocab_size, int):
             raise UnsupportedModelError("its config.json states no vocab_size")
@@ -152,15 +150,15 @@ def load_embedding_model(name: str, served_name: str | None, max_tokens: int) ->
 
 
 def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
-    """The model that generates text as one that makes embeddings, where its directory states that it is both. Raises
-    UnsupportedModelError with the reason where not."""
+    """Use the model that generates text for embeddings too. Raises UnsupportedModelError, with the reason, if its
+    directory does not state that it makes embeddings."""
     spec = embedding_spec(served.path)
     sizes = (served.vocab_size, served.context_length, max_tokens)
     return embedding_model(served.name, served.model, served.tokenizer, spec, *sizes)
 
 
 def is_head(model: Module, layers: list[LayerSpec], reference: Reference, rows: RowSelection) -> bool:
-    """Whether the model still computes the same logits, for the selected rows alone."""
+    """Whether the model still computes the same logits, for the selected rows only."""
     try:
         probe(model, layers, reference, rows)
     except UnsupportedModelError:
@@ -169,7 +167,7 @@ def is_head(model: Module, layers: list[LayerSpec], reference: Reference, rows: 
 
 
 def context_length(config: dict[str, Any]) -> int:
-    """The longest context the model was made for, in tokens; of a multimodal config, its text part's."""
+    """The longest context that the model was trained for, in tokens; from the text part of a multimodal config."""
     for part in (config, config.get("text_config") or {}):
         for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"):
             if isinstance(part.get(key), int) and part[key] > 0:

@@ -1,8 +1,7 @@
-"""A few tokens through a freshly loaded model, to see that paged attention computes what the model computes.
+"""The probe: runs a few tokens through a loaded model to check that paged attention reproduces its logits.
 
-Architectures differ in what they ask of a cache, and a new one may bypass it in ways no list foresees. So each model is
-run once with mlx-lm's caches and once with ours, in a ragged batch; one that disagrees is refused instead of served
-wrong.
+Architectures differ in how they use a cache, and a new one may bypass it. So each model is run once with mlx-lm's
+caches and once with ours, in a ragged batch. A model whose logits differ is refused.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from mlxpaged.models.layers import LayerSpec
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2]
 MAX_TRIES = 8
-"""Of a model whose logits are all zero: as many places of its vocabulary are looked at."""
+"""How many regions of the vocabulary are tried if all logits are zero."""
 MIN_COSINE = {mx.float32: 0.9999}
-MIN_COSINE_HALF = 0.98  # batch shapes change the rounding of half types, and with it an expert router's close calls
+MIN_COSINE_HALF = 0.98  # batch shapes change the rounding of half types, and with it the choices of an expert router
 
 
 class ProbedLayer(PagedLayer):
-    """Remembers what the model asks of its attention."""
+    """Records how the model calls its attention."""
 
     num_query_heads = 0
     sinks = False
@@ -41,7 +40,7 @@ class ProbedLayer(PagedLayer):
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe finds out: the size of the vocabulary, and how each layer attends."""
+    """What a probe finds: the size of the vocabulary, and how each layer attends."""
 
     vocab_size: int
     layers: list[LayerSpec]
@@ -56,15 +55,13 @@ class Reference:
 
 
 def probe(model: Module, layers: Sequence[LayerSpec], reference: Reference, rows: RowSelection | None = None) -> Probed:
-    """Compare with the reference, the second sequence of the paged batch decoding while the first is prefilled.
+    """Compare with the reference in a paged batch: the first sequence is prefilled while the second decodes.
 
-    With `rows`, only the last token's row is projected. Raises UnsupportedModelError where the two disagree.
+    With `rows`, only the last token's row is projected. Raises UnsupportedModelError if the logits differ.
     """
     tokens, expected = reference.tokens, reference.logits
     step = StepContext()
-    caches = [
-        ProbedLayer(LayerKVCache(3, spec.num_kv_heads, spec.head_dim, spec.dtype), step, spec.window) for spec in layers
-    ]
+    caches = [ProbedLayer(LayerKVCache.from_layout(3, spec.kv_layout()), step, spec.window) for spec in layers]
     head = len(tokens) - 1
     run(model, caches, step, tokens[:head], AttentionMetadata.build([head], [head], [[2]]))
     mixed = AttentionMetadata.build([len(tokens), 1], [len(tokens), len(tokens)], [[0], [2]])
@@ -91,11 +88,8 @@ def probe(model: Module, layers: Sequence[LayerSpec], reference: Reference, rows
 
 
 def make_reference(model: Any) -> Reference:
-    """Of the model as mlx-lm loads it, with mlx-lm's caches: such tokens that there is something to compare. The rows
-    of tokens that were never trained may be zero, and all that follows from them.
-
-    Raises UnsupportedModelError where there are none.
-    """
+    """Run the model as mlx-lm loads it, with mlx-lm's caches, on tokens whose logits are not all zero: embeddings of
+    tokens that were never trained may be zero. Raises UnsupportedModelError if there are no such tokens."""
     tokens = TOKENS
     for i in range(1, MAX_TRIES + 1):
         logits = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1].astype(mx.float32)
@@ -105,7 +99,7 @@ def make_reference(model: Any) -> Reference:
             return Reference(tokens, logits)
         vocab_size = logits.shape[0]
         tokens = [(i * vocab_size // MAX_TRIES + token) % vocab_size for token in TOKENS]
-    raise UnsupportedModelError("its logits are all zero, wherever in its vocabulary a prompt is taken from")
+    raise UnsupportedModelError("its logits are all zero for every prompt that was tried")
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Text to tokens and back: the chat template, special tokens, and text that appears as its tokens do."""
+"""Text to tokens and back: the chat template, special tokens, and incremental detokenization."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
 TAG_TOKENS = 16
-"""A tag around thinking, and the white space behind it, are shorter."""
+"""Upper bound on the tokens of a thinking tag and the white space after it."""
 RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
-"""What says how to render, or what: not for a caller's `chat_template_kwargs`."""
+"""Arguments of the renderer itself, which a request's `chat_template_kwargs` may not set."""
 
 
 class ChatTemplateError(ValueError):
@@ -25,9 +25,9 @@ class ChatTemplateError(ValueError):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes a tool call. name: of mlx-lm's parser. start, end: what stands around it; an empty end means
-    that the next start, or the answer's end, closes it. parse: (text between them, OpenAI's tools) -> {"name",
-    "arguments"} or a list of them; raises whatever malformed text makes it raise."""
+    """How a model writes a tool call. name: of mlx-lm's parser. start, end: the tags around a call; an empty end means
+    that the next start, or the end of the answer, closes it. parse: (text between the tags, OpenAI's tools) -> {"name",
+    "arguments"} or a list of them; malformed text can make it raise any type."""
 
     name: str
     start: str
@@ -37,8 +37,8 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class Tags:
-    """What an answer is divided by, as mlx-lm finds it in a model's vocabulary and chat template. think_start,
-    think_end: around thinking, empty where the model does none. tools: None where it makes no calls."""
+    """The tags that divide an answer, as mlx-lm finds them in a model's vocabulary and chat template. think_start,
+    think_end: empty if the model does not think. tools: None if it makes no tool calls."""
 
     think_start: str = ""
     think_end: str = ""
@@ -46,8 +46,8 @@ class Tags:
 
 
 class Tokenizer:
-    """A model's tokenizer, for several threads: decoding only reads, but encoding may change a fast one's settings
-    while it runs, so `encode` and `apply_chat_template` have a copy of their own and are called on one thread only."""
+    """A model's tokenizer, used by several threads. Decoding only reads. Encoding may change the settings of a fast
+    tokenizer while it runs, so `encode` and `apply_chat_template` use a copy of their own, on one thread only."""
 
     def __init__(self, wrapped: Any) -> None:
         self._encoder = wrapped
@@ -75,11 +75,11 @@ class Tokenizer:
 
     @property
     def reader(self) -> Any:
-        """The Hugging Face tokenizer, for whoever only reads it; any thread."""
+        """The Hugging Face tokenizer. Any thread may read it."""
         return self._decoder
 
     def least_tokens(self, num_chars: int) -> int:
-        """The fewest tokens that a text of so many characters can have, known without tokenizing it."""
+        """The fewest tokens that a text of this many characters can have."""
         return num_chars // self._longest_token
 
     @functools.cached_property
@@ -89,7 +89,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
-        """Tokens of a conversation, ending where the assistant is to answer. options: `tools`, as OpenAI defines them,
+        """Tokens of a conversation up to the start of the assistant's answer. options: `tools`, as OpenAI defines them,
         `continue_final_message`, and variables of the template. Raises ChatTemplateError."""
         if not self.has_chat_template:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
@@ -99,12 +99,12 @@ class Tokenizer:
                     [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **options
                 )
             )
-        except Exception as error:  # templates raise whatever jinja2 raises, and say what they refuse
+        except Exception as error:  # templates raise any type, with a message
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
     def _shows_late_system(self) -> bool:
-        """Whether the chat template shows a system message that is not the first message. Many refuse it, some pass
-        over it."""
+        """Whether the chat template renders a system message that is not the first message. Many templates refuse it,
+        some ignore it."""
         roles = ("system", "user", "system")
         try:
             messages = [{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)]
@@ -113,15 +113,15 @@ class Tokenizer:
             return False
 
     def template_reads(self, variable: str) -> bool:
-        """Whether the chat template does anything with a variable. One that is code, not text, is not asked."""
+        """Whether the chat template uses a variable; True if the template is code instead of text."""
         source = self._decoder.chat_template
         if isinstance(source, dict):  # several templates, by name
             source = "\n".join(source.values())
         return not isinstance(source, str) or re.search(rf"\b{re.escape(variable)}\b", source) is not None
 
     def ends_with(self, prompt: Sequence[int], tag: str) -> bool:
-        """Whether a tag, and white space, is the last of a prompt: templates open a think block where models always
-        think, and leave a closed one where they are not to."""
+        """Whether a prompt ends with a tag and white space. Templates open a think block for models that always think,
+        and add a closed one if the model is not to think."""
         tail = str(self._decoder.decode(list(prompt[-TAG_TOKENS:]), skip_special_tokens=False))
         return tail.rstrip().endswith(tag)
 
@@ -132,11 +132,11 @@ class Tokenizer:
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=False))
 
     def token_text(self, token_id: int) -> str:
-        """How a token by itself is shown, special tokens included."""
+        """The text of a single token, special tokens included."""
         return self.text_with_specials([token_id])
 
     def token_bytes(self, token_id: int) -> list[int]:
-        """The UTF-8 bytes that a token stands for; a token may hold only part of a character."""
+        """The UTF-8 bytes of a token; a token may be only part of a character."""
         piece = self._decoder.convert_ids_to_tokens(token_id)
         if piece is None:
             return []
@@ -156,8 +156,8 @@ class Tokenizer:
         return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
     def detokenizer(self, think_tags: bool = False, tool_tags: bool = False) -> Detokenizer:
-        """think_tags, tool_tags: whether special tokens are shown that are part of those; with tool_tags also all
-        inside of a call."""
+        """think_tags, tool_tags: whether to show special tokens that are part of these tags; tool_tags also shows all
+        special tokens inside a call."""
         shown = [self._think_tokens] * think_tags + [self._tool_tokens] * tool_tags
         union = functools.reduce(ShownTokens.union, shown, ShownTokens())
         return Detokenizer(self.text_with_specials, self._token_text, self._special_ids, union)
@@ -178,7 +178,7 @@ NO_IDS: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class ShownTokens:
-    """Special tokens that are part of the text: `always`, and all from one of `opening` to one of `closing`."""
+    """Special tokens that are part of the text: those in `always`, and all from an `opening` to a `closing` one."""
 
     always: frozenset[int] = NO_IDS
     opening: frozenset[int] = NO_IDS
@@ -189,12 +189,11 @@ class ShownTokens:
 
 
 class Detokenizer:
-    """Text of one answer as its tokens come. The pieces join to what decoding all tokens at once gives.
+    """Text of one answer, token by token. The pieces join to the text of all tokens decoded at once.
 
-    A token's text can depend on its predecessor (spaces) and its character may need a successor (bytes of UTF-8). So
+    A token's text can depend on its predecessor (spaces), and its character may need a successor (bytes of UTF-8). So
     the tokens since the last but one emission are decoded together, and held back while they end inside a character.
-    What was emitted last is nearly always one token: the text of those is kept (`token_text`), or each would be decoded
-    a second time as the next one's predecessor, at 2 microseconds.
+    The last emission is nearly always one token, whose text is cached (`token_text`): decoding it again takes 2 us.
     """
 
     def __init__(
@@ -209,11 +208,11 @@ class Detokenizer:
         self._special_ids = special_ids
         self._shown = shown
         self._in_call = False
-        self._context: list[int] = []  # the tokens emitted last; special ones that are not shown are never here
+        self._context: list[int] = []  # tokens of the last emission, without special tokens that are not shown
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes: empty inside a character."""
+        """The text that this token completes; empty inside a character."""
         if token_id in self._special_ids and not self._shows(token_id):
             return ""
         self._pending.append(token_id)
@@ -225,7 +224,7 @@ class Detokenizer:
         return shown
 
     def finish(self) -> str:
-        """What is left of a character that never became complete."""
+        """The rest of a character that never became complete."""
         return self._emit(hold_incomplete=False) if self._pending else ""
 
     def _emit(self, hold_incomplete: bool) -> str:

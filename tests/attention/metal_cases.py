@@ -20,12 +20,12 @@ TOLERANCE = {mx.float32: 4e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 and 2^-8 of it) and no more, because everything before it is float32."""
 
 SPARE = 3
-"""Blocks of the pool that belong to nobody and hold NaN."""
+"""Blocks of the pool that no sequence owns; they hold NaN."""
 
 
 @dataclass
 class Case:
-    """Sequences as (query_len, context_len). All that no sequence owns is NaN: other blocks, and the slots behind a
+    """Sequences as (query_len, context_len). All slots that no sequence owns are NaN: other blocks, and slots after a
     context. Blocks are handed out in random order.
 
     decode_partition, chunk_partition: keys in one work item, None for the backend's own. tuning: instead of these.
@@ -122,9 +122,9 @@ class Case:
         scores = np.where(visible, scores, -np.inf)
         sinks = np.full(self.kv_heads * self.group, -np.inf) if not self.has_sinks else self.sinks.astype(np.float64)
         sinks = sinks.reshape(1, self.kv_heads, self.group, 1)
-        peak = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
-        weights = np.exp(scores - peak)
-        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - peak)
+        maximum = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        weights = np.exp(scores - maximum)
+        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - maximum)
         out = np.einsum("qhgk,khd->qhgd", weights, self.values[i])
         return out.reshape(query_len, self.kv_heads * self.group, self.head_dim)
 

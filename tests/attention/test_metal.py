@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mlxpaged.attention import AttentionMetadata, LayerKVCache, kernels, resolve_backend
-from mlxpaged.attention.metal import BLOCK_SIZES, DTYPES, HEAD_DIMS
+from mlxpaged.attention.layout import KV_DTYPES
+from mlxpaged.attention.metal import BLOCK_SIZES, HEAD_DIMS
 from tests.attention.metal_cases import Case
 from tests.metal_on_cpu import Interpreter, is_supported
 
@@ -30,7 +31,7 @@ EXTRAS: list[dict[str, Any]] = [
 ]
 GROUPS = (1, 2, 3, 4, 7, 8)
 
-TYPES_AND_SIZES = [(i, *both) for i, both in enumerate(itertools.product(DTYPES, HEAD_DIMS))]
+TYPES_AND_SIZES = [(i, *both) for i, both in enumerate(itertools.product(KV_DTYPES, HEAD_DIMS))]
 CHECKERED = [entry for entry in TYPES_AND_SIZES if (entry[0] + entry[0] // len(HEAD_DIMS)) % 2 == 0]
 """Half of them, each type and each size among them."""
 
@@ -206,7 +207,7 @@ def test_a_nan_among_later_tokens_does_not_reach_earlier_ones(metal: None) -> No
 # Writing
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
 def test_a_write_fills_its_slots_and_nothing_else(metal: None, dtype: mx.Dtype) -> None:
     kv = LayerKVCache(5, 2, 80, dtype, block_size=8, backend="metal")
     keys = mx.random.normal((5, 2, 80)).astype(dtype)
@@ -221,26 +222,15 @@ def test_a_write_fills_its_slots_and_nothing_else(metal: None, dtype: mx.Dtype) 
     assert np.array_equal(np.array(got_values.astype(mx.float32)), -expected)
 
 
-def test_repeated_tokens_are_refused(metal: None) -> None:
-    """Two threads would write one slot."""
-    kv = LayerKVCache(5, 2, 64, mx.float32, backend="metal")
-    meta, _ = AttentionMetadata.upload([3], [3], np.array([[4]], np.int32), 32, repeats=1)
-    rows = mx.ones((4, 2, 64))
-    with pytest.raises(ValueError, match="repeated tokens"):
-        kv.write(rows, rows, meta)
-    with pytest.raises(ValueError, match="repeated tokens"):
-        kv.attend(rows, meta, scale=1.0)
-
-
 def test_a_write_is_in_place(metal: None) -> None:
     kv = LayerKVCache(5, 2, 64, mx.float32, backend="metal")
     mx.eval(kv.arrays)
-    places = [np.asarray(array).ctypes.data for array in kv.arrays[:2]]
+    addresses = [np.asarray(array).ctypes.data for array in kv.arrays[:2]]
     meta = AttentionMetadata.build([3], [3], [[4]])
     rows = mx.ones((3, 2, 64))
     kv.write(rows, rows, meta)
     mx.eval(kv.arrays)
-    assert [np.asarray(array).ctypes.data for array in kv.arrays[:2]] == places
+    assert [np.asarray(array).ctypes.data for array in kv.arrays[:2]] == addresses
     assert float(kv.arrays[0].sum().item()) == rows.size  # type: ignore[arg-type]
 
 
@@ -308,7 +298,7 @@ def test_readers_wait_for_the_write_before_them_and_a_writer_for_every_reader(
     assert case.kv.arrays[2] is done[5]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("pairs", [[(0, 3)], [(0, 3), (0, 4), (2, 5)], [(0, 1), (1, 2), (2, 0)], [(1, 1)]], ids=str)
 def test_block_copy_reads_the_pool_as_it_was(metal: None, dtype: mx.Dtype, pairs: list[tuple[int, int]]) -> None:
     kv = LayerKVCache(6, 2, 32, dtype, block_size=8, backend="metal")
@@ -359,7 +349,7 @@ def test_a_moved_sequence_attends_the_same(metal: None) -> None:
 def test_without_metal_the_backend_is_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match="'metal' is not available: it needs a Mac with a Metal device"):
         resolve_backend("metal")
-    assert resolve_backend("auto") == resolve_backend("gather") == "gather"
+    assert "metal" not in (resolve_backend("auto"), resolve_backend("gather"))
 
 
 def test_with_metal_it_is_taken_when_asked_for(metal: None) -> None:

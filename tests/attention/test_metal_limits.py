@@ -10,17 +10,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache, kernels
-from mlxpaged.attention.metal import BLOCK_SIZES, DTYPES, HEAD_DIMS, ROWS, THREADS, choose_variant
-from mlxpaged.attention.pool import Options
-from mlxpaged.attention.work import make_work
+from mlxpaged.attention import KV_DTYPES, AttentionMetadata, KVLayout, LayerKVCache, kernels
+from mlxpaged.attention.metal import BLOCK_SIZES, HEAD_DIMS, ROWS, THREADS, choose_variant
+from mlxpaged.attention.tile_schedule import make_schedule
 from tests.attention.metal_cases import Case
 from tests.metal_on_cpu import Interpreter
 
 
 @pytest.mark.parametrize("single_queries", [True, False])
 def test_every_variant_keeps_to_the_limits_of_a_threadgroup(single_queries: bool) -> None:
-    for dtype, head_dim, block_size, group in itertools.product(DTYPES, HEAD_DIMS, BLOCK_SIZES, range(1, 130)):
+    for dtype, head_dim, block_size, group in itertools.product(KV_DTYPES, HEAD_DIMS, BLOCK_SIZES, range(1, 130)):
         variant = choose_variant(dtype, head_dim, block_size, 2, group, single_queries)
         assert variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY
         assert THREADS <= kernels.MAX_THREADS
@@ -74,6 +73,12 @@ def test_unsupported_sizes_and_types_are_named_before_any_launch(
     assert metal_on_cpu.launches == []
 
 
+def test_keys_and_values_of_two_sizes_are_refused_before_any_launch(metal_on_cpu: Interpreter) -> None:
+    with pytest.raises(ValueError, match="keys and values of one size, not 64 and 32"):
+        LayerKVCache.from_layout(4, KVLayout(2, 64, 32, mx.float32, 32), backend="metal")
+    assert metal_on_cpu.launches == []
+
+
 def test_bad_arguments_are_named_before_any_launch(metal_on_cpu: Interpreter) -> None:
     kv = LayerKVCache(4, 2, 64, mx.float32, backend="metal")
     meta = AttentionMetadata.build([1], [1], [[3]])
@@ -101,10 +106,10 @@ def test_a_launch_beyond_metals_limits_is_refused(metal_on_cpu: Interpreter) -> 
 
 def test_a_kernel_is_built_once(metal_on_cpu: Interpreter) -> None:
     case = Case([(1, 5)])
-    builds = kernels._build.cache_info().misses
+    builds = kernels.build.cache_info().misses
     for _ in range(3):
         case.check()
-    assert kernels._build.cache_info().misses == builds + 1, "paged_attention; the writes had been built before"
+    assert kernels.build.cache_info().misses == builds + 1, "paged_attention; the writes had been built before"
 
 
 def test_every_kernel_file_has_its_names_and_a_header() -> None:
@@ -141,12 +146,9 @@ def test_mlx_takes_our_launches_and_generates_the_source_that_was_tested(
         mixed = AttentionMetadata.build([1, 128, 2], [33, 128, 7], [[6, 7], [0, 1, 2, 3], [4]])
         kv.write(rows, rows, mixed)
         sinks = mx.zeros((4,))
-        return (
-            kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks)
-            + kv._pool.attend(  # type: ignore[no-any-return]
-                queries[:1], AttentionMetadata.build([1], [1000], [[0] * 32]), Options(0.1, None, 5.0, sinks)
-            )
-        )
+        long = AttentionMetadata.build([1], [1000], [[0] * 32])
+        softcapped = kv.attend(queries[:1], long, scale=0.1, softcap=5.0, sinks=sinks)
+        return kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks) + softcapped
 
     monkeypatch.setattr(mx.fast, "metal_kernel", both)
     capfd.readouterr()
@@ -158,7 +160,7 @@ def test_mlx_takes_our_launches_and_generates_the_source_that_was_tested(
     assert launched == kernels.INPUTS_AND_OUTPUTS.keys()
 
 
-# Work items
+# Tile schedule
 
 
 @pytest.mark.parametrize("window", [None, 50, 5000])
@@ -171,9 +173,9 @@ def test_work_items_cover_every_visible_key_of_every_query_once(
     tables = [list(range(-(-context // 32))) for _, context in lens]
     meta = AttentionMetadata.build([q for q, _ in lens], [c for _, c in lens], tables)
     members = np.array([0, 1, 2, 4, 5])
-    work = make_work(meta, members, window, queries, partition)
-    items = np.array(work.items)
-    assert len(items) == work.num_items
+    schedule = make_schedule(meta, members, window, queries, partition)
+    items = np.array(schedule.items)
+    assert len(items) == schedule.num_items
     starts = np.concatenate(([0], np.cumsum([q for q, _ in lens])))
     seen: dict[int, list[tuple[int, int, int]]] = {}
     rows_of_out = []
@@ -184,7 +186,7 @@ def test_work_items_cover_every_visible_key_of_every_query_once(
         for j in range(count):
             seen.setdefault(row + j, []).append((begin, end, first + j))
             rows_of_out.append(first + j)
-    assert sorted(rows_of_out) == list(range(work.num_partials))
+    assert sorted(rows_of_out) == list(range(schedule.num_partials))
     order = [row for i in members for row in range(starts[i], starts[i + 1])]
     assert sorted(seen) == sorted(order)
     for place, row in enumerate(order):
@@ -194,8 +196,8 @@ def test_work_items_cover_every_visible_key_of_every_query_once(
         assert parts[0][0] <= (0 if window is None else max(0, position + 1 - window))
         assert parts[-1][1] > position
         assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
-        if work.ranges is None:
+        if schedule.ranges is None:
             assert [first for _, _, first in parts] == [place]
         else:
-            begin, stride, count, _ = np.array(work.ranges)[place].tolist()
+            begin, stride, count, _ = np.array(schedule.ranges)[place].tolist()
             assert [begin + stride * i for i in range(count)] == [first for _, _, first in parts]

@@ -143,7 +143,7 @@ MUTANTS: dict[str, Mutant] = {
     "no barrier before the values": (
         "paged_attention", BARRIER + "  if (split", "  if (split", decode, DataRace),
     "no barrier after the values": (
-        "paged_attention", "  threadgroup_barrier(mem_flags::mem_threadgroup);  // the weights are used up\n", "",
+        "paged_attention", "  threadgroup_barrier(mem_flags::mem_threadgroup);  // the weights have been read\n", "",
         decode, DataRace),
     "no barrier after the query tile": (
         "paged_attention", "threadgroup_barrier(mem_flags::mem_threadgroup);\n\nfor (int start", "for (int start",
@@ -213,7 +213,8 @@ MUTANTS: dict[str, Mutant] = {
     "a pointer into the wrong address space": (
         "paged_attention", "const device int* item", "const threadgroup int* item", decode, MetalCompileError),
     "an implicit bfloat": (
-        "paged_attention", "static_cast<O>(sum / total)", "(sum / total)", bfloat_decode, MetalCompileError),
+        "paged_attention", "static_cast<O>(sum / denominator)", "(sum / denominator)", bfloat_decode,
+        MetalCompileError),
     "a range left out": (
         "merge_partials", "for (int i = split; i < count", "for (int i = split + 1; i < count", split_decode, None),
     "a split left out of the sum": (
@@ -230,7 +231,7 @@ MUTANTS: dict[str, Mutant] = {
     "an earlier range not rescaled": (
         "merge_partials", "acc[c * 4 + e] * before +", "acc[c * 4 + e] +", many_ranges, None),
     "the sum of an earlier range not rescaled": (
-        "merge_partials", "total = total * before +", "total = total +", many_ranges, None),
+        "merge_partials", "denominator = denominator * before +", "denominator = denominator +", many_ranges, None),
     "no sink after merging": ("merge_partials", "if (SINKS) {", "if (false) {", split_decode, None),
     "a thread per column too few": ("merge_partials", "if (me < D) {", "if (me < D - 1) {", split_decode,
                                     UninitialisedOutput),

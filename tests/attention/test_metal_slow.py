@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention.metal import BLOCK_SIZES, DTYPES, HEAD_DIMS
+from mlxpaged.attention.layout import KV_DTYPES
+from mlxpaged.attention.metal import BLOCK_SIZES, HEAD_DIMS
 from tests.attention.metal_cases import Case
 
 pytestmark = pytest.mark.slow
@@ -22,7 +23,7 @@ GROUPS = (1, 4, 8)
 @pytest.mark.parametrize("extras", [{}, ALL_EXTRAS], ids=["plain", "extras"])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize(("dtype", "head_dim"), [*itertools.product(DTYPES, HEAD_DIMS)], ids=str)
+@pytest.mark.parametrize(("dtype", "head_dim"), [*itertools.product(KV_DTYPES, HEAD_DIMS)], ids=str)
 def test_decode(
     unchecked: None, dtype: mx.Dtype, head_dim: int, block_size: int, group: int, extras: dict[str, Any]
 ) -> None:
@@ -32,7 +33,7 @@ def test_decode(
 @pytest.mark.parametrize("extras", [{}, ALL_EXTRAS], ids=["plain", "extras"])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize(("dtype", "head_dim"), [*itertools.product(DTYPES, HEAD_DIMS)], ids=str)
+@pytest.mark.parametrize(("dtype", "head_dim"), [*itertools.product(KV_DTYPES, HEAD_DIMS)], ids=str)
 def test_mixed_batch(
     metal: None, dtype: mx.Dtype, head_dim: int, block_size: int, group: int, extras: dict[str, Any]
 ) -> None:

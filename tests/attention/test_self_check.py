@@ -9,14 +9,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention import AttentionShape, choose_backend, kernels
+from mlxpaged.attention import AttentionShape, KVLayout, choose_backend, kernels, resolve_backend
 from mlxpaged.attention.self_check import CASES, self_check
 from mlxpaged.cli import main
 from mlxpaged.engine import EngineConfig, build_engine
 from mlxpaged.models import load_model
 from tests.support import make_tiny_model, run_requests
 
-SHAPE = AttentionShape(4, 2, 32, mx.float32, 32)
+SHAPE = AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32))
 
 BROKEN = {
     "kv_write": ("slot % BLOCK", "(slot + 1) % BLOCK", "kv_write and paged_attention, overlapped steps"),
@@ -33,9 +33,9 @@ def copied_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     directory = tmp_path / "metal_kernels"
     shutil.copytree(kernels.kernel_directory(), directory)
     monkeypatch.setattr(kernels, "kernel_directory", lambda: directory)
-    kernels._build.cache_clear()
+    kernels.build.cache_clear()
     yield directory
-    kernels._build.cache_clear()
+    kernels.build.cache_clear()
 
 
 def break_kernel(directory: Path, name: str) -> str:
@@ -52,9 +52,9 @@ def break_kernel(directory: Path, name: str) -> str:
     "shape",
     [
         SHAPE,
-        AttentionShape(8, 1, 64, mx.float16, 16, window=24),
-        AttentionShape(3, 3, 128, mx.bfloat16, 8, sinks=True),
-        AttentionShape(6, 2, 80, mx.float32, 32, window=5, sinks=True),
+        AttentionShape(8, KVLayout(1, 64, 64, mx.float16, 16), window=24),
+        AttentionShape(3, KVLayout(3, 128, 128, mx.bfloat16, 8), sinks=True),
+        AttentionShape(6, KVLayout(2, 80, 80, mx.float32, 32), window=5, sinks=True),
     ],
     ids=str,
 )
@@ -81,31 +81,29 @@ def test_a_broken_kernel_is_named_with_what_is_wrong_and_attention_falls_back(
 
 @pytest.mark.usefixtures("metal")
 def test_a_size_that_the_kernels_are_not_made_for_falls_back_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_backend("auto", [AttentionShape(4, 2, 16, mx.float32, 32)]) == "gather"
+    assert choose_backend("auto", [AttentionShape(4, KVLayout(2, 16, 16, mx.float32, 32))]) == "gather"
     assert "head sizes 32" in caplog.text
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal device")
-def test_without_metal_auto_is_gather_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_backend("auto", [SHAPE]) == "gather"
+def test_without_metal_auto_needs_no_check_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_backend("auto", [SHAPE]) == resolve_backend("auto") != "metal"
     assert not caplog.records
 
 
 def test_what_was_asked_for_by_name_is_not_second_guessed() -> None:
-    assert [choose_backend(name, []) for name in ("gather", "metal")] == ["gather", "metal"]
+    assert [choose_backend(name, []) for name in ("gather", "metal", "cpu")] == ["gather", "metal", "cpu"]
 
 
 @pytest.mark.usefixtures("metal")
-def test_the_engine_serves_on_metal_where_the_check_passes_and_on_gather_where_not(
-    tmp_path: Path, copied_kernels: Path
-) -> None:
+def test_the_engine_serves_on_metal_if_the_check_passes_else_on_gather(tmp_path: Path, copied_kernels: Path) -> None:
     served = load_model(str(make_tiny_model(tmp_path / "m", "llama", head_dim=32)))
     assert [(spec.num_query_heads, spec.num_kv_heads) for spec in served.layers] == [(4, 2), (4, 2)]
     core = build_engine(EngineConfig(kv_cache_bytes=1_000_000), served)
     assert core.runner.backend == "metal"
     expected = run_requests(core, [[1, 2, 3]], max_tokens=4)
     break_kernel(copied_kernels, "merge_partials")
-    kernels._build.cache_clear()
+    kernels.build.cache_clear()
     core = build_engine(EngineConfig(kv_cache_bytes=1_000_000), served)
     assert core.runner.backend == "gather"
     assert run_requests(core, [[1, 2, 3]], max_tokens=4) == expected
@@ -122,7 +120,7 @@ def test_the_doctor_prints_every_kernel_and_its_outcome(
     )
     assert "mlx " in out
     case = break_kernel(copied_kernels, "kv_gather")
-    kernels._build.cache_clear()
+    kernels.build.cache_clear()
     assert main(["doctor"]) == 1
     [line] = [line for line in capsys.readouterr().out.splitlines() if case in line]
     assert "differ" in line

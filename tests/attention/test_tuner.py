@@ -17,6 +17,7 @@ from mlxpaged.attention import (
     DEFAULT_TUNING,
     AttentionMetadata,
     AttentionShape,
+    KVLayout,
     LayerKVCache,
     Limits,
     Tuning,
@@ -35,8 +36,8 @@ from mlxpaged.models.layers import bytes_per_token
 from tests.metal_on_cpu import Interpreter
 from tests.support import make_tiny_model, run_requests
 
-SHAPE = AttentionShape(4, 2, 32, mx.float32, 32)
-OTHER = AttentionShape(8, 2, 64, mx.float16, 32)
+SHAPE = AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32))
+OTHER = AttentionShape(8, KVLayout(2, 64, 64, mx.float16, 32))
 SMALL = Limits(context_length=1024, max_num_seqs=4)
 LARGE = Limits(context_length=40960, max_num_seqs=32)
 MACHINE = Machine("Apple M9", "macOS 30.1", "0.40.0", "0123456789abcdef")
@@ -260,13 +261,13 @@ def test_a_candidate_that_fails_is_dropped_with_its_error(
     assert f"{choice} is not a choice for {LONE}: RuntimeError: no such kernel" in caplog.text
 
 
-def test_where_every_candidate_fails_the_default_stays_and_nothing_is_stored(cache: TuningCache) -> None:
+def test_if_every_candidate_fails_the_default_stays_and_nothing_is_stored(cache: TuningCache) -> None:
     device = FakeDevice()
     [one] = tune([SHAPE], SMALL, cache=cache, tuner=Tuner(failing(device, lambda _: True, True), device.clock))
     assert one.tuning == DEFAULT_TUNING
     assert one.times == {}
-    assert cache._path is not None
-    assert not cache._path.exists()
+    assert cache.path is not None
+    assert not cache.path.exists()
 
 
 # Keeping
@@ -296,8 +297,8 @@ def test_retune_measures_all_the_same_and_replaces_what_was_kept(cache: TuningCa
 
 
 def entries(cache: TuningCache) -> list[dict[str, Any]]:
-    assert cache._path is not None
-    found: list[dict[str, Any]] = json.loads(cache._path.read_text())["entries"]
+    assert cache.path is not None
+    found: list[dict[str, Any]] = json.loads(cache.path.read_text())["entries"]
     return found
 
 
@@ -305,10 +306,10 @@ def entries(cache: TuningCache) -> list[dict[str, Any]]:
 def test_another_machine_or_version_measures_for_itself(cache: TuningCache, changed: str) -> None:
     measured(FakeDevice(), cache)
     device = FakeDevice()
-    other = TuningCache(cache._path, replace(MACHINE, **{changed: "another"}))
+    other = TuningCache(cache.path, replace(MACHINE, **{changed: "another"}))
     assert not measured(device, other).cached
     assert device.calls
-    stale = changed != "chip"  # of this chip, and nobody goes back to an old version
+    stale = changed != "chip"  # entries of this chip with other versions are dropped
     assert len(entries(cache)) == (1 if stale else 2)
     assert measured(FakeDevice(), other).cached
     assert measured(FakeDevice(), cache).cached != stale
@@ -316,10 +317,10 @@ def test_another_machine_or_version_measures_for_itself(cache: TuningCache, chan
 
 SHAPES = [
     replace(SHAPE, num_query_heads=8),
-    replace(SHAPE, num_kv_heads=4),
-    replace(SHAPE, head_dim=64),
-    replace(SHAPE, dtype=mx.float16),
-    replace(SHAPE, block_size=16),
+    replace(SHAPE, layout=replace(SHAPE.layout, num_kv_heads=4)),
+    replace(SHAPE, layout=replace(SHAPE.layout, key_size=64, value_size=64)),
+    replace(SHAPE, layout=replace(SHAPE.layout, dtype=mx.float16)),
+    replace(SHAPE, layout=replace(SHAPE.layout, block_size=16)),
     replace(SHAPE, window=1024),
     replace(SHAPE, sinks=True),
 ]
@@ -378,9 +379,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
 def test_a_broken_file_is_measured_over(cache: TuningCache, content: str) -> None:
-    assert cache._path is not None
-    cache._path.parent.mkdir(parents=True)
-    cache._path.write_text(content, encoding="latin-1")
+    assert cache.path is not None
+    cache.path.parent.mkdir(parents=True)
+    cache.path.write_text(content, encoding="latin-1")
     assert not measured(FakeDevice(), cache).cached
     assert measured(FakeDevice(), cache).cached
     assert len(entries(cache)) == 1
@@ -388,8 +389,8 @@ def test_a_broken_file_is_measured_over(cache: TuningCache, content: str) -> Non
 
 def test_a_file_of_another_format_does_not_count(cache: TuningCache) -> None:
     measured(FakeDevice(), cache)
-    assert cache._path is not None
-    cache._path.write_text(json.dumps(json.loads(cache._path.read_text()) | {"format": 0}))
+    assert cache.path is not None
+    cache.path.write_text(json.dumps(json.loads(cache.path.read_text()) | {"format": 0}))
     assert not measured(FakeDevice(), cache).cached
 
 
@@ -415,13 +416,13 @@ def test_an_entry_that_makes_no_sense_is_warned_of_and_measured_over_and_its_nei
     cache: TuningCache, caplog: pytest.LogCaptureFixture, times: Any
 ) -> None:
     tune([SHAPE, OTHER], SMALL, cache=cache, tuner=FakeDevice().tuner)
-    assert cache._path is not None
-    content = json.loads(cache._path.read_text())
+    assert cache.path is not None
+    content = json.loads(cache.path.read_text())
     content["entries"][0]["times"] = times
-    cache._path.write_text(json.dumps(content))
+    cache.path.write_text(json.dumps(content))
     found = tune([SHAPE, OTHER], SMALL, cache=cache, tuner=FakeDevice().tuner)
     assert [one.cached for one in found] == [False, True]
-    assert "do not count" in caplog.text
+    assert "are ignored" in caplog.text
     assert [one.cached for one in tune([SHAPE, OTHER], SMALL, cache=cache)] == [True, True]
 
 
@@ -431,7 +432,7 @@ def test_a_file_that_cannot_be_written_or_read_is_a_warning(tmp_path: Path, capl
     one = measured(FakeDevice(favourite((lambda _: True, CONTIGUOUS))), cache)
     assert one.choice(LONE) == CONTIGUOUS
     assert "cannot be read" in caplog.text
-    assert "not kept" in caplog.text
+    assert "could not be saved" in caplog.text
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
@@ -439,20 +440,20 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     cache: TuningCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     measured(FakeDevice(), cache)
-    assert cache._path is not None
-    before = cache._path.read_text()
+    assert cache.path is not None
+    before = cache.path.read_text()
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(tuning_cache.json, "dump", full)
     tune([SHAPE], SMALL, True, cache, FakeDevice().tuner)
-    assert cache._path.read_text() == before
-    assert list(cache._path.parent.iterdir()) == [cache._path]
+    assert cache.path.read_text() == before
+    assert list(cache.path.parent.iterdir()) == [cache.path]
     assert "no space left" in caplog.text
 
 
-def test_the_file_is_where_the_system_keeps_such_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_file_is_in_the_users_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(tuning_cache.sys, "platform", "darwin")
@@ -567,7 +568,11 @@ def test_on_the_gather_backend_there_is_nothing_to_choose(real: FakeDevice, capl
 
 @pytest.mark.parametrize(
     "shape",
-    [SHAPE, AttentionShape(8, 1, 64, mx.float16, 16, window=24), AttentionShape(3, 3, 128, mx.bfloat16, 8, sinks=True)],
+    [
+        SHAPE,
+        AttentionShape(8, KVLayout(1, 64, 64, mx.float16, 16), window=24),
+        AttentionShape(3, KVLayout(3, 128, 128, mx.bfloat16, 8), sinks=True),
+    ],
     ids=str,
 )
 def test_every_candidate_of_every_class_runs(
@@ -637,11 +642,12 @@ def test_a_timed_call_touches_the_pool_only_after_the_call_before_it(
 def test_timed_pools_stay_small_and_are_freed(metal: None, cache: TuningCache, monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[LayerKVCache] = []
 
-    def recorded(*args: Any, **options: Any) -> LayerKVCache:
-        pools.append(LayerKVCache(*args, **options))
-        return pools[-1]
+    class Recorded(LayerKVCache):
+        def clear(self) -> None:
+            super().clear()
+            pools.append(self)
 
-    monkeypatch.setattr(tuner, "LayerKVCache", recorded)
+    monkeypatch.setattr(tuner, "LayerKVCache", Recorded)
     run = tuner.prepare(SHAPE, Workload([1] * 3, [70, 40, 40]), CONTIGUOUS)
     assert pools[-1].num_blocks == 7, "as many as are needed"
     monkeypatch.setattr(tuner, "POOL_BYTES", 3 * 32 * 2 * 2 * 32 * 4)
@@ -737,7 +743,7 @@ def test_the_doctor_shows_classes_that_there_was_no_time_for(
 
 
 @pytest.mark.usefixtures("metal")
-def test_the_doctor_shows_the_default_where_nothing_is_measured(
+def test_the_doctor_shows_the_default_if_nothing_is_measured(
     real: FakeDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuner, "can_measure", lambda: False)

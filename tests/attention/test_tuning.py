@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpaged.attention import AttentionMetadata, AttentionShape, LayerKVCache, Limits
+from mlxpaged.attention import AttentionMetadata, AttentionShape, KVLayout, LayerKVCache, Limits
 from mlxpaged.attention.tuner import POOL_BYTES, candidates, classes_of, workload_of
 from mlxpaged.attention.tuning import (
     CONTIGUOUS,
@@ -26,7 +26,7 @@ from mlxpaged.attention.tuning import (
 from tests.attention.metal_cases import TOLERANCE, Case
 from tests.metal_on_cpu import Interpreter
 
-SHAPE = AttentionShape(4, 2, 32, mx.float32, 32)
+SHAPE = AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32))
 LIMITS = Limits(context_length=40960, max_num_seqs=32)
 EXTRAS: list[dict[str, Any]] = [{}, {"window": 20}, {"window": 9, "softcap": 3.0, "has_sinks": True}]
 
@@ -91,7 +91,7 @@ def test_an_entry_decides_for_its_class_alone() -> None:
     window=st.none() | st.integers(16, 40_000),
 )
 def test_what_is_timed_for_a_class_is_a_step_of_that_class(context: int, batch: int, window: int | None) -> None:
-    shape, limits = AttentionShape(4, 2, 32, mx.float32, 32, window), Limits(context, batch)
+    shape, limits = AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32), window), Limits(context, batch)
     classes = classes_of(shape, limits)
     assert len(set(classes)) == len(classes)
     for entry in classes:
@@ -116,7 +116,7 @@ def test_what_is_timed_for_a_class_is_a_step_of_that_class(context: int, batch: 
 def test_what_the_server_cannot_meet_is_not_measured(
     limits: Limits, window: int | None, batches: set[int], contexts: set[int]
 ) -> None:
-    classes = classes_of(AttentionShape(4, 2, 32, mx.float32, 32, window), limits)
+    classes = classes_of(AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32), window), limits)
     decode = [entry for entry in classes if entry.queries == 1]
     assert {entry.batch for entry in decode} == batches
     assert {entry.context for entry in classes} == contexts
@@ -144,7 +144,7 @@ def test_a_class_has_the_default_and_what_differs_from_it_as_candidates(entry: S
 
 def test_contexts_that_would_fill_the_memory_are_not_copied_to_decode() -> None:
     entry = ShapeClass(1, 1, 32768)
-    wide = AttentionShape(64, 64, 128, mx.bfloat16, 32)
+    wide = AttentionShape(64, KVLayout(64, 128, 128, mx.bfloat16, 32))
     assert CONTIGUOUS in candidates(entry, SHAPE, workload_of(entry, SHAPE, LIMITS))
     assert POOL_BYTES < 32768 * 64 * 128 * 4
     assert CONTIGUOUS not in candidates(entry, wide, workload_of(entry, wide, LIMITS))
@@ -264,8 +264,8 @@ def test_a_forced_choice_keeps_the_bits_of_an_answer_whatever_its_company(metal:
     assert np.array_equal(crowd.attend()[:1], lone.attend())
 
 
-def test_the_cache_takes_a_tuning_by_name_and_keeps_it_when_cleared(metal: None) -> None:
-    kv = LayerKVCache(4, 1, 32, mx.float32, backend="metal", tuning=everywhere(CONTIGUOUS))
-    kv.clear()
-    assert kv._pool.tuning is kv.tuning  # type: ignore[union-attr]
-    assert LayerKVCache(4, 1, 32, mx.float32).backend == "gather"
+def test_a_cache_keeps_its_tuning_when_it_is_cleared(metal_on_cpu: Interpreter) -> None:
+    case = Case([(1, 40)], head_dim=32, tuning=everywhere(CONTIGUOUS))
+    case.kv.clear()
+    case.fill(case.kv.num_blocks)
+    assert kernels_of(metal_on_cpu, case)["kv_gather"] == 1

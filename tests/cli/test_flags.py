@@ -291,6 +291,7 @@ BAD = [
         (["--retune", "--attention-tuning=paged:512"], "retune measures for attention_tuning auto"),
         (["--retune", "--attention-tuning=default"], "retune measures for attention_tuning auto"),
         (["--retune", "--attention-backend=gather"], "for the metal backend"),
+        (["--retune", "--attention-backend=cpu"], "not for attention_backend cpu"),
         (["--attention-tuning=contiguous", "--attention-backend=gather"], "for the metal backend"),
     ],
 )

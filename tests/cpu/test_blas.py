@@ -41,7 +41,7 @@ def described(*imports: str, preload: str = "") -> str:
 
 
 @needs_openblas
-def test_openblas_is_loaded_where_it_is_installed() -> None:
+def test_openblas_is_loaded_if_it_is_installed() -> None:
     assert re.fullmatch(WITH_ROUTINES, described())
     assert re.fullmatch(WITH_ROUTINES, described("import mlxpaged", "import mlx.core"))
 
@@ -59,7 +59,7 @@ def test_who_lacks_openblas_is_told_how_to_get_it() -> None:
 
 
 @needs_openblas
-def test_where_mlx_came_first_nobody_is_told_to_install_what_is_there() -> None:
+def test_if_mlx_was_imported_first_the_hint_says_so() -> None:
     assert described("import mlx.core").startswith(f"{REFERENCE}; mlx was imported before mlxpaged")
 
 
@@ -75,7 +75,7 @@ THREADS = f"import ctypes; print(ctypes.CDLL({OPENBLAS!r}).openblas_get_num_thre
 @pytest.mark.parametrize("variable", [None, "3"])
 @pytest.mark.parametrize(("first", "preload"), [("", ""), ("import mlx.core", OPENBLAS)], ids=["loaded", "preloaded"])
 def test_a_product_is_computed_by_who_asks_for_it(variable: str | None, first: str, preload: str) -> None:
-    """Whatever OpenBLAS would choose by itself: its threads and the lanes would be more than there are cores."""
+    """Else its threads and the CPU streams together would be more than there are cores."""
     assert run(first, "import mlxpaged", THREADS, preload=preload, OPENBLAS_NUM_THREADS=variable) == "1"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.attention import lanes
+from mlxpaged.cpu import streams
 from mlxpaged.engine.embedder import STEP_TOKENS, Embedder, EmbeddingRequest
 from mlxpaged.models import load_embedding_model
 from mlxpaged.models.embedding import Pooling
@@ -171,17 +171,17 @@ def test_a_request_that_makes_a_step_fail_ends_alone(tmp_path: Path) -> None:
     assert outputs[2].vectors.shape == (2, 64)
 
 
-@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU has lanes")
-@pytest.mark.usefixtures("many_lanes")
-def test_an_evaluation_that_fails_on_a_lane_ends_its_request_alone(tmp_path: Path) -> None:
-    """In MLX, behind everything that Python sees; the lane is used again."""
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="CPU streams are for a CPU")
+@pytest.mark.usefixtures("many_streams")
+def test_an_evaluation_that_fails_on_a_cpu_stream_ends_its_request_alone(tmp_path: Path) -> None:
+    """The error comes from MLX's evaluation; the stream is used again."""
     embedder = make_embedder(make_embedding_model(tmp_path / "m"))
     decode = embedder.model.decode
 
     def failing(tokens: mx.array, cache: Any) -> mx.array:
         states = decode(tokens, cache)
         is_bad = (tokens == 77).any().item()
-        with lanes.contexts(2)[0]:
+        with streams.assign([0, 1])[0][1]:
             return states + (mx.linalg.inv(mx.zeros((64, 64)))[0] if is_bad else mx.zeros(64) + 0)
 
     object.__setattr__(embedder.model, "decode", failing)

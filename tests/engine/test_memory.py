@@ -56,51 +56,78 @@ def ten_megabytes_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_the_operators_size_decides_however_many_blocks_that_is() -> None:
-    assert kv_blocks(1000, 5999, most_useful_blocks=2) == 5
-    assert kv_blocks(1000, 1000, most_useful_blocks=2) == 1
-    assert kv_blocks(1000, 10_000_000, most_useful_blocks=2) == 10_000
+    assert kv_blocks(1000, 5999, blocks_per_sequence=1, max_num_seqs=2) == 5
+    assert kv_blocks(1000, 1000, blocks_per_sequence=1, max_num_seqs=2) == 1
+    assert kv_blocks(1000, 10_000_000, blocks_per_sequence=1, max_num_seqs=2) == 10_000
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_a_size_below_one_block_is_refused_with_both_figures() -> None:
     with pytest.raises(MemoryError, match=r"--kv-cache-memory is 1\.0 MB, and one block takes 2\.0 MB"):
-        kv_blocks(2_000_000, 1_000_000, most_useful_blocks=10)
+        kv_blocks(2_000_000, 1_000_000, blocks_per_sequence=1, max_num_seqs=10)
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_a_size_above_the_free_memory_is_refused_with_both_figures() -> None:
     with pytest.raises(MemoryError, match=r"--kv-cache-memory is 10\.0 GB, and 0\.0 GB are free"):
-        kv_blocks(1000, 10_000_000_000, most_useful_blocks=10)
+        kv_blocks(1000, 10_000_000_000, blocks_per_sequence=1, max_num_seqs=10)
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_without_a_size_half_the_free_memory_less_a_working_share_is_taken() -> None:
-    assert kv_blocks(1000, None, most_useful_blocks=10**9) == 4250
+    assert kv_blocks(1000, None, blocks_per_sequence=10**4, max_num_seqs=10**5) == 4250
 
 
 def test_a_gpus_whole_working_set_less_a_working_share_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_device_memory", lambda: 10_000_000)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert kv_blocks(1000, None, most_useful_blocks=10**9) == 8500
+    assert kv_blocks(1000, None, blocks_per_sequence=10**4, max_num_seqs=10**5) == 8500
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_without_a_size_no_more_blocks_are_taken_than_could_be_filled() -> None:
-    assert kv_blocks(1000, None, most_useful_blocks=77) == 77
+    assert kv_blocks(1000, None, blocks_per_sequence=11, max_num_seqs=7) == 77
+
+
+@pytest.fixture
+def many_gigabytes_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_device_memory", lambda: 100 * 2**30)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("many_gigabytes_left")
+def test_the_default_pool_of_a_cpu_is_a_gibibyte_however_much_is_free() -> None:
+    assert kv_blocks(2**20, None, blocks_per_sequence=128, max_num_seqs=32) == 1024
+
+
+@pytest.mark.usefixtures("many_gigabytes_left")
+def test_the_default_pool_of_a_cpu_holds_one_sequence_of_the_full_context_length() -> None:
+    assert kv_blocks(2**20, None, blocks_per_sequence=4096, max_num_seqs=32) == 4096
+
+
+@pytest.mark.usefixtures("many_gigabytes_left")
+def test_the_operator_may_ask_for_more_than_the_default_of_a_cpu() -> None:
+    assert kv_blocks(2**20, 8 * 2**30, blocks_per_sequence=128, max_num_seqs=32) == 8192
+
+
+def test_the_pool_of_a_gpu_is_not_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_device_memory", lambda: 100 * 2**30)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert kv_blocks(2**20, None, blocks_per_sequence=4096, max_num_seqs=8) == 8 * 4096
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_without_memory_left_the_error_says_how_much_there_is() -> None:
     with pytest.raises(MemoryError, match=r"4\.2 MB are left for KV after the weights"):
-        kv_blocks(5_000_000, None, most_useful_blocks=10)
+        kv_blocks(5_000_000, None, blocks_per_sequence=1, max_num_seqs=10)
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_what_is_reserved_for_embeddings_is_not_taken(tmp_path: Path) -> None:
     """The weights of their model are loaded by then, so that the memory that is free is free of them."""
-    assert kv_blocks(1000, None, 10**9, reserved_bytes=4_000_000) == 2550
+    assert kv_blocks(1000, None, 10**4, 10**5, reserved_bytes=4_000_000) == 2550
     with pytest.raises(MemoryError, match=r"--kv-cache-memory is 0\.0 GB, and 0\.0 GB are free"):
-        kv_blocks(1000, 7_000_000, 10**9, reserved_bytes=4_000_000)
+        kv_blocks(1000, 7_000_000, 10**4, 10**5, reserved_bytes=4_000_000)
     served = load_model("demo")
     model = load_embedding_model(str(make_embedding_model(tmp_path / "m")), None, 8192)
     cores = [build_engine(EngineConfig(), served, embedder=embedder) for embedder in (None, Embedder(model, 256))]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, gather, gather_plan, metadata
+from mlxpaged.attention import AttentionMetadata, metadata
+from mlxpaged.cpu import attention as cpu_attention
+from mlxpaged.cpu import attention_plan, kv_pool
+from mlxpaged.cpu.split_linear import LinearByInput
 from mlxpaged.engine import EngineConfig, build_engine, model_runner
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner, SampledTokens
-from mlxpaged.models import RowGroups, ServedModel
-from mlxpaged.models.head import RowSelection
-from mlxpaged.models.laned import LinearByInput
+from mlxpaged.models import ServedModel
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
 from mlxpaged.scheduler.sequence import PENDING
@@ -26,8 +25,7 @@ from tests.support import make_tiny_model, run_requests
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    model = load_model(str(make_tiny_model(tmp_path_factory.mktemp("model") / "m", "llama", num_hidden_layers=3)))
-    return replace(model, row_groups=RowGroups())
+    return load_model(str(make_tiny_model(tmp_path_factory.mktemp("model") / "m", "llama", num_hidden_layers=3)))
 
 
 @pytest.fixture
@@ -44,6 +42,8 @@ def rows(*parts: tuple[list[int], int, int]) -> Batch:
         )
     )
 
+
+on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only for the CPU backend")
 
 TABLES = [[5, 2, -1], [0, -1, -1], [7, 1, 3]]
 LONG = [9, 8, 7, 6, 5, 4, 3, 2, 1, 2]
@@ -85,8 +85,7 @@ def test_a_step_builds_its_metadata_once(runner: ModelRunner, monkeypatch: pytes
     (meta,) = built
     assert meta.positions.tolist() == [8, 9, 2]
     assert meta.slot_mapping.tolist() == [16, 17, 2]
-    plans = [key for key in meta.derived if key[0] == "plan"]
-    assert len(plans) == 1
+    assert len([key for key in meta.derived if key[0] in ("plan", "gather")]) == 1
 
 
 class CountingMlx:
@@ -109,82 +108,32 @@ def test_whatever_the_model_has_to_know_of_a_step_is_one_upload(
 ) -> None:
     tokens = [*LONG[:9], PENDING] if pending else LONG
     batch = rows((tokens, 9, 1), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20))
-    drawn = SampledTokens(mx.array([7, LONG[9]]), [5, 0])
+    sampled = SampledTokens(mx.array([7, LONG[9]]), [5, 0])
     expected = np.array(forward(runner, rows((LONG, 0, 10), ([4, 5, 6], 0, 2), ([1] * 20, 0, 20))))
     seen = CountingMlx()
     monkeypatch.setattr(model_runner, "mx", seen)
     monkeypatch.setattr(metadata, "mx", seen)
-    logits = runner.forward(batch, np.array(TABLES, np.int32), drawn)
-    assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 23 + 2 + 4 + 3 + 9,)]
+    logits = runner.forward(batch, np.array(TABLES, np.int32), sampled)
+    assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 23 + 2 + 9,)]
     np.testing.assert_allclose(np.array(logits), expected, atol=1e-4)
 
 
+@on_cpu
 def test_the_plan_of_a_decode_step_is_uploaded_once_for_all_layers(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Places of queries and of blocks, what is hidden; parts and padding, as one has more blocks than the other."""
+    """Indices of queries and of blocks, and their bias; parts and padding, as one sequence has more blocks."""
     forward(runner, rows((LONG, 0, 9), ([4, 5, 6], 0, 2)))
     seen = CountingMlx()
-    for module in (model_runner, metadata, gather, gather_plan):
+    for module in (model_runner, metadata, kv_pool, cpu_attention, attention_plan):
         monkeypatch.setattr(module, "mx", seen)
     forward(runner, rows((LONG, 9, 1), ([4, 5, 6], 2, 1)))
     assert len(runner.layers) > 1
     assert len(seen.uploads) == 1 + 5
 
 
-@pytest.mark.parametrize("has_head", [True, False])
-def test_rows_that_fill_a_unit_change_no_logits_and_no_pool(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch, has_head: bool
-) -> None:
-    """Prompts, a chunk of one and decoding, the last token of which is still on the device."""
-    steps = [
-        rows((LONG, 0, 9), ([4, 5, 6], 0, 3), ([1] * 20, 0, 7)),
-        rows(([*LONG[:9], PENDING], 9, 1), ([4, 5, 6, PENDING], 3, 1), ([1] * 20, 7, 13)),
-        rows((LONG, 9, 1), ([4, 5, 6, 8], 3, 1), ([*[1] * 20, PENDING], 20, 1)),
-    ]
-    drawn = SampledTokens(mx.array([8, LONG[9], 3]), [1, 0, 2])
-    seen: list[tuple[int, int]] = []
-
-    def run(unit: int) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
-        model = replace(served, row_groups=RowGroups(unit), rows=served.rows if has_head else None)
-        runner, layer = ModelRunner(model, num_blocks=8, block_size=8, backend="gather"), served.model.layers[0]
-        own, logits = type(layer).__call__, []
-
-        def watched(self: Any, x: mx.array, *args: Any, **more: Any) -> mx.array:
-            if self is layer:
-                seen.append((unit, x.shape[0]))
-            return own(self, x, *args, **more)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(type(layer), "__call__", watched)
-            for batch in steps:
-                logits.append(np.array(runner.forward(batch, np.array(TABLES, np.int32), drawn)))
-                runner.finish_step()
-        return logits, [np.array(array) for layer in runner.layers for array in layer.kv.arrays]
-
-    plain, filled = run(1), run(4)
-    assert seen == [(1, 19), (1, 15), (1, 3), (4, 20), (4, 16), (4, 4)]
-    for ours, theirs in zip(itertools.chain(*filled), itertools.chain(*plain), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-
-
-def test_the_head_computes_whole_units_too(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = ModelRunner(replace(served, row_groups=RowGroups(4)), num_blocks=8, block_size=8, backend="gather")
-    selected: list[mx.array] = []
-    own = RowSelection.__call__
-
-    def watched(self: RowSelection, hidden: mx.array) -> mx.array:
-        selected.append(own(self, hidden))
-        return selected[-1]
-
-    monkeypatch.setattr(RowSelection, "__call__", watched)
-    logits = forward(runner, rows((LONG, 0, 10), ([4, 5, 6], 0, 3), ([1] * 20, 0, 20)))
-    assert [hidden.shape[0] for hidden in selected] == [4]
-    assert logits.shape[0] == 3
-
-
 def test_a_table_that_is_too_short_for_its_context_is_refused(runner: ModelRunner) -> None:
-    """A token behind its end would be written into whatever block -1 is."""
+    """A token after its end would be written into block -1."""
     for tables in ([[5, -1]], [[5]]):
         with pytest.raises(ValueError, match="too short"):
             forward(runner, rows((LONG, 0, 10)), tables)
@@ -241,11 +190,11 @@ def test_a_forward_that_raises_leaves_the_pools_and_the_next_step_intact(
     np.testing.assert_allclose(np.array(forward(runner, rows((LONG, 0, 10)))), first, atol=1e-6)
 
 
-@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has no lanes")
-@pytest.mark.usefixtures("many_lanes")
-def test_an_error_on_a_lane_ends_with_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX would tell it to whatever uses that lane's stream next. The thread that used MLX first is told nothing twice;
-    the engine's is another one here."""
+@on_cpu
+@pytest.mark.usefixtures("many_streams")
+def test_an_error_on_a_cpu_stream_ends_with_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX would raise it in the next work of that stream. The thread that used MLX first gets no error twice, so this
+    runs on another thread."""
     logits: list[Any] = []
     linear = LinearByInput.__call__
 
@@ -312,7 +261,7 @@ def test_pools_keep_their_place_in_memory_from_step_to_step(runner: ModelRunner)
 
 
 def test_a_step_that_fails_after_sampling_is_repeated_with_the_same_penalties(served: ServedModel) -> None:
-    """A token that was sampled and discarded with its step must not count for the penalties."""
+    """A token that was sampled in the failed step must not count as part of the answer."""
 
     def answers(failing_calls: set[int]) -> list[list[int]]:
         core = build_engine(EngineConfig(served.name, kv_cache_bytes=3_000_000), served)

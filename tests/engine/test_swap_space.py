@@ -35,7 +35,7 @@ MIXED = ((2, 32, mx.float16), (1, 64, mx.bfloat16), (3, 32, mx.float32), (2, 32,
 """Heads, head_dim and type of layers that share nothing but their blocks."""
 
 
-@pytest.fixture(params=["gather", "metal"])
+@pytest.fixture(params=["auto", "gather", "metal"])
 def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "metal":
         request.getfixturevalue("metal")
@@ -57,8 +57,9 @@ def fill(layers: Sequence[LayerKVCache], blocks: Sequence[int], seed: int) -> No
     """Random bits: every kind of number, NaNs with all their payloads, infinities, denormals, negative zeros."""
     random = np.random.default_rng(seed)
     for kv in layers:
-        shape = (len(blocks), kv.num_kv_heads, kv.block_size, kv.head_dim * kv.dtype.size)
-        keys, values = (mx.array(random.integers(0, 256, shape, np.uint8)).view(kv.dtype) for _ in range(2))
+        layout = kv.layout
+        shape = (len(blocks), layout.num_kv_heads, layout.block_size, layout.key_size * layout.dtype.size)
+        keys, values = (mx.array(random.integers(0, 256, shape, np.uint8)).view(layout.dtype) for _ in range(2))
         kv.write_blocks(blocks, keys, values)
 
 
@@ -155,7 +156,7 @@ def test_a_slot_is_one_block_of_every_layer(layers: list[LayerKVCache]) -> None:
     space.close()
     one_block_more = make_layers(num_blocks=BLOCKS + 1)
     assert [b.nbytes - a.nbytes for a, b in zip(layers, one_block_more, strict=True)] == [
-        kv.bytes_per_block for kv in layers
+        kv.layout.bytes_per_block for kv in layers
     ]
 
 
@@ -370,7 +371,7 @@ def files_up_to_a_megabyte() -> Iterator[None]:
 def test_a_file_that_does_not_get_its_room_is_refused_and_gone(
     layers: list[LayerKVCache], tmp_path: Path, reserving: bool
 ) -> None:
-    """Room for it seemed to be there: a quota, or somebody who was faster."""
+    """The disk seemed to have room: there is a quota, or another process took it."""
     with pytest.raises(SwapSpaceError, match=rf"swap file of 12\.3 MB in {tmp_path}: File too large"):
         SwapSpace(layers, 1000, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -78,7 +78,7 @@ def test_what_is_not_computed_here_is_refused_with_the_reason(tmp_path: Path, ca
         load_embedding_model(str(path), None, LONGEST)
 
 
-def test_a_dense_layer_behind_the_pooling_is_refused(tmp_path: Path) -> None:
+def test_a_dense_layer_after_the_pooling_is_refused(tmp_path: Path) -> None:
     path = make_embedding_model(tmp_path / "m", modules=("Transformer", "Pooling", "Dense", "Normalize"))
     with pytest.raises(UnsupportedModelError, match="asks for Transformer, Pooling, Dense, Normalize"):
         load_embedding_model(str(path), None, LONGEST)
@@ -94,7 +94,7 @@ def test_a_prompt_that_the_pooling_leaves_out_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_bare_decoder_and_a_whole_model_make_the_same_states(tmp_path: Path, tied: bool) -> None:
-    """Whole, it may come with an output head, which nobody needs."""
+    """A whole model may have an output head, which is not needed."""
     bare = make_embedding_model(tmp_path / "m")
     config = json.loads((bare / "config.json").read_text())
     weights = dict(mx.load(str(bare / "model.safetensors")))
@@ -111,9 +111,7 @@ def test_a_bare_decoder_and_a_whole_model_make_the_same_states(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen2", "mamba"])
-def test_other_decoders_of_mlx_lm_make_embeddings_too_where_they_give_out_their_states(
-    tmp_path: Path, model_type: str
-) -> None:
+def test_other_decoders_of_mlx_lm_make_embeddings_if_their_states_can_be_read(tmp_path: Path, model_type: str) -> None:
     extra: dict[str, dict[str, Any]] = {
         "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
         "mamba": {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4},
@@ -121,7 +119,7 @@ def test_other_decoders_of_mlx_lm_make_embeddings_too_where_they_give_out_their_
     path = make_tiny_model(tmp_path / "m", model_type, tie_word_embeddings=True, **extra.get(model_type, {}))
     write_modules(path, "mean", ("Transformer", "Pooling"))
     if model_type == "mamba":
-        with pytest.raises(UnsupportedModelError, match="no decoder inside"):
+        with pytest.raises(UnsupportedModelError, match="no decoder whose states"):
             load_embedding_model(str(path), None, LONGEST)
     else:
         model = load_embedding_model(str(path), None, LONGEST)
@@ -129,7 +127,7 @@ def test_other_decoders_of_mlx_lm_make_embeddings_too_where_they_give_out_their_
         assert model.kv_bytes == 512 * 2 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, heads, size, bytes
 
 
-def test_a_model_that_generates_makes_embeddings_only_where_it_states_it(tmp_path: Path) -> None:
+def test_a_model_that_generates_makes_embeddings_only_if_it_states_so(tmp_path: Path) -> None:
     served = load_model(str(path := make_tiny_model(tmp_path / "m", "llama")))
     with pytest.raises(UnsupportedModelError, match=r"has no modules\.json"):
         own_embedding_model(served, LONGEST)

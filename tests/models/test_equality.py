@@ -16,13 +16,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.cpu.split_linear import SplitLinear
 from mlxpaged.engine import EngineConfig, EngineCore, build_engine
-from mlxpaged.models.laned import LanedLayer
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import load_model
 from tests.support import demo_vocab_size, make_tiny_model, poison_new_blocks, run_requests
 
-on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has no lanes")
+on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="CPU streams are for a CPU")
 
 NUM_TOKENS = 8
 CLEAR_MARGIN = 1e-4
@@ -198,23 +198,23 @@ def test_a_preempted_sequence_gets_the_tokens_of_mlx_lm(case: Case) -> None:
 
 
 @on_cpu
-@pytest.mark.usefixtures("many_lanes")
-def test_on_several_lanes_every_prompt_gets_the_tokens_of_mlx_lm(case: Case) -> None:
-    assert_same_on_lanes(case)
+@pytest.mark.usefixtures("many_streams")
+def test_on_several_streams_every_prompt_gets_the_tokens_of_mlx_lm(case: Case) -> None:
+    assert_same_on_streams(case)
 
 
-def assert_same_on_lanes(case: Case) -> None:
+def assert_same_on_streams(case: Case) -> None:
     """Products, networks, attention: all that can be shared out among cores."""
-    laned = copy.copy(case)
-    laned.served = load_model(str(case.path))
-    model: Any = laned.served.model
-    assert any(isinstance(module, LanedLayer) for module in model.modules())
-    core = laned.engine(max_num_seqs=16, max_num_batched_tokens=100)
-    assert laned.generate(core, slice(None)) == case.expected
+    split = copy.copy(case)
+    split.served = load_model(str(case.path))
+    model: Any = split.served.model
+    assert any(isinstance(module, SplitLinear) for module in model.modules())
+    core = split.engine(max_num_seqs=16, max_num_batched_tokens=100)
+    assert split.generate(core, slice(None)) == case.expected
 
 
 def quantize(path: Path, bits: int) -> Path:
-    """As `mlx_lm.convert` leaves a quantized model behind."""
+    """A quantized model as `mlx_lm.convert` writes it."""
     model, config = load_plain_model(path)
     quantization = {"group_size": 32, "bits": bits}
     nn.quantize(model, **quantization)
@@ -272,10 +272,10 @@ def test_a_variant_gets_the_tokens_of_mlx_lm_in_every_way(name: str, directory: 
 
 
 @on_cpu
-@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.usefixtures("many_streams")
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "bit" in name or "tied" in name])
-def test_on_several_lanes_a_variant_gets_the_tokens_of_mlx_lm(name: str, tmp_path: Path) -> None:
-    assert_same_on_lanes(Case(VARIANTS[name](tmp_path / "m")))
+def test_on_several_streams_a_variant_gets_the_tokens_of_mlx_lm(name: str, tmp_path: Path) -> None:
+    assert_same_on_streams(Case(VARIANTS[name](tmp_path / "m")))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float16, 0.02), (mx.bfloat16, 0.15)], ids=str)

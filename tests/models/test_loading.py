@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.attention import PagedLayer, StepContext
+from mlxpaged.cpu.split_linear import LinearByInput
 from mlxpaged.engine import EngineConfig, build_engine
-from mlxpaged.models import RowGroups, ServedModel, loader
+from mlxpaged.models import ServedModel, loader
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.laned import LinearByInput
 from mlxpaged.models.loader import DEMO_MODEL, DEMO_PATH, context_length, load_model, resolve_model
 from tests.support import SMALL, demo_vocab_size, make_tiny_model, run_requests
 
@@ -213,11 +212,11 @@ def test_layers_and_weight_bytes_are_those_of_the_model(tmp_path: Path) -> None:
     overrides: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
     path = make_tiny_model(tmp_path / "m", "olmo3", attention_bias=False, **overrides)
     served = load_model(str(path))
-    assert [(spec.num_kv_heads, spec.head_dim, spec.dtype, spec.window) for spec in served.layers] == [
+    assert [(spec.num_kv_heads, spec.key_size, spec.dtype, spec.window) for spec in served.layers] == [
         (2, 16, mx.float32, 16),
         (2, 16, mx.float32, None),
     ]
-    assert [spec.bytes_per_token for spec in served.layers] == [2 * 2 * 16 * 4] * 2
+    assert [spec.kv_layout().bytes_per_token for spec in served.layers] == [2 * 2 * 16 * 4] * 2
     weights: Any = mx.load(str(path / "model.safetensors"))
     assert served.weight_bytes == sum(array.nbytes for array in weights.values())
     assert served.context_length == SMALL["max_position_embeddings"]
@@ -287,9 +286,7 @@ def test_only_the_rows_that_are_sampled_reach_the_output_head(
 
     monkeypatch.setattr(base, method, spy)
     config = EngineConfig(str(path), kv_cache_bytes=10_000_000, max_num_seqs=4, max_num_batched_tokens=50)
-    run_requests(
-        build_engine(config, replace(served, row_groups=RowGroups())), [[1] * 120, [2] * 10, [3]], max_tokens=3
-    )
+    run_requests(build_engine(config, served), [[1] * 120, [2] * 10, [3]], max_tokens=3)
     # 120 + 10 + 1 tokens in steps of 50, with decoding of the shorter prompts beside the longer one's end.
     assert rows[:2] == [1, 1]
     assert max(rows) == 3

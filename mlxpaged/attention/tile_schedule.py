@@ -1,4 +1,4 @@
-"""Cuts a step's query tokens and their keys into work items, one for a threadgroup of paged_attention.metal each."""
+"""Cuts a step's query tokens and their keys into work items. A threadgroup of paged_attention.metal takes one item."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from mlxpaged.attention.metadata import AttentionMetadata
 
 
 @dataclass(frozen=True)
-class Work:
-    """items[num_items, 8] and ranges[max(num_rows, 2), 4] as the kernels read them; ranges is None where every tile's
-    keys are in one item, whose output needs no merging. num_rows: query tokens; num_partials: rows before merging."""
+class TileSchedule:
+    """items[num_items, 8] and ranges[max(num_rows, 2), 4] are laid out as the kernels' headers say.
+
+    ranges is None if the keys of every tile are in one item: then nothing is merged. num_rows: query tokens.
+    num_partials: rows before merging.
+    """
 
     items: mx.array
     ranges: mx.array | None
@@ -23,16 +26,16 @@ class Work:
     num_partials: int
 
 
-def make_work(
+def make_schedule(
     meta: AttentionMetadata, members: npt.NDArray[np.int64], window: int | None, queries: int, partition: int
-) -> Work:
-    """The sequences `members` in tiles of up to `queries` tokens, the keys of a tile in parts of up to `partition`."""
+) -> TileSchedule:
+    """Tiles of up to `queries` tokens of the sequences `members`, and ranges of up to `partition` keys of each tile."""
     query_lens = np.asarray(meta.host_query_lens)
     starts = np.concatenate(([0], np.cumsum(query_lens)))
     lens = query_lens[members]
     tiles = -(-lens // queries)
     sequence = np.repeat(members, tiles)
-    offset = counts_from_zero(tiles) * queries  # of a tile's first token among its sequence's query tokens
+    offset = counts_from_zero(tiles) * queries  # of a tile's first token in its sequence's query tokens
     count = np.minimum(queries, query_lens[sequence] - offset)
     position = np.asarray(meta.host_context_lens)[sequence] - query_lens[sequence] + offset
     first_key = np.zeros_like(position) if window is None else np.maximum(0, position + 1 - window)
@@ -60,14 +63,16 @@ def make_work(
     ranges = None
     if parts.max() > 1:
         row_tile = np.repeat(np.arange(len(sequence)), count)
-        table = np.zeros((max(num_rows, 2), 4), np.int32)  # MLX passes fewer than 8 numbers in another address space
+        table = np.zeros(
+            (max(num_rows, 2), 4), np.int32
+        )  # MLX passes fewer than 8 elements in the constant address space
         table[:num_rows, 0] = first_partial[row_tile] + counts_from_zero(count)
         table[:num_rows, 1] = count[row_tile]
         table[:num_rows, 2] = parts[row_tile]
         ranges = mx.array(table)
-    return Work(mx.array(items.astype(np.int32)), ranges, len(items), num_rows, int((parts * count).sum()))
+    return TileSchedule(mx.array(items.astype(np.int32)), ranges, len(items), num_rows, int((parts * count).sum()))
 
 
 def counts_from_zero(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, ..., n - 1 for each n of `counts`, one after the other."""
+    """0, 1, ..., n - 1 for each n of `counts`, concatenated."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

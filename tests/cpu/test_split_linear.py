@@ -1,4 +1,4 @@
-"""Layers that are shared out among the cores compute what they did before."""
+"""Split layers compute what they computed before."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxpaged.attention import lanes
-from mlxpaged.models.laned import LanedHead, LanedLayer, LanedNetwork, LinearByInput, share_out_layers
+from mlxpaged.cpu import streams
+from mlxpaged.cpu.split_linear import (
+    LinearByInput,
+    SplitFeedForward,
+    SplitHead,
+    SplitLinear,
+    split_linear_layers,
+)
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU's model is left alone")
 
@@ -61,7 +67,7 @@ LINEAR: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.usefixtures("many_streams")
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (5, 1, 64), (2, 9, 64), (3, 5, 3, 64), (0, 1, 64)], ids=str)
 def test_a_linear_layer(name: str, shape: tuple[int, ...]) -> None:
@@ -69,14 +75,13 @@ def test_a_linear_layer(name: str, shape: tuple[int, ...]) -> None:
     x = mx.random.normal(shape).astype(layer.weight.dtype if type(layer) is nn.Linear else mx.float32)
     expected, weight, size = layer(x), mx.array(layer.weight), nbytes(layer)
     own = type(layer)
-    share_out_layers(Model(layer))
-    assert isinstance(layer, LanedLayer)
+    split_linear_layers(Model(layer))
+    assert isinstance(layer, SplitLinear)
     assert isinstance(layer, own)
-    assert [share.weight.shape[0] for share in layer.shares] == [16, 32, 24]
+    assert [part.weight.shape[0] for part in layer.parts] == [16, 32, 24]
     assert close(layer(x), expected)
     assert mx.array_equal(layer.weight, weight)
-    assert nbytes(layer) == size  # none is there twice
-    assert repr(layer).startswith(f"Laned{own.__name__}(input_dims=64, output_dims=72")
+    assert nbytes(layer) == size  # no weight is kept twice
 
 
 EXPERTS: dict[str, Callable[[], nn.Module]] = {
@@ -87,7 +92,7 @@ EXPERTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.usefixtures("many_streams")
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_layer_of_experts(name: str) -> None:
     layer = EXPERTS[name]()
@@ -96,9 +101,9 @@ def test_a_layer_of_experts(name: str) -> None:
     x, experts = mx.random.normal((6, 1, 1, 64)), mx.array([[0, 3], [1, 1], [2, 0], [3, 3], [0, 1], [2, 3]])
     expected, weight, size = layer(x, experts), mx.array(layer.weight), nbytes(layer)
     inputs = layer.input_dims
-    share_out_layers(Model(layer))
-    assert isinstance(layer, LanedLayer)
-    assert len(layer.shares) == 3
+    split_linear_layers(Model(layer))
+    assert isinstance(layer, SplitLinear)
+    assert len(layer.parts) == 3
     assert close(layer(x, experts), expected)
     assert close(layer(x, experts, sorted_indices=False), expected)
     assert mx.array_equal(layer.weight, weight)
@@ -112,32 +117,32 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.usefixtures("many_streams")
 @pytest.mark.parametrize("name", HEADS)
 def test_an_embedding_that_is_the_head(name: str) -> None:
     layer = HEADS[name]()
     tokens = mx.array([[3], [99], [0]])
     vectors = layer(tokens)
     expected, size = layer.as_linear(vectors), nbytes(layer)
-    share_out_layers(Model(layer))
-    assert isinstance(layer, LanedHead)
+    split_linear_layers(Model(layer))
+    assert isinstance(layer, SplitHead)
     assert mx.array_equal(layer(tokens), vectors)
     assert close(layer.as_linear(vectors), expected)
     assert nbytes(layer) == size
 
 
-@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.usefixtures("many_streams")
 @pytest.mark.parametrize("activation", [nn.silu, nn.gelu, nn.relu2])
 @pytest.mark.parametrize("shape", [(1, 32), (5, 1, 32), (2, 9, 32)], ids=str)
-def test_a_network_is_shared_out_as_a_whole(activation: Callable[..., mx.array], shape: tuple[int, ...]) -> None:
+def test_a_network_is_split_as_a_whole(activation: Callable[..., mx.array], shape: tuple[int, ...]) -> None:
     network = Network(activation=activation)
     x = mx.random.normal(shape)
     expected, size = network(x), nbytes(network)
-    share_out_layers(Model(network))
-    assert isinstance(network, LanedNetwork)
+    split_linear_layers(Model(network))
+    assert isinstance(network, SplitFeedForward)
     assert isinstance(network, Network)
-    assert [share.gate_proj.weight.shape for share in network.shares] == [(32, 32)] * 3
-    assert not any(isinstance(module, LanedLayer) for module in network.modules())  # a share is for one lane
+    assert [part.gate_proj.weight.shape for part in network.parts] == [(32, 32)] * 3
+    assert not any(isinstance(module, SplitLinear) for module in network.modules())  # a part runs on one stream
     assert close(network(x), expected)
     assert nbytes(network) == size
 
@@ -154,7 +159,7 @@ def undefined(x: mx.array) -> mx.array:
     return x * mx.nan
 
 
-@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.usefixtures("many_streams")
 @pytest.mark.parametrize(
     "network",
     [
@@ -167,13 +172,13 @@ def undefined(x: mx.array) -> mx.array:
     ],
     ids=["no sum of its units", "nothing to tell by", "not a number", "biased", "float16", "bfloat16"],
 )
-def test_of_another_network_the_layers_are_shared_out(network: Callable[[], Network]) -> None:
+def test_if_a_network_is_no_sum_its_layers_are_split(network: Callable[[], Network]) -> None:
     whole = network()
     x = mx.random.normal((4, 32)).astype(whole.down_proj.weight.dtype)
     expected = whole(x)
-    share_out_layers(Model(whole))
+    split_linear_layers(Model(whole))
     assert type(whole) is Network
-    assert all(isinstance(layer, LanedLayer) for layer in (whole.gate_proj, whole.up_proj, whole.down_proj))
+    assert all(isinstance(layer, SplitLinear) for layer in (whole.gate_proj, whole.up_proj, whole.down_proj))
     got = whole(x)
     assert mx.array_equal(mx.isnan(got), mx.isnan(expected))
     assert close(mx.nan_to_num(got), mx.nan_to_num(expected))
@@ -195,16 +200,16 @@ class HasMore(Network):
         self.more = mx.ones(96)
 
 
-@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.usefixtures("many_streams")
 @pytest.mark.parametrize("kind", [TakesMore, ReturnsMore, HasMore])
 def test_a_network_of_another_kind_is_left_alone(kind: type[Network]) -> None:
     network = kind()
-    share_out_layers(Model(network))
+    split_linear_layers(Model(network))
     assert type(network) is kind
-    assert isinstance(network.down_proj, LanedLayer)
+    assert isinstance(network.down_proj, SplitLinear)
 
 
-@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.usefixtures("many_streams")
 def test_a_network_takes_what_it_took_before() -> None:
     class Scaled(Network):
         def __call__(self, x: mx.array, scale: float = 1.0, *, shift: float = 0.0) -> mx.array:
@@ -212,12 +217,12 @@ def test_a_network_takes_what_it_took_before() -> None:
 
     network, x = Scaled(), mx.random.normal((4, 32))
     expected = network(x, 3.0)
-    share_out_layers(Model(network))
-    assert isinstance(network, LanedNetwork)
+    split_linear_layers(Model(network))
+    assert isinstance(network, SplitFeedForward)
     assert close(network(x, 3.0), expected)
 
 
-@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.usefixtures("many_streams")
 def test_weights_are_moved_one_layer_at_a_time() -> None:
     """And none stays where it was: half types and quantized weights are not moved at all."""
     layers = [Network(9600), *(typed(nn.Linear(960, 960), dtype) for dtype in (mx.float32, mx.float16)), Network(9600)]
@@ -230,61 +235,61 @@ def test_weights_are_moved_one_layer_at_a_time() -> None:
     largest = max(nbytes(layer) for layer in model.layers)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    share_out_layers(model)
+    split_linear_layers(model)
     assert mx.get_peak_memory() - before < 1.1 * largest < size / 3
     assert abs(mx.get_active_memory() - before) < largest / 10
 
 
 def test_small_layers_are_left_alone() -> None:
     linear, embedding, network = nn.Linear(64, 72), nn.Embedding(64, 64), Network()
-    share_out_layers(Model(linear, embedding, network))
+    split_linear_layers(Model(linear, embedding, network))
     assert [type(module) for module in (linear, embedding, network)] == [LinearByInput, nn.Embedding, Network]
     assert type(network.gate_proj) is LinearByInput
 
 
-@pytest.mark.usefixtures("many_lanes")
+@pytest.mark.usefixtures("many_streams")
 def test_a_layer_with_more_parameters_than_are_known_is_left_alone() -> None:
     layer = nn.Linear(64, 72)
     layer.more = mx.ones(72)
     x = mx.random.normal((3, 64))
     expected = layer(x)
-    share_out_layers(Model(layer))
+    split_linear_layers(Model(layer))
     assert isinstance(layer, nn.Linear)
-    assert not isinstance(layer, LanedLayer)
+    assert not isinstance(layer, SplitLinear)
     assert close(layer(x), expected)
 
 
-@pytest.mark.usefixtures("many_lanes")
-def test_shares_are_computed_on_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("many_streams")
+def test_parts_are_computed_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, network, embedding = nn.Linear(64, 48), Network(), nn.Embedding(48, 64)
-    share_out_layers(Model(layer, network, embedding))
-    streams: list[Any] = []
+    split_linear_layers(Model(layer, network, embedding))
+    seen: list[Any] = []
     for kind, method in ((LinearByInput, "__call__"), (Network, "__call__"), (nn.Embedding, "as_linear")):
         original = getattr(kind, method)
 
         def spy(self: Any, x: mx.array, original: Callable[..., mx.array] = original) -> mx.array:
-            streams.append(mx.default_stream(mx.Device(mx.cpu)))
+            seen.append(mx.default_stream(mx.Device(mx.cpu)))
             return original(self, x)
 
         monkeypatch.setattr(kind, method, spy)
     for call in (lambda: layer(mx.ones((1, 64))), lambda: embedding.as_linear(mx.ones((1, 64)))):
-        streams.clear()
+        seen.clear()
         mx.eval(call())
-        assert len(streams) == 3
-        assert all(streams.count(stream) == 1 for stream in streams)
-    streams.clear()
+        assert len(seen) == 3
+        assert all(seen.count(stream) == 1 for stream in seen)
+    seen.clear()
     mx.eval(network(mx.ones((1, 32))))
-    assert len(streams) == 3 * 4
-    assert [streams.count(stream) for stream in streams] == [4] * 12  # each share and its layers on one
+    assert len(seen) == 3 * 4
+    assert [seen.count(stream) for stream in seen] == [4] * 12  # each part and its layers on one
 
 
-def test_a_large_layer_is_shared_out_in_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "cores", lambda: 2)
+def test_a_large_layer_is_split_in_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "cores", lambda: 2)
     layer = nn.Linear(512, 1000)
     x = mx.random.normal((3, 512))
     expected = layer(x)
-    share_out_layers(Model(layer))
-    other, own = (share.weight.shape[0] for share in layer.shares)
+    split_linear_layers(Model(layer))
+    other, own = (part.weight.shape[0] for part in layer.parts)
     assert other % 16 == 0
     assert 400 < other < own < 600
     assert close(layer(x), expected)

@@ -1,0 +1,61 @@
+"""What one layer keeps for a token, the bytes that it takes, and how the layer attends."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+"""Types that keys and values can have."""
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """key_size, value_size: elements of one head. block_size: tokens. Raises ValueError for values out of range."""
+
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    dtype: mx.Dtype
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "key_size", "value_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if self.dtype not in KV_DTYPES:
+            raise ValueError(f"KV dtype must be float32, float16 or bfloat16, got {self.dtype}")
+
+    @functools.cached_property
+    def key_bytes_per_block(self) -> int:
+        return self.block_size * self.num_kv_heads * self.key_size * int(self.dtype.size)
+
+    @functools.cached_property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token."""
+        return self.num_kv_heads * (self.key_size + self.value_size) * int(self.dtype.size)
+
+    @functools.cached_property
+    def bytes_per_block(self) -> int:
+        """Keys and values of one block."""
+        return self.block_size * self.bytes_per_token
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the choice of kernels depends on. window, sinks: as in `LayerKVCache.attend`."""
+
+    num_query_heads: int
+    layout: KVLayout
+    window: int | None = None
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        layout = self.layout
+        extras = f", window {self.window}" * bool(self.window) + ", sinks" * self.sinks
+        heads = f"{self.num_query_heads} query heads on {layout.num_kv_heads} KV heads of {layout.key_size}"
+        return f"{heads}, {str(layout.dtype).removeprefix('mlx.core.')}, blocks of {layout.block_size}{extras}"

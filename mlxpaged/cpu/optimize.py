@@ -1,0 +1,58 @@
+"""`optimize_for_cpu`: what makes a loaded model's own operations faster on MLX's CPU backend.
+
+- Query, key and value projections are joined (joined_linear.py), and linear layers are split among CPU streams
+  (split_linear.py).
+- SwiGLU is computed with exp2: MLX's CPU backend takes 14 ns for an element of a sigmoid, on one core. That was a
+  quarter of a decode step of an 80-million model on two cores.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models import activations
+
+from mlxpaged.cpu import streams
+from mlxpaged.cpu.exp2 import LOG2E, exp2
+from mlxpaged.cpu.joined_linear import join_projections
+from mlxpaged.cpu.split_linear import split_linear_layers
+
+swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
+
+ELEMENT = 4e-9
+"""Seconds for one element of SwiGLU on one core."""
+
+
+def optimize_for_cpu(model: Module) -> None:
+    """Change the model in place; do nothing if MLX's default device is a GPU."""
+    if streams.on_cpu():
+        route_activation(model)
+        join_projections(model)
+        split_linear_layers(model)
+
+
+def route_activation(model: Module) -> None:
+    """Replace mlx-lm's `swiglu` in every module that defines a layer of `model`.
+
+    Models call a module-level function, so other models of the same module get it too. A model's own function of that
+    name is left alone.
+    """
+    for name in {type(module).__module__ for module in model.modules()} & sys.modules.keys():
+        module: Any = sys.modules[name]
+        if getattr(module, "swiglu", None) is swiglu_of_mlx_lm:
+            module.swiglu = swiglu_by_exp2
+
+
+def swiglu_by_exp2(gate: mx.array, x: mx.array) -> mx.array:
+    """`gate * sigmoid(gate) * x` of float32; other types are left to mlx-lm."""
+    if gate.dtype != mx.float32 or x.dtype != mx.float32:
+        return swiglu_of_mlx_lm(gate, x)
+    parts = []
+    for rows, stream in streams.assign(streams.split(gate.shape[0], gate.size * ELEMENT)):
+        with stream:
+            parts.append(gate[rows] / (exp2(gate[rows] * -LOG2E) + 1) * x[rows])
+    return mx.concatenate(parts) if len(parts) > 1 else parts[0]

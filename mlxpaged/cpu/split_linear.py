@@ -1,0 +1,213 @@
+"""Split linear layers: each computes its outputs in parts, one part per CPU stream.
+
+OpenBLAS with several threads packs a weight matrix for a few rows as it does for many: on two cores, 8 rows take 1.8
+times as long as one. In two parts of one thread each they take 1.2 times as long (docs/performance.md). MLX's own
+products, of half types and quantized weights, use one thread; two parts on two cores take half of the time.
+
+A feed-forward network with gate, up and down projections is split as a whole by its hidden units, whose contributions
+are added, so that streams meet once instead of four times.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlxpaged.cpu import streams
+
+WEIGHT_BYTE = 0.25e-9
+"""Seconds for a byte of weights on one core: a few rows of float32, or one row of a smaller type."""
+
+OUTPUTS: Mapping[str, int] = {"weight": -2, "scales": -2, "biases": -2, "bias": -1}
+"""The output axis of each parameter of a linear layer."""
+INPUTS: Mapping[str, int] = {"weight": -1}
+
+TILE = 16
+"""Outputs that OpenBLAS computes together."""
+
+TOLERANCE = 1e-4
+"""Largest difference between a split network and the whole one, as a share of the largest output, in float32."""
+
+
+class LinearByInput(Linear):
+    """A linear layer that stores its matrix as [in, out]: a product with one row then takes three quarters of the time.
+    `weight` is still [out, in]."""
+
+    matrix: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.addmm(self["bias"], x, self["matrix"]) if "bias" in self else x @ self["matrix"]
+
+    @property
+    def weight(self) -> mx.array:  # type: ignore[override]
+        return self.matrix.T
+
+
+class SplitLinear(Module):
+    """Precedes a linear layer's own class among the bases. `parts` are layers of that class; [..., in] -> [..., out]"""
+
+    parts: list[Any]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return unflatten(mx.concatenate(on_streams(self.parts, x), axis=-1), x)
+
+    def __getattr__(self, name: str) -> Any:
+        """The parameters in one piece, for code that reads them."""
+        if name in OUTPUTS and hasattr(self.parts[0], name):
+            return mx.concatenate([getattr(part, name) for part in self.parts], axis=OUTPUTS[name])
+        return super().__getattr__(name)
+
+
+class SplitExperts(SplitLinear):
+    """A layer of experts, which is also told which experts a row goes to."""
+
+    def __call__(self, x: mx.array, *args: Any, **more: Any) -> mx.array:
+        return mx.concatenate(on_streams(self.parts, x, *args, as_rows=False, **more), axis=-1)
+
+
+class SplitHead(Module):
+    """An embedding that is also the output head. It keeps its weights; the parts are views of them."""
+
+    _parts: list[Any]
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return unflatten(mx.concatenate(on_streams([part.as_linear for part in self._parts], x), axis=-1), x)
+
+
+class SplitFeedForward(Module):
+    """`parts` are networks of the same class, each with some of the hidden units; [..., in] -> [..., in]"""
+
+    parts: list[Any]
+
+    def __call__(self, x: mx.array, *args: Any, **more: Any) -> mx.array:
+        return unflatten(add(on_streams(self.parts, x, *args, **more)), x)
+
+
+def on_streams(layers: Sequence[Any], x: mx.array, *args: Any, as_rows: bool = True, **more: Any) -> list[mx.array]:
+    """The layers' outputs, each computed on a stream of its own. as_rows: give them x as [rows, in]; each stream
+    reshapes for itself, because it would wait for another stream's array."""
+    outputs = []
+    for layer, stream in streams.assign(layers):
+        with stream:
+            own = x.reshape(-1, x.shape[-1]) if as_rows and x.size else x
+            outputs.append(layer(own, *args, **more))
+    return outputs
+
+
+def unflatten(rows: mx.array, x: mx.array) -> mx.array:
+    """[rows, out], computed from the rows of x, [..., in] -> [..., out]"""
+    return rows.reshape(*x.shape[:-1], rows.shape[-1])
+
+
+def add(outputs: Sequence[mx.array]) -> mx.array:
+    return functools.reduce(mx.add, outputs)
+
+
+def split_linear_layers(model: Module) -> None:
+    """Split the layers of `model` that are large enough, one at a time, so that memory never holds a second model."""
+    for network in [module for module in model.modules() if module.keys() == {"gate_proj", "up_proj", "down_proj"}]:
+        split_network(network)
+    networks: list[Any] = [module for module in model.modules() if isinstance(module, SplitFeedForward)]
+    done = {id(module) for network in networks for module in network.modules()}
+    for module in model.modules():
+        if id(module) in done:
+            continue
+        if type(module) in (Linear, QuantizedLinear):
+            split_layer(module, SplitLinear)
+        elif type(module) in (SwitchLinear, QuantizedSwitchLinear):
+            split_layer(module, SplitExperts)
+        elif type(module) in (Embedding, QuantizedEmbedding):
+            split_head(module)
+
+
+def split_network(network: Module) -> None:
+    """Split a float32 network if its parts add up to its outputs on two random rows; else leave it alone. A sum in half
+    types would be rounded once more."""
+    layers = [network.gate_proj, network.up_proj, network.down_proj]
+    if any(type(layer) is not Linear or layer.weight.dtype != mx.float32 or "bias" in layer for layer in layers):
+        return
+    hidden, inputs = layers[0].weight.shape
+    if layers[1].weight.shape != (hidden, inputs) or layers[2].weight.shape[1] != hidden:
+        return
+    slices = slices_of(hidden, layers)
+    if len(slices) == 1:
+        return
+    x = mx.random.normal((2, inputs), key=mx.random.key(0))
+    parts = []
+    for units in slices:
+        part = copy.copy(network)
+        part.gate_proj, part.up_proj = part_of(layers[0], units, OUTPUTS), part_of(layers[1], units, OUTPUTS)
+        part.down_proj = part_of(layers[2], units, INPUTS)
+        parts.append(part)
+    try:
+        outputs, expected = add([part(x) for part in parts]), network(x)
+        adds_up = mx.abs(outputs - expected).max() < TOLERANCE * mx.abs(expected).max()  # not if all is zero or NaN
+        if not adds_up.item():
+            return
+    except Exception:  # a network that takes other arguments, or returns something else
+        return
+    for name in list(network.children()):
+        del network[name]
+    network.parts = parts
+    precede(network, SplitFeedForward)
+
+
+def split_layer(layer: Module, split: type[SplitLinear]) -> None:
+    slices = slices_of(layer.weight.shape[-2], [layer])
+    if len(slices) == 1:
+        store_by_input(layer)
+        return
+    layer.parts = [part_of(layer, outputs, OUTPUTS) for outputs in slices]
+    for name in list(layer.parameters().keys() & OUTPUTS.keys()):
+        del layer[name]
+    precede(layer, split)
+
+
+def split_head(embedding: Module) -> None:
+    slices = slices_of(embedding.weight.shape[0], [embedding])
+    if len(slices) > 1:
+        embedding._parts = [part_of(embedding, outputs, OUTPUTS) for outputs in slices]
+        precede(embedding, SplitHead)
+
+
+def precede(module: Module, base: type[Module], prefix: str = "Split") -> None:
+    """Put `base` before the module's own class."""
+    own = type(module)
+    module.__class__ = type(f"{prefix}{own.__name__}", (base, own), {})
+
+
+def slices_of(length: int, layers: Sequence[Module]) -> list[slice]:
+    """How to split an axis of these layers' weights; in one piece if a layer has parameters that are not in OUTPUTS."""
+    if any(not layer.keys() <= OUTPUTS.keys() for layer in layers):
+        return [slice(0, length)]
+    return streams.split(length, sum(layer.weight.nbytes for layer in layers) * WEIGHT_BYTE, TILE)
+
+
+def part_of(layer: Module, units: slice, axes: Mapping[str, int]) -> Module:
+    """A layer of the same class with these outputs or inputs: a view if it is one piece of the weights, else a copy."""
+    part = copy.copy(layer)
+    for name, axis in axes.items():
+        whole = layer.get(name)
+        if whole is not None:
+            some = whole[..., units] if axis == -1 else whole[..., units, :]
+            part[name] = some if whole.ndim + axis == 0 else mx.contiguous(some)
+    store_by_input(part)
+    mx.eval(part.parameters())
+    return part
+
+
+def store_by_input(layer: Module) -> None:
+    if type(layer) is Linear and layer.weight.dtype == mx.float32:
+        layer.matrix = mx.contiguous(layer.weight.T)
+        del layer["weight"]
+        layer.__class__ = LinearByInput
+        mx.eval(layer.matrix)

@@ -1,0 +1,160 @@
+"""Random ragged batches in a pool, and attention over them written out in float64 NumPy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpaged.attention import AttentionMetadata, LayerKVCache
+
+Array = npt.NDArray[np.float64]
+
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+"""Largest difference from float64, of outputs whose size is up to about 3; inputs are rounded to the type first."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 32
+    dtype: mx.Dtype = mx.float32
+
+
+@dataclass(frozen=True)
+class Extras:
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+def rounded(array: Array, dtype: mx.Dtype) -> Array:
+    return np.array(mx.array(array.astype(np.float32)).astype(dtype).astype(mx.float32), dtype=np.float64)
+
+
+def reference_attention(
+    queries: Array, keys: Array, values: Array, scale: float, extras: Extras, sinks: Array | None
+) -> Array:
+    """Query j of n, [n, Hq, D], sits at position len(keys) - n + j; keys and values are [context, Hkv, D]."""
+    n, num_heads, _ = queries.shape
+    context, num_kv_heads, _ = keys.shape
+    out = np.zeros_like(queries)
+    for head in range(num_heads):
+        kv_head = head // (num_heads // num_kv_heads)
+        scores = queries[:, head] @ keys[:, kv_head].T * scale
+        if extras.softcap is not None:
+            scores = extras.softcap * np.tanh(scores / extras.softcap)
+        query_at, key_at = np.arange(context - n, context)[:, None], np.arange(context)
+        hidden = key_at > query_at
+        if extras.window is not None:
+            hidden |= key_at <= query_at - extras.window
+        scores[hidden] = -np.inf
+        if sinks is not None:
+            scores = np.concatenate([scores, np.full((n, 1), sinks[head])], axis=1)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[:, head] = weights[:, :context] @ values[:, kv_head]
+    return out
+
+
+backend = "auto"
+"""Of the caches that `make_cache` makes. Tests that run on several backends set it."""
+
+
+def make_cache(
+    num_blocks: int, num_kv_heads: int = 2, head_dim: int = 16, dtype: mx.Dtype = mx.float32, block_size: int = 32
+) -> LayerKVCache:
+    return LayerKVCache(num_blocks, num_kv_heads, head_dim, dtype, block_size, backend)
+
+
+class Scene:
+    """Sequences of (query_len, context_len) in a pool that is NaN wherever no token was written."""
+
+    def __init__(self, shape: Shape, lens: Sequence[tuple[int, int]], seed: int = 0, spare_blocks: int = 2) -> None:
+        self.shape = shape
+        self.rng = np.random.default_rng(seed)
+        self.query_lens = [query for query, _ in lens]
+        self.context_lens = [context for _, context in lens]
+        counts = [-(-context // shape.block_size) for context in self.context_lens]
+        ids = self.rng.permutation(sum(counts) + spare_blocks).tolist()
+        ends = list(itertools.accumulate(counts))
+        self.tables = [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        self.spare = ids[ends[-1] :]
+        self.kv = make_cache(len(ids), shape.num_kv_heads, shape.head_dim, shape.dtype, shape.block_size)
+        everything = list(range(len(ids)))
+        nan = mx.full((len(ids), shape.num_kv_heads, shape.block_size, shape.head_dim), mx.nan, shape.dtype)
+        self.kv.write_blocks(everything, nan, nan)
+        self.keys = [self.random(context, shape.num_kv_heads) for context in self.context_lens]
+        self.values = [self.random(context, shape.num_kv_heads) for context in self.context_lens]
+        self.queries = [self.random(query, shape.num_heads) for query in self.query_lens]
+        self.scale = shape.head_dim**-0.5
+        self.sinks = rounded(self.rng.normal(size=shape.num_heads), shape.dtype)
+        self.write_all()
+
+    def random(self, length: int, heads: int) -> Array:
+        return rounded(self.rng.normal(size=(length, heads, self.shape.head_dim)), self.shape.dtype)
+
+    def array(self, parts: Sequence[Array]) -> mx.array:
+        return mx.array(np.concatenate(parts).astype(np.float32)).astype(self.shape.dtype)
+
+    def write_all(self) -> None:
+        """Earlier tokens in a step of their own, then the step's query tokens, as the engine does."""
+        earlier = [context - query for query, context in zip(self.query_lens, self.context_lens, strict=True)]
+        some = [i for i, length in enumerate(earlier) if length]
+        if some:
+            lens = [earlier[i] for i in some]
+            meta = AttentionMetadata.build(lens, lens, [self.tables[i] for i in some], self.shape.block_size)
+            self.kv.write(
+                self.array([self.keys[i][: earlier[i]] for i in some]),
+                self.array([self.values[i][: earlier[i]] for i in some]),
+                meta,
+            )
+        self.kv.write(
+            self.array([keys[start:] for keys, start in zip(self.keys, earlier, strict=True)]),
+            self.array([values[start:] for values, start in zip(self.values, earlier, strict=True)]),
+            self.meta(),
+        )
+
+    def meta(self) -> AttentionMetadata:
+        return AttentionMetadata.build(self.query_lens, self.context_lens, self.tables, self.shape.block_size)
+
+    def attend(self, extras: Extras = Extras(), meta: AttentionMetadata | None = None) -> Array:
+        out = self.kv.attend(
+            self.array(self.queries),
+            meta or self.meta(),
+            scale=self.scale,
+            window=extras.window,
+            softcap=extras.softcap,
+            sinks=mx.array(self.sinks.astype(np.float32)).astype(self.shape.dtype) if extras.sinks else None,
+        )
+        assert out.shape == (sum(self.query_lens), self.shape.num_heads, self.shape.head_dim)
+        assert out.dtype == self.shape.dtype
+        return np.array(out.astype(mx.float32), dtype=np.float64)
+
+    def expected(self, extras: Extras = Extras()) -> Array:
+        sinks = self.sinks if extras.sinks else None
+        parts = zip(self.queries, self.keys, self.values, strict=True)
+        return np.concatenate([reference_attention(q, k, v, self.scale, extras, sinks) for q, k, v in parts])
+
+    def check(self, extras: Extras = Extras()) -> None:
+        difference = np.abs(self.attend(extras) - self.expected(extras)).max()
+        assert difference < TOLERANCE[self.shape.dtype]  # False for NaN too
+
+
+RAGGED = [(1, 1), (1, 33), (5, 5), (1, 64), (40, 71), (1, 97), (2, 34), (1, 32), (1, 200), (33, 33)]
+"""Decoding sequences and chunks, fresh and continued, with contexts on both sides of block borders."""
+
+
+def share(scene: Scene, sequence: int, other: int, blocks: int) -> None:
+    """Make a sequence begin with the blocks of an earlier one."""
+    tokens = blocks * scene.shape.block_size
+    assert tokens < min(scene.context_lens[sequence], scene.context_lens[other])
+    scene.tables[sequence][:blocks] = scene.tables[other][:blocks]
+    for rows in (scene.keys, scene.values):
+        rows[sequence][:tokens] = rows[other][:tokens]
