@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.api.access.caller import require_admin
 from mlxpaged.api.server import Server, server_of
 from mlxpaged.engine import AsyncEngine, EngineState, SequenceState
 from mlxpaged.scheduler import SchedulerStats
@@ -16,7 +15,6 @@ from mlxpaged.scheduler import SchedulerStats
 
 async def status(request: Request) -> Response:
     """Answered between two steps of the engine. 200 whatever the engine's state is: /health is for load balancers."""
-    require_admin(request)
     server = server_of(request)
     return JSONResponse(head(server) | (await running_engine(server.engine) if server.engine is not None else {}))
 
@@ -82,6 +80,5 @@ def swap(stats: SchedulerStats) -> dict[str, int]:
 
 async def clear_cache(request: Request) -> Response:
     """Requests that run keep their blocks."""
-    require_admin(request)
     engine, _ = server_of(request).ready(None)
     return JSONResponse({"dropped_blocks": await engine.clear_cache()})

@@ -12,26 +12,24 @@ from mlxpaged.api.batches.records import LineError
 MAX_REQUESTS = 50_000
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_ERRORS = 100
-"""As many are reported of a file."""
+"""A file with more errors is reported with the first ones."""
 
 
 class InputLine(BaseModel):
-    """body: that of a request to `url`. It is looked at when its turn comes; its failure is its own."""
-
     model_config = ConfigDict(strict=True, extra="forbid")
 
     custom_id: str = Field(min_length=1, max_length=512)
     method: Literal["POST"]
     url: str
-    body: dict[str, Any]
+    body: dict[str, Any]  # of a request to `url`; checked when it runs, so that an error fails this line only
 
 
 class LinePlace(NamedTuple):
-    """Where a request lies in its file: bytes."""
+    """Where a request lies in its file."""
 
     custom_id: str
-    offset: int
-    size: int
+    offset: int  # bytes
+    size: int  # bytes
 
 
 def check_lines(path: Path, endpoint: str) -> tuple[list[LinePlace], list[LineError]]:
@@ -61,7 +59,7 @@ def check_lines(path: Path, endpoint: str) -> tuple[list[LinePlace], list[LineEr
 
 
 def check_line(text: bytes, endpoint: str, seen: set[str]) -> tuple[tuple[str, str, str | None] | None, str]:
-    """((code, message, param), custom_id); None in the first place where there is nothing wrong."""
+    """((code, message, param) of the error or None, custom_id)."""
     if len(text) > MAX_LINE_BYTES:
         return ("line_too_long", f"a request may have {MAX_LINE_BYTES // 1024**2} MiB", None), ""
     try:
