@@ -36,11 +36,11 @@ class Endpoint:
     path: str  # with Starlette's converters
     handler: Handler
     summary: str
-    access: Access = Access.KEY
     body: type[BaseModel] | None = None  # model of the request's body
-    body_type: str = JSON
-    query: type[BaseModel] | None = None  # model of the URL's parameters
     answer: type[BaseModel] = JsonObject  # model of a 200's body
+    access: Access = Access.KEY
+    query: type[BaseModel] | None = None  # model of the URL's parameters
+    body_type: str = JSON
     answer_type: str = JSON
     streams: bool = False  # generates text: the answer can be a stream of events, and can have a timeline
     cancellable: bool = False  # DELETE /v1/requests/{id} can end it, so that its X-Request-Id has to be a valid id

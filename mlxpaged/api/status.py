@@ -1,4 +1,4 @@
-"""GET /v1/status and POST /v1/cache/clear: what the engine is doing now, and a cache to start over with."""
+"""GET /v1/status and POST /v1/cache/clear."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxpaged.scheduler import SchedulerStats
 
 
 async def status(request: Request) -> Response:
-    """Answered between two steps of the engine. 200 whatever the engine's state is: /health is for load balancers."""
+    """Answered between two steps of the engine. The status code is 200 in every state: load balancers use /health."""
     server = server_of(request)
     return JSONResponse(head(server) | (await running_engine(server.engine) if server.engine is not None else {}))
 
@@ -30,7 +30,7 @@ def head(server: Server) -> dict[str, Any]:
 
 
 async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
-    """Empty where there is no such engine (yet, or any more)."""
+    """Empty if the engine still loads its model, or is dead."""
     if engine.info is None or engine.state is EngineState.DEAD:
         return {}
     found, model = await engine.status(), engine.info.embedding_model
@@ -52,6 +52,7 @@ def describe(sequences: Sequence[SequenceState]) -> list[dict[str, Any]]:
         {
             "request_id": sequence.request_id,
             "status": sequence.status.value,
+            "phase": None if sequence.phase is None else sequence.phase.value,
             "priority": sequence.priority.name.lower(),
             "effective_priority": sequence.effective_priority,
             "age_seconds": sequence.age,
@@ -79,6 +80,6 @@ def swap(stats: SchedulerStats) -> dict[str, int]:
 
 
 async def clear_cache(request: Request) -> Response:
-    """Requests that run keep their blocks."""
+    """Running requests keep their blocks."""
     engine, _ = server_of(request).ready(None)
     return JSONResponse({"dropped_blocks": await engine.clear_cache()})
