@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -49,21 +50,11 @@ async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
 
 def describe(sequences: Sequence[SequenceState]) -> list[dict[str, Any]]:
     return [
-        {
-            "request_id": sequence.request_id,
+        asdict(sequence)
+        | {
             "status": sequence.status.value,
             "phase": None if sequence.phase is None else sequence.phase.value,
             "priority": sequence.priority.name.lower(),
-            "effective_priority": sequence.effective_priority,
-            "age_seconds": sequence.age,
-            "prompt_tokens": sequence.prompt_tokens,
-            "cached_tokens": sequence.cached_tokens,
-            "output_tokens": sequence.output_tokens,
-            "computed_tokens": sequence.computed_tokens,
-            "blocks": sequence.blocks,
-            "shared_blocks": sequence.shared_blocks,
-            "max_ref_count": sequence.max_ref_count,
-            "preemptions": sequence.preemptions,
         }
         for sequence in sequences
     ]

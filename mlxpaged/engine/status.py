@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, EmbedderStats
+from mlxpaged.engine.timeline import Phase
 from mlxpaged.scheduler import Priority, Scheduler, SchedulerStats, Sequence, SequenceStatus
 
 MAX_WAITING_LISTED = 1000
@@ -25,21 +25,14 @@ class EngineStats:
     embeddings: EmbedderStats = NO_EMBEDDINGS
 
 
-class Phase(Enum):
-    """What a running sequence computes: its prompt (after a preemption its output so far too), or its next token."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 @dataclass(frozen=True)
 class SequenceState:
     request_id: str
     status: SequenceStatus
-    phase: Phase | None  # None if it does not run
+    phase: Phase | None  # PREFILL or DECODE; None if it does not run
     priority: Priority
     effective_priority: float
-    age: float  # seconds since arrival
+    age_seconds: float  # since arrival
     prompt_tokens: int
     cached_tokens: int  # of the prompt, found in the prefix cache
     output_tokens: int
@@ -91,7 +84,7 @@ def sequence_state(scheduler: Scheduler, request_id: str, sequence: Sequence, no
         phase=phase(sequence) if sequence.status is SequenceStatus.RUNNING else None,
         priority=sequence.priority,
         effective_priority=sequence.effective_priority(now),
-        age=now - sequence.arrival_time,
+        age_seconds=now - sequence.arrival_time,
         prompt_tokens=sequence.num_prompt_tokens,
         cached_tokens=sequence.num_cached_tokens,
         output_tokens=sequence.num_output_tokens,
@@ -104,5 +97,6 @@ def sequence_state(scheduler: Scheduler, request_id: str, sequence: Sequence, no
 
 
 def phase(sequence: Sequence) -> Phase:
+    """After a preemption the output so far is prefilled again, too."""
     missing = sequence.num_known_tokens - sequence.num_committed_tokens  # tokens whose KV is not computed yet
     return Phase.DECODE if sequence.num_output_tokens > 0 and missing == 1 else Phase.PREFILL

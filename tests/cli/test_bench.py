@@ -21,7 +21,7 @@ import pytest
 from mlxpaged import __version__
 from mlxpaged.cli import main
 from mlxpaged.cli.bench import command
-from mlxpaged.cli.bench.figures import context_figures, load_figures, speedup
+from mlxpaged.cli.bench.figures import context_figures, load_figures, speedup, token_costs
 from mlxpaged.cli.bench.load import Answer, Pass, make_prompts
 from mlxpaged.engine import AsyncEngine, EngineConfig
 from mlxpaged.engine.model_runner import ModelRunner
@@ -120,6 +120,28 @@ def test_by_default_five_short_five_medium_and_five_long_prompts_are_measured(tm
     assert "speed-up" in bench.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "prompts", "concurrency"),
+    [
+        (("--prompts", "3"), 3, [1, 3]),
+        (("--prompts", "1"), 1, [1]),
+        (("--prompts", "2", "--no-batching"), 2, [1]),
+        (("--max-num-seqs", "4"), 15, [1, 4]),
+        (("--concurrency", "1,2,16"), 16, [1, 2, 16]),
+    ],
+    ids=str,
+)
+def test_defaults_fit_the_flags_that_are_given(
+    tmp_path: Path, flags: tuple[str, ...], prompts: int, concurrency: list[int]
+) -> None:
+    short = ("--prompt-tokens", "5", "--max-tokens", "2", "--runs", "1", "--json", "-")
+    with mlxpaged(tmp_path, "bench", "--model", "demo", *flags, *short, *SMALL_POOL) as bench:
+        assert bench.wait_end() == 0, bench.stderr
+    comparison = json.loads(bench.stdout)["comparison"]
+    assert comparison["prompts"] == prompts
+    assert [load["concurrency"] for load in (comparison["single"], *comparison["batched"])] == concurrency
+
+
 def test_no_prompt_begins_as_another_does() -> None:
     prompts = make_prompts([1, 5, 9], 200, vocab_size=300)
     assert [len(prompt) for prompt in prompts[:4]] == [1, 5, 9, 1]
@@ -168,7 +190,13 @@ def test_the_sweep_measures_prefill_and_decoding_at_growing_contexts(tmp_path: P
         assert one["inter_token_seconds"]["avg"] == pytest.approx(one["decode_seconds"] / 8)
         assert_spread(one["ttft_seconds"])
     assert "gather attention" in bench.stdout
-    assert [line.split()[0] for line in bench.stdout.splitlines()[-3:]] == ["128", "256", "300"]
+    rates = [one["decode_tokens_per_second"] for one in found["context_sweep"]]
+    costs = [one["token_cost"] for one in found["context_sweep"]]
+    assert costs == pytest.approx([rates[1] / rate for rate in rates])
+    assert "token cost, 256 = 1" in bench.stdout
+    rows = [line.split() for line in bench.stdout.splitlines()[-3:]]
+    assert [row[0] for row in rows] == ["128", "256", "300"]
+    assert [row[-1] for row in rows] == [f"{cost:.2f}" for cost in costs]
 
 
 def test_the_sweep_ends_where_the_pool_does(tmp_path: Path) -> None:
@@ -280,9 +308,13 @@ def test_no_such_model_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["--concurrency", "0"], "--concurrency"),
         (["--concurrency", "4,"], "--concurrency"),
         (["--concurrency", "two"], "--concurrency"),
-        (["--concurrency", "16"], "--concurrency 16 is more than there are prompts: --prompts is 15"),
+        (
+            ["--concurrency", "16", "--prompts", "15"],
+            "16 is more than there are prompts: --prompts is 15",
+        ),
         (["--concurrency", "2,33", "--prompts", "40"], "--max-num-seqs is 32"),
-        (["--no-batching"], "--max-num-seqs is 1"),
+        (["--no-batching", "--concurrency", "8"], "--max-num-seqs is 1"),
+        (["one", "--model", "two"], "--model"),
         (["--prompts", "0"], "--prompts"),
         (["--prompt-tokens", "32,-1"], "--prompt-tokens"),
         (["--max-tokens", "0"], "--max-tokens"),
@@ -398,6 +430,7 @@ def test_what_was_not_measured_has_no_figure() -> None:
     context = context_figures(128, [Pass(1, [answer(128, 0, 2)], seconds=2)])
     assert context is not None
     assert (context.prefill_tokens_per_second, context.decode_tokens_per_second) == (64, None)
+    assert token_costs([context], 256) == [None]
 
 
 @pytest.mark.parametrize("lines", [0, 1])

@@ -9,18 +9,16 @@ request again. It also runs a request again if its line was lost in a power fail
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
 from pydantic import BaseModel
 
+from mlxpaged.api.atomic_file import replacing
 from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
-from mlxpaged.api.request_id import new_id
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -126,17 +124,3 @@ def load(directory: Path, kind: type[Record]) -> dict[str, Record]:
 def save(path: Path, record: BaseModel) -> None:
     with replacing(path) as file:
         file.write(record.model_dump_json().encode())
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that replaces `path` once it is on the disk; after an error `path` is unchanged."""
-    temporary = path.with_name(f"{path.name}.{new_id('new')}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
