@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlxpaged.api.access.caller import require_admin
+from mlxpaged.api.access.caller import caller_of
+from mlxpaged.api.errors import ApiError
 
 JSON, FORM, BYTES, TEXT = "application/json", "multipart/form-data", "application/octet-stream", "text/plain"
 
@@ -52,7 +53,10 @@ class Endpoint:
 
 def admin_only(handler: Handler) -> Handler:
     async def checked(request: Request) -> Response:
-        require_admin(request)
+        caller = caller_of(request)
+        if caller is not None and not caller.admin:
+            message = f"{request.method} {request.url.path} is for admin keys; {caller.name!r} is not one"
+            raise ApiError(403, message, "permission_error", code="admin_key_required")
         return await handler(request)
 
     return checked

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -131,34 +132,26 @@ def or_zero(parse: Kind, zero: Any) -> Kind:
     return lambda text: zero if text.strip() == "0" else parse(text)
 
 
-def positive_int(text: str) -> int:
-    return int_from(text, 1)
+def int_between(least: int, most: float = math.inf) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
+        if not least <= value <= most:
+            bound = f"least {least}" if value < least else f"most {most}"
+            raise argparse.ArgumentTypeError(f"must be at {bound}, got {value}")
+        return value
+
+    return parse
 
 
-def natural_int(text: str) -> int:
-    return int_from(text, 0)
-
-
-def int_from(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-    return value
+positive_int, natural_int, port = int_between(1), int_between(0), int_between(0, 65535)
 
 
 def positive_ints(text: str) -> tuple[int, ...]:
     """With commas between them."""
     return tuple(positive_int(number) for number in text.split(","))
-
-
-def port(text: str) -> int:
-    value = natural_int(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
-    return value
 
 
 def block_size(text: str) -> int:
@@ -178,32 +171,28 @@ def priority(text: str) -> Priority:
     return Priority[one_of(*(each.name.lower() for each in Priority))(text).upper()]
 
 
-def seconds(text: str) -> float:
-    return float_below(text, float("inf"), "a number of seconds, at least 0")
+def float_below(limit: float, what: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < limit:  # NaN is in no range
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+        return value
+
+    return parse
 
 
-def milliseconds(text: str) -> float:
-    return float_below(text, float("inf"), "a number of milliseconds, at least 0")
+fraction = float_below(1, "a number of at least 0 and below 1")
+milliseconds = float_below(math.inf, "a number of milliseconds, at least 0")
+seconds = float_below(math.inf, "a number of seconds, at least 0")
 
 
 def positive_seconds(text: str) -> float:
     value = seconds(text)
     if value == 0:
         raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
-
-
-def fraction(text: str) -> float:
-    return float_below(text, 1, "a number of at least 0 and below 1")
-
-
-def float_below(text: str, limit: float, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < limit:  # NaN is in no range
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
     return value
 
 

@@ -80,14 +80,14 @@ class Row:
         return self.job.request.inputs[self.index]
 
 
+@dataclass
 class LongRow:
     """An input that is computed in chunks, and their results so far."""
 
-    def __init__(self, row: Row, cache: list[Any]) -> None:
-        self.row = row
-        self.cache = cache
-        self.num_computed = 0
-        self.pooled: mx.array | None = None
+    row: Row
+    cache: list[Any]
+    num_computed: int = 0
+    pooled: mx.array | None = None
 
 
 class Embedder:

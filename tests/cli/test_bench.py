@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pty
@@ -23,7 +22,7 @@ from mlxpaged.cli import main
 from mlxpaged.cli.bench import command
 from mlxpaged.cli.bench.figures import context_figures, load_figures, speedup, token_costs
 from mlxpaged.cli.bench.load import Answer, Pass, make_prompts
-from mlxpaged.engine import AsyncEngine, EngineConfig
+from mlxpaged.engine import EngineConfig
 from mlxpaged.engine.model_runner import ModelRunner
 from tests.cli.helpers import DEADLINE, environment, mlxpaged
 from tests.support import make_tiny_model
@@ -226,24 +225,6 @@ def test_an_interrupt_shows_what_was_measured_until_then(tmp_path: Path, target:
         assert load["output_tokens_per_second"] == pytest.approx(load["output_tokens"] / load["seconds"])
     table = bench.stderr if target == "-" else bench.stdout
     assert table.index("what was measured until then:") < table.index("speed-up")
-
-
-def test_an_interrupt_is_not_lost_where_the_engine_replies_at_the_same_time() -> None:
-    """The command asks it for an empty cache before each run."""
-
-    async def interrupted() -> bool:
-        engine = AsyncEngine(EngineConfig(kv_cache_bytes=4_000_000))
-        engine.start()
-        await engine.wait_loaded()
-        asking = asyncio.ensure_future(engine.clear_cache())
-        await asyncio.sleep(0)
-        [reply] = engine._replies
-        reply.add_done_callback(lambda _: asking.cancel())
-        await asyncio.wait([asking])
-        await engine.stop()
-        return asking.cancelled()
-
-    assert asyncio.run(interrupted())
 
 
 def test_an_interrupt_while_the_model_loads_ends_the_command(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from mlxpaged.api.access.rate_limit import Allowance
-from mlxpaged.api.errors import ApiError
 from mlxpaged.engine import Priority
 
 
@@ -28,14 +27,6 @@ def caller_of(request: Request) -> Caller | None:
     """None on a server without keys, where every request may do everything."""
     caller: Caller | None = request.state.caller
     return caller
-
-
-def require_admin(request: Request) -> None:
-    """Raises ApiError 403."""
-    caller = caller_of(request)
-    if caller is not None and not caller.admin:
-        message = f"{request.method} {request.url.path} is for admin keys; {caller.name!r} is not one"
-        raise ApiError(403, message, "permission_error", code="admin_key_required")
 
 
 def owner_of(request: Request) -> str | None:

@@ -33,7 +33,7 @@ from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.request_id import new_id
-from mlxpaged.engine import AsyncEngine, EngineState, EngineUnavailableError, QueueFullError
+from mlxpaged.engine import AsyncEngine, EngineUnavailableError, QueueFullError
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,11 @@ POLL_SECONDS = 0.1
 """A batch checks this often whether there is room, it is cancelled or expired, or the server shuts down."""
 
 
-class RunnerStoppedError(Exception):
-    """The engine takes no more requests. The next start of the server runs the requests that are left."""
-
-
 class BatchRunner:
-    """Belongs to the event loop. Each request runs at LOW priority, through the same code as one over HTTP."""
+    """Belongs to the event loop. Each request runs at LOW priority, through the same code as one over HTTP.
+
+    When the engine takes no more requests, the runner ends; the next start of the server runs what is left.
+    """
 
     def __init__(self, app: Starlette, engine: AsyncEngine, store: Store) -> None:
         self._app = app
@@ -91,7 +90,7 @@ class BatchRunner:
         return await asyncio.get_running_loop().run_in_executor(self._disk_thread, function)
 
     async def _run(self) -> None:
-        with contextlib.suppress(EngineUnavailableError, RunnerStoppedError):
+        with contextlib.suppress(EngineUnavailableError):
             await self._engine.wait_loaded()
             while True:
                 batch = next((each for each in list(self._store.batches.values()) if each.unfinished), None)
@@ -102,7 +101,7 @@ class BatchRunner:
                     continue
                 try:
                     await self._run_batch(batch)
-                except (RunnerStoppedError, EngineUnavailableError):
+                except EngineUnavailableError:
                     raise
                 except Exception as error:  # a full disk, a changed file, a bug: the next batch runs all the same
                     logger.exception("%s failed", batch.id)
@@ -118,7 +117,7 @@ class BatchRunner:
         await self._on_disk(lambda: self._store.save_batch(batch))
 
     async def _run_batch(self, batch: BatchRecord) -> None:
-        """Run the batch from its current state to its end. Raises RunnerStoppedError."""
+        """Run the batch from its current state to its end. Raises EngineUnavailableError."""
         if batch.status != "finalizing":
             path = self._store.content(batch.input_file_id)
             places, errors = await self._on_disk(lambda: check_lines(path, batch.endpoint))
@@ -181,9 +180,8 @@ class BatchRunner:
                 await append(place, failure_line(place, "batch_expired", message))
 
     def _is_over(self, batch: BatchRecord) -> bool:
-        """Raises RunnerStoppedError."""
-        if self._engine.state is not EngineState.READY:
-            raise RunnerStoppedError
+        """Raises EngineUnavailableError."""
+        self._engine.require_ready()
         if batch.status != "cancelling" and batch.expired_at is None and now() >= batch.expires_at:
             batch.expired_at = now()
         return batch.status == "cancelling" or batch.expired_at is not None
@@ -218,7 +216,7 @@ class BatchRunner:
         return body.model_copy(update=update)
 
     async def _answer(self, batch: BatchRecord, place: LinePlace, body: LineBody) -> OutputLine:
-        """Run one request. Raises RunnerStoppedError if it has to run again after a restart."""
+        """Run one request. Raises EngineUnavailableError if it has to run again after a restart."""
         try:
             keys = self._app.state.server.keys
             caller = keys.named(batch.owner) if keys is not None and batch.owner is not None else None
@@ -237,7 +235,7 @@ class BatchRunner:
                     await pause()
                     continue
                 except EngineUnavailableError:
-                    raise RunnerStoppedError from None
+                    raise
                 except Exception as error:
                     answer = from_engine(error)
                     status, content = answer.status, answer.body()
