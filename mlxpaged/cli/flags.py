@@ -76,7 +76,7 @@ class Flags:
         self._add(flag, f"{help}; can be repeated", action=Append, type=kind, default=default, dest=dest)
 
     def _add(self, flag: str, help: str, **options: Any) -> None:
-        metavar = "N" if options["type"] in (positive_int, natural_int) else flag.rsplit("-", 1)[1].upper()
+        metavar = METAVARS.get(options["type"], flag.rsplit("-", 1)[1].upper())
         self._group.add_argument(flag, metavar=metavar, help=f"{help} [{variable(flag)}]", **options)
 
     def switch(self, flag: str, help: str) -> None:
@@ -223,3 +223,7 @@ def origin(text: str) -> str:
     if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", text):
         raise argparse.ArgumentTypeError(f"not an origin, such as http://localhost:3000 without a path: {text!r}")
     return text
+
+
+METAVARS: dict[Kind, str] = {positive_int: "N", natural_int: "N", positive_ints: "N[,N...]", output_file: "FILE"}
+"""In the help; other flags show their last word."""

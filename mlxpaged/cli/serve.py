@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if not (args.api_keys or args.insecure or ipaddress.ip_address(listener.getsockname()[0]).is_loopback):
         listener.close()
-        remedy = "name a file of API keys with --api-keys (`mlxpaged keys add` makes one), or let everybody in with"
+        remedy = "name a file of API keys with --api-keys (`mlxpaged keys add` makes one), or need no key with"
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     try:
         app = create_app(config, http=from_flags(HttpConfig, args), data_dir=args.data_dir)

@@ -72,9 +72,9 @@ class KeyRing:
 
     def _allowance(self, entry: KeyEntry) -> Allowance:
         """The allowance of before, unless the limits have changed."""
-        limits = (entry.requests_per_minute, entry.tokens_per_minute)
+        new = Allowance(entry.requests_per_minute, entry.tokens_per_minute, self._clock)
         before = self._allowances.get(entry.name)
-        return before if before is not None and before.has_limits(*limits) else Allowance(*limits, self._clock)
+        return before if before is not None and before.limits == new.limits else new
 
     def _caller(self, entry: KeyEntry) -> Caller:
         highest = entry.max_priority or entry.tier

@@ -162,7 +162,7 @@ def count(allowance: Allowance) -> None:
     if name is None:
         return allowance.take("requests", 1)
     wait = allowance.wait(name)
-    message = f"this key's limit of {allowance.limit(name)} {name} per minute is reached; try again in {wait:.3f} s"
+    message = f"this key's limit of {allowance.limits[name]} {name} per minute is reached; try again in {wait:.3f} s"
     headers = {
         "Retry-After": str(math.ceil(wait)),
         "Retry-After-Ms": str(math.ceil(wait * 1000)),

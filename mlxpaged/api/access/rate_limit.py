@@ -42,15 +42,8 @@ class Allowance:
 
     def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float]) -> None:
         """requests, tokens: per minute; None: no limit."""
-        limits = {"requests": requests, "tokens": tokens}
-        self._buckets = {name: Bucket(limit, clock) for name, limit in limits.items() if limit is not None}
-
-    def has_limits(self, requests: int | None, tokens: int | None) -> bool:
-        limits = {"requests": requests, "tokens": tokens}
-        return all(limit == (self.limit(name) if name in self._buckets else None) for name, limit in limits.items())
-
-    def limit(self, name: str) -> int:
-        return self._buckets[name].per_minute
+        self.limits = {"requests": requests, "tokens": tokens}
+        self._buckets = {name: Bucket(limit, clock) for name, limit in self.limits.items() if limit is not None}
 
     def exhausted(self) -> str | None:
         """The limit that is reached: "requests", "tokens" or None."""

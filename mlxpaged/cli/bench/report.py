@@ -29,16 +29,6 @@ from mlxpaged.engine import EngineConfig, EngineInfo
 PLAIN_WIDTH = 200
 """If the output is not a terminal, no line is wrapped."""
 NOTHING = "-"
-SHOWN_CONFIG = (
-    "attention_tuning",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "prefill_mode",
-    "decode_preference",
-    "max_step_ms",
-    "prefix_caching",
-    "swap_space_bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -73,6 +63,11 @@ class Report:
         """Times are seconds, rates are tokens per second. Either `comparison` or `context_sweep` is null. token_cost:
         the time of a decoded token, as a multiple of the time at a context of BASE_CONTEXT tokens."""
         info, config = self.info, self.config
+        found = {
+            "attention_backend": info.backend,
+            "num_blocks": info.num_blocks,
+            "kv_cache_bytes": info.kv_cache_bytes,
+        }
         result: dict[str, Any] = {
             "time": self.time.isoformat(timespec="seconds"),
             "interrupted": self.interrupted,
@@ -83,13 +78,7 @@ class Report:
                 "weight_bytes": info.weight_bytes,
                 "context_length": info.context_length,
             },
-            "engine": {
-                "attention_backend": info.backend,
-                "block_size": info.block_size,
-                "num_blocks": info.num_blocks,
-                "kv_cache_bytes": info.kv_cache_bytes,
-                **{name: getattr(config, name) for name in SHOWN_CONFIG},
-            },
+            "engine": asdict(config) | found,
             "max_tokens": self.measured.max_tokens,
             "runs": self.measured.runs,
             "comparison": None,
@@ -111,7 +100,7 @@ class Report:
 
     def write_json(self, target: str, stdout: Any) -> None:
         """target: a file, or - for `stdout`. Raises OSError."""
-        text = json.dumps(self.json(), indent=2) + "\n"
+        text = json.dumps(self.json(), indent=2, default=str) + "\n"
         if target == "-":
             stdout.write(text)
             stdout.flush()
