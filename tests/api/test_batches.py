@@ -462,7 +462,7 @@ def test_results_are_published_once_however_often_the_server_ends_in_between(tmp
 def test_what_is_left_of_a_batch_fails_where_its_key_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody else asks for anything meanwhile that would have the file of keys read again."""
+    """Meanwhile no other request makes the server read the file of keys again."""
     monkeypatch.setattr(key_ring, "CHECK_SECONDS", 0.0)
     path = tmp_path / "keys.json"
     keys = write_keys(path, anna={}, boss={"admin": True})

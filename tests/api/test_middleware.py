@@ -103,7 +103,7 @@ def test_this_server_goes_by_addresses_localhost_and_the_names_it_was_given(serv
         "localhost@evil.example",
     ],
 )
-def test_a_name_that_somebody_else_gave_it_is_refused(server: RunningServer, key: str, host: str) -> None:
+def test_a_foreign_name_for_this_server_is_refused(server: RunningServer, key: str, host: str) -> None:
     with raw(server) as client:
         for where in ("/health", "/v1/models", "/nothing"):
             response = client.get(where, headers={"Host": host} | bearer(key))
@@ -189,7 +189,7 @@ def test_a_page_can_read_that_the_server_failed(
     server: RunningServer, key: str, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
     def fail(*_: Any) -> None:
-        raise ZeroDivisionError("nobody foresaw this")
+        raise ZeroDivisionError("an unexpected error")
 
     monkeypatch.setattr(Server, "ready", fail)
     monkeypatch.setattr(Server, "model_names", property(fail))

@@ -60,7 +60,7 @@ def assert_load(load: dict[str, Any], concurrency: int, prompts: int, prompt_tok
     for name in ("latency_seconds", "ttft_seconds", "inter_token_seconds"):
         assert_spread(load[name])
     assert load["ttft_seconds"]["avg"] < load["latency_seconds"]["avg"] < load["seconds"]
-    # An answer's time is that of its first token and of the gaps behind it; nobody is served longer than there is.
+    # The latency of an answer is its TTFT plus its inter-token times, and clients are served no longer than the run.
     gaps = (max_tokens - 1) * load["inter_token_seconds"]["avg"]
     assert load["latency_seconds"]["avg"] == pytest.approx(load["ttft_seconds"]["avg"] + gaps)
     assert load["latency_seconds"]["avg"] * load["answers"] <= load["seconds"] * concurrency * 1.001

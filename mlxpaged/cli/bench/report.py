@@ -63,22 +63,14 @@ class Report:
         """Times are seconds, rates are tokens per second. Either `comparison` or `context_sweep` is null. token_cost:
         the time of a decoded token, as a multiple of the time at a context of BASE_CONTEXT tokens."""
         info, config = self.info, self.config
-        found = {
-            "attention_backend": info.backend,
-            "num_blocks": info.num_blocks,
-            "kv_cache_bytes": info.kv_cache_bytes,
-        }
+        shown = ("num_layers", "weight_bytes", "context_length")
+        pools = {name: getattr(info, name) for name in ("num_blocks", "kv_cache_bytes")}
         result: dict[str, Any] = {
             "time": self.time.isoformat(timespec="seconds"),
             "interrupted": self.interrupted,
             "machine": dict(machine()),
-            "model": {
-                "name": info.model,
-                "num_layers": info.num_layers,
-                "weight_bytes": info.weight_bytes,
-                "context_length": info.context_length,
-            },
-            "engine": asdict(config) | found,
+            "model": {"name": info.model, **{name: getattr(info, name) for name in shown}},
+            "engine": asdict(config) | pools | {"attention_backend": info.backend},
             "max_tokens": self.measured.max_tokens,
             "runs": self.measured.runs,
             "comparison": None,
