@@ -18,12 +18,10 @@ from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST, ApiError, from_validation
 from mlxpaged.api.server import server_of
 
 MAX_DISCARDED_BYTES = 512 * 1024 * 1024
-"""This much of a body that is too large is read and dropped: a client that is still sending when the connection closes
-sees a broken pipe instead of the answer."""
+"""This much of a too large body is read: otherwise a client that still sends sees a broken pipe and no answer."""
 
 BODY_SECONDS = 30.0
-"""Time for a body to arrive, plus a second for each MIN_BYTES_PER_SECOND received: a client that sends a byte now and
-then cannot hold a connection for ever."""
+"""Plus a second for each MIN_BYTES_PER_SECOND received, so that a slow client cannot hold a connection for ever."""
 MIN_BYTES_PER_SECOND = 64 * 1024
 
 Model = TypeVar("Model", bound=BaseModel)

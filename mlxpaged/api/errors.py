@@ -147,8 +147,7 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
 
 
 class UnexpectedErrors:
-    """Middleware that answers unexpected errors. Starlette does so outside of all other middleware, which adds the
-    headers that a page needs to read the answer."""
+    """Middleware that answers unexpected errors, inside CORS: without its headers a page cannot read the answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

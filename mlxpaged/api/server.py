@@ -86,8 +86,7 @@ class Server:
         return self.engine, info
 
     async def prepare(self, request: Request, function: Callable[[], Result]) -> Result:
-        """Run a function whose time grows with the body (`request.state.body_size`, bytes): on a thread if the body is
-        large."""
+        """Run a function whose time grows with the body (`request.state.body_size`): on a thread if that is large."""
         if request.state.body_size <= LARGE_BODY_BYTES:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._body_threads, function)
@@ -97,8 +96,7 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
 
     async def compile(self, info: EngineInfo, constraint: Constraint | StructuredOutput | None) -> None:
-        """Compile the grammar for the engine. Raises ApiError with the field's name if it is not supported, and
-        EngineBusyError if other grammars take too long."""
+        """Compile the grammar. Raises ApiError if it is not supported, EngineBusyError if others take too long."""
         if constraint is None:
             return
         try:

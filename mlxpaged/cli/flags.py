@@ -1,6 +1,4 @@
-"""Command-line flags that can also be set as MLXPAGED_* environment variables; the command line wins.
-
-An empty variable counts as not set."""
+"""Command-line flags with MLXPAGED_* variables. The command line wins; an empty variable counts as not set."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ def variable(flag: str) -> str:
 
 
 class Flags:
-    """Adds flags to a parser. A value from the environment is checked like one from the command line. The help shows
-    the default, or `otherwise` if the default is None."""
+    """Adds flags to a parser. The help shows the default, or `otherwise` if the default is None."""
 
     def __init__(self, parser: argparse.ArgumentParser, title: str | None = None, defaults: Any = None) -> None:
         self._parser = parser

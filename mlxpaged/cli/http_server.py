@@ -64,8 +64,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Replaces uvicorn's handler, which raises the signal again after the shutdown, so that the exit status is not
-        0."""
+        """Replaces uvicorn's, which raises the signal again after the shutdown and so changes the exit status."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)

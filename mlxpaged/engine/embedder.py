@@ -56,8 +56,7 @@ NO_EMBEDDINGS = EmbedderStats()
 
 
 class Job:
-    """A request in flight. short, long: indices of the inputs that are not started, the longest first, so that inputs
-    of similar length run together."""
+    """A request in flight. short, long: indices of inputs that are not started, the longest first."""
 
     def __init__(self, request: EmbeddingRequest, step_tokens: int) -> None:
         self.request = request
@@ -164,8 +163,7 @@ class Embedder:
         self._jobs.append(job)
 
     def _run_together(self, rows: Sequence[Row]) -> None:
-        """If rows of several requests fail together, each request runs again by itself, so that only the faulty one
-        ends."""
+        """If rows of several requests fail together, each request runs again alone: only the faulty one ends."""
         lengths = [len(row.tokens) for row in rows]
         tokens = [[*row.tokens, *[0] * (max(lengths) - len(row.tokens))] for row in rows]
         try:

@@ -110,8 +110,7 @@ class RequestLimit:
 
 
 class KeyCheck:
-    """Sets `request.state.caller` to the Caller whose key the request carries, None on a server without keys, and
-    counts the request against the key's limit."""
+    """Sets `request.state.caller` to the key's owner, None on a server without keys, and counts the request."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing | None, open_paths: Collection[str]) -> None:
         self._app = app
@@ -136,8 +135,7 @@ class KeyCheck:
 
 
 def identify(keys: KeyRing, headers: Headers) -> Caller:
-    """By `Authorization: Bearer` or `x-api-key`; if both are sent, one of them has to be known. Raises ApiError 401,
-    whose message does not contain the key."""
+    """By `Authorization: Bearer` or `x-api-key`, one of which has to be known. Raises ApiError 401."""
     presented = [value.strip() for value in headers.getlist("x-api-key")]
     for value in headers.getlist("authorization"):
         scheme, _, credentials = value.partition(" ")

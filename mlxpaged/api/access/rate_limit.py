@@ -9,8 +9,7 @@ SECONDS_PER_MINUTE = 60.0
 
 
 class Bucket:
-    """A token bucket: full at first, refilled evenly, never above `per_minute`. An answer may overdraw it, because its
-    length is not known in advance; the next request then waits longer."""
+    """A token bucket: full at first, refilled evenly. An answer of unknown length may overdraw it."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         """clock: seconds."""
@@ -34,11 +33,7 @@ class Bucket:
 
 
 class Allowance:
-    """What is left of one key's limits. Used on the event loop only.
-
-    A request is accepted if at least one request and one token are left. Tokens are counted as they are computed, so
-    that requests in flight can overdraw the limit.
-    """
+    """What is left of one key's limits: a request needs one request and one token. Used on the event loop only."""
 
     def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float]) -> None:
         """requests, tokens: per minute; None: no limit."""

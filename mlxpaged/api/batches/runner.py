@@ -72,8 +72,7 @@ class BatchRunner:
         self._wake.set()
 
     async def cancel(self, batch: BatchRecord) -> None:
-        """End the batch's running requests at once; finished lines stay readable. A batch that is being finalized is
-        left alone."""
+        """End the batch's running requests at once; finished lines stay readable. No effect while it is finalized."""
         if batch.status in ("validating", "in_progress"):
             batch.status, batch.cancelling_at = "cancelling", now()
             await self._on_disk(lambda: self._store.save_batch(batch))
@@ -187,9 +186,7 @@ class BatchRunner:
         return batch.status == "cancelling" or batch.expired_at is not None
 
     def _has_room(self, count: int) -> bool:
-        """Whether `count` sequences can run without a queue, and leave half of the sequence slots to other requests.
-
-        A request for more sequences runs alone."""
+        """Whether `count` sequences can run at once and leave half of the slots free, or run alone."""
         limit, unfinished = self._engine.config.max_num_seqs, self._engine.num_unfinished
         alone = unfinished == self._in_flight == 0
         return alone or (self._in_flight + count <= limit // 2 and unfinished + count <= limit)

@@ -160,8 +160,7 @@ class Bench:
         return status if written else status or 1
 
     async def _measure(self) -> None:
-        """Raises EngineUnavailableError, EngineBusyError, RequestFailedError or NoRoomError; OSError if the output
-        cannot be printed."""
+        """Raises what the engine raises, NoRoomError, or OSError if the output cannot be printed."""
         self.engine.start()
         await self.engine.wait_loaded()
         info = self.engine.require_ready()

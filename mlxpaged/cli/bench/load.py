@@ -41,8 +41,7 @@ class Pass:
 
 
 def make_prompts(lengths: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Random tokens of the given lengths in turn. The first tokens differ, as far as the vocabulary goes, so that no
-    prompt can reuse another one's KV blocks."""
+    """Random tokens of these lengths, in turn. First tokens differ if possible, so that no prefix is shared."""
     rng = random.Random(seed)
     return [
         [number % vocab_size, *(rng.randrange(vocab_size) for _ in range(length - 1))]

@@ -60,8 +60,7 @@ class Report:
         return [figures for figures in found if figures is not None]
 
     def json(self) -> dict[str, Any]:
-        """Times are seconds, rates are tokens per second. Either `comparison` or `context_sweep` is null. token_cost:
-        the time of a decoded token, as a multiple of the time at a context of BASE_CONTEXT tokens."""
+        """Times are seconds, rates tokens per second. token_cost: a decoded token's time, by that at BASE_CONTEXT."""
         info, config = self.info, self.config
         shown = ("num_layers", "weight_bytes", "context_length")
         pools = {name: getattr(info, name) for name in ("num_blocks", "kv_cache_bytes")}
