@@ -39,11 +39,10 @@ def create_app(
     http: HttpConfig | None = None,
     data_dir: Path | None = None,
 ) -> Starlette:
-    """An ASGI app that starts its engine with its lifespan. config: None for a server without a model. clock: seconds.
+    """An ASGI app; its lifespan starts and stops the engine. config: None for a server without a model. clock: seconds.
     data_dir: keeps files and batches; None for a server without them.
 
-    `app.state.server.engine` is the AsyncEngine. Raises KeyFileError; DataDirInUseError, OSError or ValueError if the
-    directory cannot be used.
+    Raises KeyFileError; DataDirInUseError, OSError or ValueError if the directory cannot be used.
     """
     server = Server(config, clock, http or HttpConfig())
     store = None if data_dir is None else Store(data_dir)

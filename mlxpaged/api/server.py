@@ -144,11 +144,9 @@ def in_daemon_thread(function: Callable[[], Result]) -> Future[Result]:
 
     def run() -> None:
         try:
-            result = function()
+            future.set_result(function())
         except Exception as error:
             future.set_exception(error)
-        else:
-            future.set_result(result)
 
     threading.Thread(target=run, name="mlxpaged-grammar", daemon=True).start()
     return future

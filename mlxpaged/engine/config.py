@@ -56,16 +56,15 @@ class EngineConfig:
         if self.tool_parser not in (None, *tool_parsers()):
             raise ValueError(f"tool_parser must be one of {', '.join(tool_parsers())}, got {self.tool_parser!r}")
         self._check_embedding_model()
-        if self.max_queue < 0:
-            raise ValueError(f"max_queue must not be negative, got {self.max_queue}")
         for name in ("request_timeout", "ttft_timeout"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
                 raise ValueError(f"{name} must be positive, got {limit}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
             raise ValueError(f"kv_cache_bytes must be positive, got {self.kv_cache_bytes}")
-        if self.swap_space_bytes < 0:
-            raise ValueError(f"swap_space_bytes must not be negative, got {self.swap_space_bytes}")
+        for name in ("max_queue", "swap_space_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.swap_dir is not None and not self.swap_space_bytes:
             raise ValueError("swap_dir is the place of a swap space: it needs swap_space_bytes (--swap-space) too")
 
