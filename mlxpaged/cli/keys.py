@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,9 @@ def add_parser(commands: Any) -> None:
     show = verbs.add_parser("list", help="show the names and settings of the keys")
     remove = verbs.add_parser("remove", help="revoke a key")
     remove.add_argument("name", metavar="NAME")
-    for verb, run in ((add, run_add), (show, run_list), (remove, run_remove)):
+    for verb, action in ((add, run_add), (show, run_list), (remove, run_remove)):
         Flags(verb).value("--api-keys", Path, DEFAULT_PATH, "file of the keys")
-        verb.set_defaults(run=reporting(run))
+        verb.set_defaults(run=run, action=action)
 
 
 def key_name(text: str) -> str:
@@ -47,18 +46,14 @@ def key_name(text: str) -> str:
     return text
 
 
-def reporting(run: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
+def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 1 with a message if the file cannot be used or has no such key, else 0."""
-
-    def run_and_report(args: argparse.Namespace) -> int:
-        try:
-            run(args)
-        except (KeyFileError, OSError) as error:
-            print(f"mlxpaged: {error}", file=sys.stderr)
-            return 1
-        return 0
-
-    return run_and_report
+    try:
+        args.action(args)
+    except (KeyFileError, OSError) as error:
+        print(f"mlxpaged: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def run_add(args: argparse.Namespace) -> None:

@@ -27,7 +27,6 @@ class KeyRing:
         self._checked_at = clock()
         self._seen: tuple[int, int, int] | None = None
         self._keys: list[tuple[KeyEntry, Caller]] = []
-        self._allowances: dict[str, Allowance] = {}
         self._load()
 
     def find(self, presented: str) -> Caller | None:
@@ -61,8 +60,8 @@ class KeyRing:
         self._seen = signature(state)
         if state.st_mode & OTHERS_MAY_READ:
             logger.warning("%s can be read by other users: chmod 600 it", self._path)
-        self._allowances = {entry.name: self._allowance(entry) for entry in content.keys}
-        self._keys = [(entry, self._caller(entry)) for entry in content.keys]
+        before = {caller.name: caller.allowance for _, caller in self._keys}
+        self._keys = [(entry, self._caller(entry, before.get(entry.name))) for entry in content.keys]
         logger.info("%d API keys from %s", len(self._keys), self._path)
 
     def named(self, name: str) -> Caller | None:
@@ -70,21 +69,13 @@ class KeyRing:
         self._follow_the_file()
         return next((caller for _, caller in self._keys if caller.name == name), None)
 
-    def _allowance(self, entry: KeyEntry) -> Allowance:
-        """The allowance of before, unless the limits have changed."""
-        new = Allowance(entry.requests_per_minute, entry.tokens_per_minute, self._clock)
-        before = self._allowances.get(entry.name)
-        return before if before is not None and before.limits == new.limits else new
-
-    def _caller(self, entry: KeyEntry) -> Caller:
-        highest = entry.max_priority or entry.tier
-        return Caller(
-            entry.name,
-            default=Priority[entry.tier.upper()],
-            highest=Priority[highest.upper()],
-            admin=entry.admin,
-            allowance=self._allowances[entry.name],
-        )
+    def _caller(self, entry: KeyEntry, before: Allowance | None) -> Caller:
+        """before: the key's allowance so far, which stays in use unless its limits have changed."""
+        allowance = Allowance(entry.requests_per_minute, entry.tokens_per_minute, self._clock)
+        if before is not None and before.limits == allowance.limits:
+            allowance = before
+        default, highest = (Priority[tier.upper()] for tier in (entry.tier, entry.max_priority or entry.tier))
+        return Caller(entry.name, default, highest, entry.admin, allowance)
 
 
 def signature(state: os.stat_result) -> tuple[int, int, int]:

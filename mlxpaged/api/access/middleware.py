@@ -21,7 +21,6 @@ MAX_HEADER_BYTES = 64 * 1024
 """Limits all names, all values and the path together; h11 has the same limit for heads that come in pieces."""
 
 HOST = re.compile(r"(?:\[(?P<ip>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?\Z")
-LOOPBACK = "localhost"
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,7 +41,7 @@ class Origins:
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
         """hosts: names beside localhost. origins: for example http://localhost:3000, or *."""
         self._app = app
-        self._hosts = {LOOPBACK, *(host.lower() for host in hosts)}
+        self._hosts = {"localhost", *(host.lower() for host in hosts)}
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -143,7 +144,7 @@ async def tokens_of(server: Server, model: EmbeddingModel, inputs: list[str] | l
         for index, each in enumerate(part, len(found)):
             if isinstance(each, str):
                 check_length(model, index, model.tokenizer.least_tokens(len(each)), "at least ")
-        found += await server.tokenize(lambda part=part: [encode(model, each) for each in part])  # type: ignore[misc]
+        found += await server.tokenize(partial(encode, model, part))
     return found
 
 
@@ -158,8 +159,8 @@ def slices(inputs: Sequence[str | list[int]]) -> Iterator[Sequence[str | list[in
     yield inputs[start:]
 
 
-def encode(model: EmbeddingModel, given: str | list[int]) -> list[int]:
-    return given if isinstance(given, list) else model.tokenizer.encode(model.spec.prompt + given)
+def encode(model: EmbeddingModel, inputs: Sequence[str | list[int]]) -> list[list[int]]:
+    return [each if isinstance(each, list) else model.tokenizer.encode(model.spec.prompt + each) for each in inputs]
 
 
 def check_tokens(model: EmbeddingModel, inputs: Sequence[Sequence[int]]) -> None:
