@@ -1,4 +1,4 @@
-"""Three prompts in one batch, without a server: the engine's own interface, and what it can tell about itself.
+"""Three prompts in one batch, without a server: the engine's own interface and its statistics.
 
 python examples/three.py [MODEL]
 """
@@ -14,6 +14,11 @@ from mlxpaged.models import DEMO_MODEL, load_model
 QUESTIONS = ("Repeat: blue river stone", "What is 17 + 25?", "Reverse: a b c")
 
 
+def blocks(core: EngineCore) -> str:
+    usage = core.stats().scheduler.blocks
+    return f"blocks: {usage.used} used, {usage.cached} cached, {usage.free} free"
+
+
 def main(model: str) -> None:
     config = EngineConfig(model=model, kv_cache_bytes=64_000_000)
     served = load_model(config.model)
@@ -22,17 +27,19 @@ def main(model: str) -> None:
     for question in QUESTIONS:
         prompt = served.tokenizer.apply_chat_template([{"role": "user", "content": question}])
         core.add(Request(question, prompt, SamplingParams(temperature=0.0, max_tokens=32), time.monotonic()))
-    widest = 0
+    most_running = 0
     while core.has_work():
         for output in core.step():
             texts[output.request_id] += output.text
-        widest = max(widest, core.stats().scheduler.running)
+        stats = core.stats()
+        most_running = max(most_running, stats.scheduler.running)
+        print(f"step {stats.steps_total}: {stats.scheduler.running} running, {blocks(core)}")
+    print()
     for question, text in texts.items():
         print(f"{question} -> {text}")
     stats = core.stats()
-    print(f"\n{stats.steps_total} steps, up to {widest} sequences at once, {stats.generated_tokens_total} tokens")
-    blocks = stats.scheduler.blocks
-    print(f"blocks: {blocks.used} used, {blocks.cached} cached, {blocks.free} free")
+    print(f"\n{stats.steps_total} steps, up to {most_running} sequences at once, {stats.generated_tokens_total} tokens")
+    print(blocks(core))
     print(f"scheduler: {stats.scheduler}")
     core.close()
 

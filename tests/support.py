@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,6 +127,12 @@ class RunningServer:
         """The engine's inside. Only the engine thread may change it."""
         core: EngineCore = self.app.state.core
         return core
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine on the server's event loop."""
+        loop = self.engine.loop
+        assert loop is not None
+        return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
     def client(self, **options: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)

@@ -1,4 +1,4 @@
-"""HTTP only: requests, text, errors, events. Never tensors."""
+"""The HTTP side: requests, text, errors, events. It never touches tensors."""
 
 from mlxpaged.api.access.key_file import KeyFileError
 from mlxpaged.api.app import create_app

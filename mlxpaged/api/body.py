@@ -1,4 +1,4 @@
-"""Reading a request: its body, bounded, JSON, and of the right shape, and the parameters of its URL."""
+"""Reads requests: a JSON body of limited size, checked by a model, and the parameters of the URL."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST, ApiError, from_validation
 from mlxpaged.api.server import server_of
 
 MAX_DISCARDED_BYTES = 512 * 1024 * 1024
-"""Of a body that is too large, so much is read and thrown away: a client that is still sending when the connection
-closes sees a broken pipe instead of the answer."""
+"""This much of a too large body is read: otherwise a client that still sends sees a broken pipe and no answer."""
 
 BODY_SECONDS = 30.0
-"""For a body to arrive, and a second more for each MIN_BYTES_PER_SECOND that did: no connection is held for ever by a
-client that sends a byte now and then."""
+"""Plus a second for each MIN_BYTES_PER_SECOND received, so that a slow client cannot hold a connection for ever."""
 MIN_BYTES_PER_SECOND = 64 * 1024
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_json(request: Request, model: type[Model]) -> Model:
-    """Raises ApiError 413 for a body over the server's limit, which is not kept, and 400 for one that does not fit
-    `model`."""
+    """Raises ApiError 413 for a body over the server's limit, and 400 for one that does not fit `model`."""
     body = bytearray()
     async for piece in pieces(request, server_of(request).http.max_body_bytes):
         body += piece
@@ -40,10 +37,10 @@ async def read_json(request: Request, model: type[Model]) -> Model:
 
 
 class NoCollection(contextlib.ContextDecorator):
-    """Nobody's garbage is collected meanwhile: the collector would go through what may be millions of new objects again
-    and again as they become more, in all for longer than making them takes, and nothing else runs while it does.
+    """Turns the garbage collector off: it would traverse millions of new objects again and again, for longer than it
+    takes to make them, while no other thread runs.
 
-    Entered by several threads at once; the last one out gives the collector back as the first one found it.
+    Several threads can be inside; the last one restores the collector's state.
     """
 
     def __init__(self) -> None:
@@ -72,8 +69,8 @@ no_collection = NoCollection()
 def parse(body: bytes | bytearray, model: type[Model]) -> Model:
     """Raises ApiError 400.
 
-    In two steps: `model_validate_json` makes objects of whatever it complains of or hands to Python once more, and all
-    that in one go, while the time that Python takes for the second step is everybody's, 5 ms at a time.
+    In two steps: `model_validate_json` would hold the interpreter lock for all of it, while other threads get to run
+    during the second step, every 5 ms.
     """
     try:
         value = from_json(body)
@@ -92,17 +89,16 @@ def validate(value: Any, model: type[Model]) -> Model:
 
 
 def read_query(request: Request, model: type[Model]) -> Model:
-    """The parameters of the URL. Raises ApiError 400 where they do not fit `model`."""
+    """The parameters of the URL. Raises ApiError 400 if they do not fit `model`."""
     return validate(dict(request.query_params), model)
 
 
 async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    """A body of at most `limit` bytes, as it comes. Raises ApiError 413 for a longer one, and 408 for one that comes
-    too slowly."""
+    """The pieces of a body of at most `limit` bytes. Raises ApiError 413 for a longer one, and 408 for a slow one."""
     expects_continue = request.headers.get("expect", "").lower() == "100-continue"
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit and expects_continue:
-        raise too_large(limit)  # the client waits to hear whether it should send the body at all
+        raise too_large(limit)  # the client waits before it sends the body
     received = 0
     started = time.monotonic()
     stream = request.stream()
@@ -120,7 +116,7 @@ async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
                 yield piece
             elif received > limit + MAX_DISCARDED_BYTES:
                 raise too_large(limit)
-    except asyncio.CancelledError:  # the server's end came before that of the body
+    except asyncio.CancelledError:  # the server shut down before the end of the body
         raise ApiError(503, "the server is shutting down", "server_error", code="draining") from None
     except ClientDisconnect:
         raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before the end of its request") from None

@@ -1,4 +1,4 @@
-"""What the HTTP side is started with, apart from the engine."""
+"""The configuration of the HTTP side."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """api_keys: the file of keys, None where nobody needs one. allowed_hosts, cors_origins: names of this server, and
-    pages that may use it, see `access.guards.Origins`. max_connections: requests answered at once."""
-
-    api_keys: Path | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
+    api_keys: Path | None = None  # file of API keys; None: requests need no key
+    allowed_hosts: tuple[str, ...] = ()  # names of this server, beside localhost and addresses; see `Origins`
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may use the server, for example http://localhost:3000
     max_body_bytes: int = 16 * 1024 * 1024  # over four million tokens of English: no model's context is longer
-    max_connections: int = 1024
+    max_connections: int = 1024  # requests that are answered at once, streams included

@@ -1,4 +1,4 @@
-"""Errors, and the format that each path has for them, OpenAI's or Anthropic's."""
+"""Errors, and their format: OpenAI's or Anthropic's, depending on the path."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = "1"
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for an answer that nobody waits for."""
+"""nginx's status for a request whose client has left."""
 NO_RETRY = {"x-should-retry": "false"}
-"""OpenAI's clients send a request again after a 408, unless they are told not to: it would take as long once more."""
+"""Without it, OpenAI's clients send a request again after a 408, which would take as long once more."""
 
 MAX_MESSAGE, MAX_PARAM = 500, 100
 
@@ -42,11 +42,11 @@ JSON_WORDS = {
     "dict_type": "must be an object",
     "list_type": "must be an array",
 }
-"""For pydantic's complaints in which it speaks of Python's types."""
+"""Messages instead of those of pydantic that name Python's types."""
 
 
 class ApiError(Exception):
-    """An answer other than 200, to be shown to the client as it is."""
+    """An error that is shown to the client as it is."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ def model_not_found(model: str, served: Sequence[str]) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The most specific of pydantic's complaints, with the field's path as `param`."""
+    """The most specific of pydantic's errors, with the field's path as `param`."""
     worst = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
     path = [str(part) for part in worst["loc"] if not _is_union_branch(part)]
     param = ".".join(path) or None
@@ -108,30 +108,36 @@ def _is_union_branch(part: int | str) -> bool:
     return isinstance(part, str) and (part in ("str", "constrained-str") or part.endswith("]"))
 
 
+RETRY = {"Retry-After": RETRY_AFTER_SECONDS}
+
+ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]] = {
+    QueueFullError: (503, "server_error", "queue_full", RETRY),
+    EngineBusyError: (503, "server_error", "engine_busy", RETRY),
+    DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
+    RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),
+    RequestFailedError: (500, "server_error", "generation_failed", None),
+}
+"""Status, type, code and headers of the answer."""
+
+HANDLED = (ApiError, ChatTemplateError, DuplicateRequestError, EngineUnavailableError, *ENGINE_ERRORS)
+
+
 def from_engine(error: Exception) -> ApiError:
-    """What the engine, the tokenizer and the scheduler raise, as an answer."""
-    retry = {"Retry-After": RETRY_AFTER_SECONDS}
+    """The answer to an error of the engine, the tokenizer or the scheduler."""
     match error:
         case ApiError():
             return error
         case ChatTemplateError():
             return ApiError(400, f"messages: {error}", param="messages")
-        case QueueFullError():
-            return ApiError(503, str(error), "server_error", code="queue_full", headers=retry)
+        case DuplicateRequestError():
+            return ApiError(409, str(error), param=HEADER, code="request_id_in_use")
         case EngineUnavailableError(state=EngineState.DEAD):
             return ApiError(503, str(error), "server_error", code="engine_dead")
         case EngineUnavailableError():
-            return ApiError(503, str(error), "server_error", code=error.state.value, headers=retry)
-        case EngineBusyError():
-            return ApiError(503, str(error), "server_error", code="engine_busy", headers=retry)
-        case DuplicateRequestError():
-            return ApiError(409, str(error), param=HEADER, code="request_id_in_use")
-        case DeadlineExceededError():
-            return ApiError(408, str(error), "timeout_error", code="deadline_exceeded", headers=NO_RETRY)
-        case RequestCancelledError():
-            return ApiError(CLIENT_CLOSED_REQUEST, str(error), "request_cancelled", code="request_cancelled")
-        case RequestFailedError():
-            return ApiError(500, str(error), "server_error", code="generation_failed")
+            return ApiError(503, str(error), "server_error", code=error.state.value, headers=RETRY)
+    if type(error) in ENGINE_ERRORS:
+        status, kind, code, headers = ENGINE_ERRORS[type(error)]
+        return ApiError(status, str(error), kind, code=code, headers=headers)
     logger.exception("unexpected error while answering a request", exc_info=error)
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 
@@ -141,8 +147,7 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
 
 
 class UnexpectedErrors:
-    """Middleware that answers what nobody foresaw. Starlette's own place for that is outside of all middleware, where
-    the headers are missing without which a page cannot read the answer."""
+    """Middleware that answers unexpected errors, inside CORS: without its headers a page cannot read the answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -159,7 +164,7 @@ class UnexpectedErrors:
             await self._app(scope, receive, watched)
         except Exception as error:
             if started or scope["type"] != "http":
-                raise  # nothing can be said any more: the connection is closed
+                raise  # too late for an answer: the connection is closed
             await render(from_engine(error), scope["path"], scope["state"]["request_id"])(scope, receive, send)
 
 
@@ -172,16 +177,3 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers) if error.headers else None
     answer = ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers)
     return answer_to(request, answer)
-
-
-HANDLED: tuple[type[Exception], ...] = (
-    ApiError,
-    ChatTemplateError,
-    QueueFullError,
-    EngineUnavailableError,
-    EngineBusyError,
-    DuplicateRequestError,
-    DeadlineExceededError,
-    RequestCancelledError,
-    RequestFailedError,
-)

@@ -1,4 +1,4 @@
-"""GET /health and GET /metrics: whether the engine can serve, and what it does."""
+"""GET /health and GET /metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxpaged.engine import EngineState
 
 
 async def health(request: Request) -> Response:
-    """200 while requests are taken; 503 with the reason while the model loads, while draining, and once dead."""
+    """200 if the server takes requests; 503 with the reason while it loads or drains, and if the engine is dead."""
     engine = server_of(request).engine
     if engine is None:
         return JSONResponse({"status": "ok", "model": None})

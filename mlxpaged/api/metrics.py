@@ -1,4 +1,4 @@
-"""Prometheus metrics: the engine's counts, and how long requests took."""
+"""Prometheus metrics: the engine's counters, and the latencies of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTER_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08,
 
 
 class EngineCollector(Collector):
-    """Reads the engine's latest snapshot when it is scraped; the step loop keeps no metrics."""
+    """Reads the engine's latest snapshot at each scrape, so that the step loop does no work for metrics."""
 
     def __init__(self, snapshot: Callable[[], EngineStats | None]) -> None:
         self._snapshot = snapshot
@@ -30,15 +30,14 @@ class EngineCollector(Collector):
         scheduler = stats.scheduler
         yield GaugeMetricFamily("mlxpaged_requests_running", "Sequences in the running batch", scheduler.running)
         yield GaugeMetricFamily("mlxpaged_requests_waiting", "Sequences that wait to run", scheduler.waiting)
-        blocks = GaugeMetricFamily("mlxpaged_kv_blocks", "KV blocks by state", labels=["state"])
-        blocks.add_metric(["used"], scheduler.blocks.used)
-        blocks.add_metric(["cached"], scheduler.blocks.cached)
-        blocks.add_metric(["free"], scheduler.blocks.free)
-        yield blocks
-        swap = GaugeMetricFamily("mlxpaged_swap_blocks", "Blocks of the swap space by state", labels=["state"])
-        swap.add_metric(["used"], scheduler.swap.used)
-        swap.add_metric(["free"], scheduler.swap.free)
-        yield swap
+        for name, text, usage, states in (
+            ("kv_blocks", "KV blocks by state", scheduler.blocks, ("used", "cached", "free")),
+            ("swap_blocks", "Blocks of the swap space by state", scheduler.swap, ("used", "free")),
+        ):
+            gauge = GaugeMetricFamily(f"mlxpaged_{name}", text, labels=["state"])
+            for state in states:
+                gauge.add_metric([state], getattr(usage, state))
+            yield gauge
         inputs = stats.embeddings.waiting
         yield GaugeMetricFamily("mlxpaged_embedding_inputs_waiting", "Inputs whose embeddings are not done", inputs)
         for name, text, value in (
@@ -48,10 +47,10 @@ class EngineCollector(Collector):
             ("prefix_hit_tokens", "Prompt tokens taken from the prefix cache", scheduler.prefix_hit_tokens_total),
             ("prompt_tokens", "Prompt tokens of admitted requests", scheduler.prompt_tokens_total),
             ("generated_tokens", "Tokens generated", stats.generated_tokens_total),
-            ("preemptions", "Sequences preempted for want of blocks", scheduler.preemptions_total),
+            ("preemptions", "Sequences preempted because blocks ran out", scheduler.preemptions_total),
             (
                 "starvation_admissions",
-                "Sequences admitted at the starvation bound",
+                "Admissions at the starvation bound",
                 scheduler.starvation_admissions_total,
             ),
             ("kv_blocks_copied", "KV blocks copied before a write", scheduler.blocks_copied_total),
@@ -82,7 +81,7 @@ class Metrics:
         self._finished = Counter(
             "mlxpaged_requests_finished", "Requests by finish reason", ["reason"], registry=self.registry
         )
-        for reason in FinishReason:  # a counter that is not there yet cannot be told from one that is misspelt
+        for reason in FinishReason:  # so that counters of 0 are shown, too
             self._finished.labels(reason.value)
         self._last_token_at: dict[str, float] = {}
 

@@ -1,4 +1,4 @@
-"""The requests for text that are being answered, by their ids, so that they can be cancelled."""
+"""The requests in flight by id, so that they can be cancelled and counted."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ from mlxpaged.engine import DuplicateRequestError
 
 @dataclass
 class OpenRequest:
-    """request_id: that of the response. names: one for every sequence that the engine runs for it. caller: whose it
-    is. submitted: whether the engine has them, which comes after the prompt is tokenized; where it is cancelled before,
-    it never does."""
-
     request_id: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # engine ids of its sequences
     caller: Caller | None
-    submitted: bool = False
-    cancelled: bool = False
+    submitted: bool = False  # to the engine, after its prompt is tokenized
+    cancelled: bool = False  # if it is not submitted yet, it never will be
 
     def count(self, tokens: int) -> None:
-        """Against the limit of its key."""
+        """Count tokens against the limit of the request's key."""
         if self.caller is not None:
             self.caller.allowance.take("tokens", tokens)
 
     def is_open_to(self, caller: Caller | None) -> bool:
-        """Whether that caller may end it: its own, by the key's name, and an admin everybody's."""
-        return caller is None or caller.admin or (self.caller is not None and self.caller.name == caller.name)
+        """Whether this caller may end it."""
+        return caller is None or caller.may_use(self.caller.name if self.caller is not None else None)
 
 
 class OpenRequests:
@@ -38,7 +34,7 @@ class OpenRequests:
     def open(self, request_id: str, count: int, caller: Caller | None) -> OpenRequest:
         """A request for `count` sequences: `request_id` itself for one, else request_id-0, request_id-1 and so on.
 
-        Raises DuplicateRequestError where one of these names is another request's.
+        Raises DuplicateRequestError if another request has one of these names.
         """
         names = (request_id,) if count == 1 else tuple(f"{request_id}-{index}" for index in range(count))
         request = OpenRequest(request_id, names, caller)
@@ -49,17 +45,17 @@ class OpenRequests:
         return request
 
     def close(self, request: OpenRequest) -> None:
-        """Closing twice is no error."""
+        """Closing a request twice is harmless."""
         for name in (request.request_id, *request.names):
             if self._by_name.get(name) is request:
                 del self._by_name[name]
 
     def get(self, name: str) -> OpenRequest | None:
-        """By its id, or by the name of one of its sequences."""
+        """The request with this id, or with a sequence of this name."""
         return self._by_name.get(name)
 
     def count(self, name: str, tokens: int) -> None:
-        """Tokens that the sequence of this name has generated."""
+        """Count tokens that the sequence of this name has generated."""
         request = self._by_name.get(name)
         if request is not None:
             request.count(tokens)

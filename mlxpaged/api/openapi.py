@@ -1,13 +1,9 @@
-"""GET /openapi.json: the routes of the app, described by the pydantic models that check their bodies.
-
-A route that is not described in OPERATIONS is an error here, so that none can be forgotten.
-"""
+"""GET /openapi.json: the endpoints, described by the pydantic models that check their bodies."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -15,31 +11,30 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from mlxpaged import __version__
-from mlxpaged.api.access.guards import OPEN_PATH
-from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
-from mlxpaged.api.batches.records import BatchRecord, FileRecord
-from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
-from mlxpaged.api.openai.embeddings import EmbeddingsRequest, EmbeddingsResponse
-from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
-from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
+from mlxpaged.api.anthropic.errors import speaks_anthropic
+from mlxpaged.api.endpoint import JSON, Access, Endpoint
 from mlxpaged.api.openai.terms import TIMELINE_HEADER
 from mlxpaged.api.request_id import HEADER, VALID
-from mlxpaged.api.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
-JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-FORM, BYTES = "multipart/form-data", "application/octet-stream"
+EVENTS = "text/event-stream"
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""A server with --api-keys needs one of them."""
+
+ID = {"type": "string", "pattern": VALID.pattern.replace(r"\Z", "$")}
+ANY_ID = {"type": "string", "description": "The answer has this id, or a new one if this one is not valid"}
+RETRY_AFTER = {"Retry-After": {"description": "Seconds", "schema": {"type": "string"}}}
 
 
 class ErrorDetail(BaseModel):
-    """param: the field at fault. code: which error it is, for programs."""
-
     message: str
     type: str
-    param: str | None
-    code: str | None
+    param: str | None  # the field at fault
+    code: str | None  # tells errors apart, for programs
 
 
 class ErrorResponse(BaseModel):
@@ -57,108 +52,22 @@ class AnthropicErrorResponse(BaseModel):
     request_id: str
 
 
-class JsonObject(BaseModel):
-    """An answer whose fields are those of the API that it follows."""
-
-    model_config = {"extra": "allow"}
-
-
-@dataclass(frozen=True)
-class Operation:
-    """body, answer: models of the request's body and of a 200's. media: what a 200 can be. query: parameters of the
-    URL, as the fields of a model. headers: of the request, beside its id. has_name: whether it can be cancelled by its
-    id, which then has to be of the right form. error: what errors look like. unavailable: the answer of a 503 that is
-    none of these."""
-
-    summary: str
-    body: type[BaseModel] | None = None
-    body_media: str = JSON
-    answer: type[BaseModel] = JsonObject
-    media: tuple[str, ...] = (JSON,)
-    query: type[BaseModel] | None = None
-    headers: tuple[str, ...] = ()
-    has_name: bool = False
-    error: type[BaseModel] = ErrorResponse
-    unavailable: type[BaseModel] | None = None
-
-    @property
-    def models(self) -> Iterator[type[BaseModel]]:
-        found = (self.body, self.answer, self.query, self.error, self.unavailable)
-        yield from (model for model in found if model is not None)
-
-
-def generates(summary: str, body: type[BaseModel], error: type[BaseModel] = ErrorResponse) -> Operation:
-    return Operation(summary, body, media=(JSON, EVENTS), headers=(TIMELINE_HEADER,), has_name=True, error=error)
-
-
-OPERATIONS: dict[tuple[str, str], Operation] = {
-    ("POST", "/v1/chat/completions"): generates("Answer a conversation", ChatRequest),
-    ("POST", "/v1/completions"): generates("Continue one or more prompts", CompletionRequest),
-    ("POST", "/v1/embeddings"): Operation(
-        "The embeddings of texts or tokens", EmbeddingsRequest, answer=EmbeddingsResponse, has_name=True
-    ),
-    ("POST", "/v1/responses"): generates("Answer, and remember the conversation", ResponseRequest),
-    ("POST", "/v1/responses/input_tokens"): Operation("The number of tokens of a conversation", InputTokensRequest),
-    ("GET", "/v1/responses/{response_id}"): Operation("A stored response"),
-    ("DELETE", "/v1/responses/{response_id}"): Operation("Forget a response"),
-    ("GET", "/v1/responses/{response_id}/input_items"): Operation("What a response answered", query=ItemList),
-    ("POST", "/v1/responses/{response_id}/cancel"): Operation("Refused with a 400: none is made in the background"),
-    ("POST", "/v1/messages"): generates(
-        "Answer a conversation, as Anthropic's API does", MessagesRequest, AnthropicErrorResponse
-    ),
-    ("POST", "/v1/messages/count_tokens"): Operation(
-        "The number of tokens of a conversation", CountTokensRequest, error=AnthropicErrorResponse
-    ),
-    ("GET", "/v1/models"): Operation("The models that are served"),
-    ("GET", "/v1/models/{model}"): Operation("One model"),
-    ("POST", "/tokenize"): Operation(
-        "The tokens of a prompt or a conversation", TokenizeRequest, answer=TokenizeResponse
-    ),
-    ("POST", "/detokenize"): Operation("The text of tokens", DetokenizeRequest, answer=DetokenizeResponse),
-    ("DELETE", "/v1/requests/{request_id}"): Operation("End one request that is being answered"),
-    ("DELETE", "/v1/requests"): Operation("End every request that is being answered"),
-    ("POST", "/v1/files"): Operation("Upload a file", FileUpload, body_media=FORM, answer=FileRecord),
-    ("GET", "/v1/files"): Operation("Files, the newest first", query=FileList),
-    ("GET", "/v1/files/{file_id}"): Operation("One file", answer=FileRecord),
-    ("DELETE", "/v1/files/{file_id}"): Operation("Delete a file"),
-    ("GET", "/v1/files/{file_id}/content"): Operation("What is in a file", media=(BYTES,)),
-    ("POST", "/v1/batches"): Operation("Run the requests of a file", BatchCreate, answer=BatchRecord),
-    ("GET", "/v1/batches"): Operation("Batches, the newest first", query=BatchList),
-    ("GET", "/v1/batches/{batch_id}"): Operation("One batch", answer=BatchRecord),
-    ("POST", "/v1/batches/{batch_id}/cancel"): Operation("Cancel a batch", answer=BatchRecord),
-    ("GET", "/v1/status"): Operation("Requests and memory in the engine"),
-    ("POST", "/v1/cache/clear"): Operation("Empty the prefix cache"),
-    ("GET", "/health"): Operation("Whether requests are taken", unavailable=JsonObject),
-    ("GET", "/metrics"): Operation("Prometheus metrics", media=(TEXT,)),
-    ("GET", "/openapi.json"): Operation("This document"),
-}
-
-
-SECURITY_SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-}
-"""Of a server with --api-keys: one of them is enough."""
-
-NAME = {"type": "string", "pattern": VALID.pattern.replace(r"\Z", "$")}
-ANY_NAME = {"type": "string", "description": "Comes back, or a new one where it is not of the form of an id"}
-RETRY_AFTER = {"Retry-After": {"description": "Seconds", "schema": {"type": "string"}}}
-
-
 async def openapi(request: Request) -> Response:
-    return JSONResponse(document(request.app.routes, request.app.state.server.keys is not None))
+    return JSONResponse(document(request.app.state.endpoints, request.app.state.server.keys is not None))
 
 
-def document(routes: Iterable[BaseRoute], needs_key: bool) -> dict[str, Any]:
-    """OpenAPI 3.1. Raises KeyError for a route that OPERATIONS does not describe."""
-    models = {model for operation in OPERATIONS.values() for model in operation.models}
-    ordered = sorted(models, key=lambda model: model.__name__)
+def document(endpoints: Iterable[Endpoint], needs_key: bool) -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    ordered = sorted(endpoints, key=public_path)
+    used = {model for endpoint in ordered for model in (endpoint.body, endpoint.query, endpoint.answer)}
+    models = [model for model in (*used, ErrorResponse, AnthropicErrorResponse) if model is not None]
     _, schemas = models_json_schema(
-        [(model, "validation") for model in ordered], ref_template="#/components/schemas/{model}"
+        [(model, "validation") for model in sorted(models, key=lambda model: model.__name__)],
+        ref_template="#/components/schemas/{model}",
     )
     paths: dict[str, dict[str, Any]] = {}
-    for method, path in sorted(served(routes), key=lambda each: each[1]):
-        paths.setdefault(path, {})[method.lower()] = described(method, path, schemas["$defs"])
+    for endpoint in ordered:
+        paths.setdefault(public_path(endpoint), {})[endpoint.method.lower()] = operation(endpoint, schemas["$defs"])
     return {
         "openapi": "3.1.0",
         "info": {"title": "mlxpaged", "version": __version__},
@@ -168,68 +77,54 @@ def document(routes: Iterable[BaseRoute], needs_key: bool) -> dict[str, Any]:
     }
 
 
-def served(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
-    """(method, path) of every route, its path without Starlette's converters. HEAD comes with every GET."""
-    for route in routes:
-        assert isinstance(route, Route), route
-        for method in (route.methods or set()) - {"HEAD"}:
-            yield method, re.sub(r"{(\w+):\w+}", r"{\1}", route.path)
+def public_path(endpoint: Endpoint) -> str:
+    """The path without Starlette's converters."""
+    return re.sub(r"{(\w+):\w+}", r"{\1}", endpoint.path)
 
 
-def described(method: str, path: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    operation = OPERATIONS[method, path]
-    content = {media: content_of(media, operation.answer) for media in operation.media}
+def operation(endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
+    error = AnthropicErrorResponse if speaks_anthropic(endpoint.path) else ErrorResponse
+    is_open = endpoint.access is Access.OPEN
+    answer = ref(endpoint.answer) if endpoint.answer_type == JSON else {"type": "string"}
+    # A schema of events would describe the data of each, and the last one of OpenAI's, [DONE], is not JSON.
+    events: dict[str, Any] = {EVENTS: {}} if endpoint.streams else {}
     responses: dict[str, Any] = {
-        "200": {"description": "OK", "content": content},
-        **{str(status.value): answer_of(status.phrase, operation.error) for status in errors(method, path, operation)},
-        "503": answer_of(HTTPStatus.SERVICE_UNAVAILABLE.phrase, operation.unavailable or operation.error),
-        "default": answer_of("An error", operation.error),
+        "200": {"description": "OK", "content": {endpoint.answer_type: {"schema": answer}} | events},
+        **{str(status.value): answer_of(status.phrase, error) for status in errors(endpoint)},
+        "503": answer_of(HTTPStatus.SERVICE_UNAVAILABLE.phrase, endpoint.answer if is_open else error),
+        "default": answer_of("An error", error),
     }
     if "429" in responses:
         responses["429"]["headers"] = RETRY_AFTER
-    description: dict[str, Any] = {"summary": operation.summary, "responses": responses}
-    if path == OPEN_PATH:
-        description["security"] = []
+    query = schemas[endpoint.query.__name__]["properties"] if endpoint.query is not None else {}
     parameters = [
-        *(parameter(name, "path", {"type": "string"}, required=True) for name in re.findall(r"{(\w+)}", path)),
-        *query_parameters(operation, schemas),
-        parameter(HEADER, "header", NAME if operation.has_name else ANY_NAME),
-        *(parameter(name, "header", {"type": "string", "enum": ["0", "1"]}) for name in operation.headers),
+        *(parameter(name, "path", {"type": "string"}) for name in re.findall(r"{(\w+)", endpoint.path)),
+        *(parameter(name, "query", schema) for name, schema in query.items()),
+        parameter(HEADER, "header", ID if endpoint.cancellable else ANY_ID),
+        *([parameter(TIMELINE_HEADER, "header", {"type": "string", "enum": ["0", "1"]})] if endpoint.streams else []),
     ]
-    description["parameters"] = parameters
-    if operation.body is not None:
-        content = {operation.body_media: {"schema": ref(operation.body)}}
-        description["requestBody"] = {"required": True, "content": content}
-    return description
+    described: dict[str, Any] = {"summary": endpoint.summary, "responses": responses, "parameters": parameters}
+    if is_open:
+        described["security"] = []
+    if endpoint.body is not None:
+        described["requestBody"] = {"required": True, "content": {endpoint.body_type: {"schema": ref(endpoint.body)}}}
+    return described
 
 
-def errors(method: str, path: str, operation: Operation) -> list[HTTPStatus]:
-    """Those that a client has to expect, beside what its input or the engine is to blame for."""
+def errors(endpoint: Endpoint) -> list[HTTPStatus]:
+    """Those that a client has to expect, apart from errors in its input and in the engine."""
     found = [HTTPStatus.FORBIDDEN]
-    if path != OPEN_PATH:
+    if endpoint.access is not Access.OPEN:
         found.append(HTTPStatus.UNAUTHORIZED)
-    if operation.body is not None:
+    if endpoint.body is not None:
         found += [HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE]
-    if method == "POST":
+    if endpoint.method == "POST":
         found.append(HTTPStatus.TOO_MANY_REQUESTS)
     return sorted(found)
 
 
-def query_parameters(operation: Operation, schemas: dict[str, Any]) -> list[dict[str, Any]]:
-    if operation.query is None:
-        return []
-    return [
-        parameter(name, "query", schema) for name, schema in schemas[operation.query.__name__]["properties"].items()
-    ]
-
-
-def parameter(name: str, where: str, schema: dict[str, Any], required: bool = False) -> dict[str, Any]:
-    return {"name": name, "in": where, "required": required, "schema": schema}
-
-
-def content_of(media: str, answer: type[BaseModel]) -> dict[str, Any]:
-    """A schema of events would be one of the data of each, which here ends with a [DONE] that is no JSON."""
-    return {JSON: {"schema": ref(answer)}, EVENTS: {}}.get(media, {"schema": {"type": "string"}})
+def parameter(name: str, place: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "schema": schema}
 
 
 def answer_of(description: str, model: type[BaseModel]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A page of a list, in OpenAI's shape."""
+"""A page of a list, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlxpaged.api.errors import bad_parameter
 
 
 def page(items: Sequence[dict[str, Any]], after: str | None, limit: int) -> Response:
-    """At most `limit` of the items, those behind the one with the id `after`. Raises ApiError where there is none."""
+    """At most `limit` of the items, after the one with the id `after`. Raises ApiError if there is no such item."""
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise bad_parameter("after", f"nothing in this list has the id {after!r}")

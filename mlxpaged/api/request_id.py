@@ -1,4 +1,4 @@
-"""The id of a request, which every response names in its header X-Request-Id, and every line in the log."""
+"""The id of a request, which is in the header X-Request-Id of its response, and in its lines of the log."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
 VALID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
-"""Not "." nor "..": clients take those out of the URL that would name the request."""
+"""Not "." or "..": clients remove them from the URL that would name the request."""
 
 _state: ContextVar[dict[str, Any] | None] = ContextVar("request_state", default=None)
-"""Of the request that this task answers; its id may still change."""
+"""State of the request that this task answers; its id may still change."""
 
 
 def current() -> str | None:
-    """The id of the request that is being answered here."""
+    """The id of the request that the current task answers."""
     state = _state.get()
     return None if state is None else state["request_id"]
 
 
 class RequestIds:
-    """Middleware: puts the header on every response, and a line in the log for debugging, which has neither the query
-    nor the headers: that is where keys are. The id is the client's, or what a route has chosen."""
+    """Middleware that sets the header of every response. The id is the client's, unless a handler chooses another one.
+    The debug line in the log has neither the query nor the headers, because they can contain keys."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class RequestIds:
 
 
 def id_headers(path: str, request_id: str) -> dict[str, str]:
-    """Anthropic's clients look for the id in another header than OpenAI's."""
+    """Anthropic's clients read the id from another header than OpenAI's."""
     return {HEADER: request_id} | ({"Request-Id": request_id} if speaks_anthropic(path) else {})
 
 

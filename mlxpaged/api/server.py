@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the metrics, and the threads for bodies, the tokenizer and constraints."""
+"""What the endpoints share: the engine, the metrics, and the threads for bodies, the tokenizer and grammars."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 LARGE_BODY_BYTES = 64 * 1024
-"""A body of more is read on a thread. At worst, when every few bytes are an object, a smaller one takes 15 ms; an
-ordinary one takes less than the way to a thread and back."""
+"""Larger bodies are parsed on a thread. A smaller one takes at worst 15 ms, if every few bytes are an object; an
+ordinary one takes less than the switch to a thread and back."""
 COMPILE_SECONDS = 10.0
-"""For a constraint. What the compiler does not give up on by itself takes less than a second."""
+"""For a grammar. Almost all take less than a second, or the compiler gives up."""
 
 
 class Server:
-    """One per app. `engine` is None for a server started without a model, `keys` for one that asks for none."""
+    """One per app. `engine` is None on a server without a model, `keys` on one without API keys."""
 
     def __init__(self, config: EngineConfig | None, clock: Callable[[], float], http: HttpConfig) -> None:
         """Raises KeyFileError."""
@@ -52,11 +52,11 @@ class Server:
         self.open_requests = OpenRequests()
         self._clock = clock
         self._started = clock()
-        # One thread: a fast tokenizer must not be used by two at once, and a long prompt must not stop the event loop.
+        # One thread, because a fast tokenizer is not thread-safe; a long prompt must not block the event loop.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-tokenizer")
-        # Two: a body that takes long does not hold the next one up. More would only wait for Python's lock.
+        # Two, so that a large body does not block the next one. More would only wait for the interpreter lock.
         self._body_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-body")
-        # Two: a constraint that takes long does not hold the next one up. The compiler lets other threads run.
+        # Two, so that a slow grammar does not block the next one. The compiler releases the interpreter lock.
         self._compiling = asyncio.Semaphore(2)
 
     def _observe(self, request: EngineRequest, output: RequestOutput) -> None:
@@ -74,7 +74,7 @@ class Server:
             )
 
     def ready(self, model: str | None) -> tuple[AsyncEngine, EngineInfo]:
-        """The engine that generates text with `model` (any, where None). Raises ApiError or EngineUnavailableError."""
+        """The engine, if it generates text with `model` (None: any). Raises ApiError or EngineUnavailableError."""
         if self.engine is None:
             raise ApiError(503, "this server was started without a model", "server_error", code="no_model")
         info = self.engine.require_ready()
@@ -86,8 +86,7 @@ class Server:
         return self.engine, info
 
     async def prepare(self, request: Request, function: Callable[[], Result]) -> Result:
-        """Run what takes time in proportion to the request's body (`request.state.body_size`, bytes): on a thread,
-        where that may be long. Other requests go on meanwhile."""
+        """Run a function whose time grows with the body (`request.state.body_size`): on a thread if that is large."""
         if request.state.body_size <= LARGE_BODY_BYTES:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._body_threads, function)
@@ -97,8 +96,7 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
 
     async def compile(self, info: EngineInfo, constraint: Constraint | StructuredOutput | None) -> None:
-        """So that the engine finds it ready. Raises ApiError, naming the field, where it cannot be enforced, and
-        EngineBusyError where there was no time to find out."""
+        """Compile the grammar. Raises ApiError if it is not supported, EngineBusyError if others take too long."""
         if constraint is None:
             return
         try:
@@ -119,7 +117,7 @@ class Server:
     def _end_compiling(self, compiled: asyncio.Future[Any]) -> None:
         self._compiling.release()
         if not compiled.cancelled():
-            compiled.exception()  # nobody else may ask for it
+            compiled.exception()  # marks it as retrieved: after a timeout nothing else reads it
 
     @property
     def uptime(self) -> float:
@@ -141,16 +139,14 @@ class Server:
 
 
 def in_daemon_thread(function: Callable[[], Result]) -> Future[Result]:
-    """For what cannot be interrupted: unlike an executor's threads, this one does not keep the process from ending."""
+    """For functions that cannot be interrupted: unlike an executor's thread, this one does not delay the exit."""
     future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            result = function()
+            future.set_result(function())
         except Exception as error:
             future.set_exception(error)
-        else:
-            future.set_result(result)
 
     threading.Thread(target=run, name="mlxpaged-grammar", daemon=True).start()
     return future

@@ -1,47 +1,43 @@
-"""GET /v1/status and POST /v1/cache/clear: what the engine is doing now, and a cache to start over with."""
+"""GET /v1/status and POST /v1/cache/clear."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, astuple
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.api.access.caller import require_admin
-from mlxpaged.api.server import Server, server_of
+from mlxpaged.api.server import server_of
 from mlxpaged.engine import AsyncEngine, EngineState, SequenceState
-from mlxpaged.scheduler import SchedulerStats
 
 
 async def status(request: Request) -> Response:
-    """Answered between two steps of the engine. 200 whatever the engine's state is: /health is for load balancers."""
-    require_admin(request)
+    """Answered between two steps of the engine. The status code is 200 in every state: load balancers use /health."""
     server = server_of(request)
-    return JSONResponse(head(server) | (await running_engine(server.engine) if server.engine is not None else {}))
-
-
-def head(server: Server) -> dict[str, Any]:
     engine = server.engine
-    return {
+    found = {
         "state": EngineState.READY.value if engine is None else engine.state.value,
         "reason": None if engine is None else engine.reason,
         "model": None if engine is None or engine.info is None else engine.info.model,
         "uptime_seconds": server.uptime,
     }
+    return JSONResponse(found | (await running_engine(engine) if engine is not None else {}))
 
 
 async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
-    """Empty where there is no such engine (yet, or any more)."""
+    """Empty if the engine still loads its model, or is dead."""
     if engine.info is None or engine.state is EngineState.DEAD:
         return {}
     found, model = await engine.status(), engine.info.embedding_model
+    blocks, swap = found.scheduler.blocks, found.scheduler.swap
     return {
         "steps": found.steps_total,
         "running": {"total": found.scheduler.running, "sequences": describe(found.running)},
         "waiting": {"total": found.scheduler.waiting, "sequences": describe(found.waiting)},
-        "blocks": blocks(found.scheduler),
-        "swap": swap(found.scheduler),
+        "blocks": {"used": blocks.used, "cached": blocks.cached, "free": blocks.free, "total": sum(astuple(blocks))},
+        "swap": {"used": swap.used, "total": swap.used + swap.free},
         "embeddings": {
             "model": None if model is None else model.name,
             "inputs_waiting": 0 if engine.stats is None else engine.stats.embeddings.waiting,
@@ -51,37 +47,17 @@ async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
 
 def describe(sequences: Sequence[SequenceState]) -> list[dict[str, Any]]:
     return [
-        {
-            "request_id": sequence.request_id,
+        asdict(sequence)
+        | {
             "status": sequence.status.value,
+            "phase": None if sequence.phase is None else sequence.phase.value,
             "priority": sequence.priority.name.lower(),
-            "effective_priority": sequence.effective_priority,
-            "age_seconds": sequence.age,
-            "prompt_tokens": sequence.prompt_tokens,
-            "cached_tokens": sequence.cached_tokens,
-            "output_tokens": sequence.output_tokens,
-            "computed_tokens": sequence.computed_tokens,
-            "blocks": sequence.blocks,
-            "shared_blocks": sequence.shared_blocks,
-            "max_ref_count": sequence.max_ref_count,
-            "preemptions": sequence.preemptions,
         }
         for sequence in sequences
     ]
 
 
-def blocks(stats: SchedulerStats) -> dict[str, int]:
-    usage = stats.blocks
-    total = usage.used + usage.cached + usage.free
-    return {"used": usage.used, "cached": usage.cached, "free": usage.free, "total": total}
-
-
-def swap(stats: SchedulerStats) -> dict[str, int]:
-    return {"used": stats.swap.used, "total": stats.swap.used + stats.swap.free}
-
-
 async def clear_cache(request: Request) -> Response:
-    """Requests that run keep their blocks."""
-    require_admin(request)
+    """Running requests keep their blocks."""
     engine, _ = server_of(request).ready(None)
     return JSONResponse({"dropped_blocks": await engine.clear_cache()})

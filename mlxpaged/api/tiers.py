@@ -1,4 +1,4 @@
-"""What a caller may ask for. The one place where that is decided."""
+"""The priorities that a caller may ask for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from mlxpaged.engine import EngineConfig, Priority
 
 @dataclass(frozen=True)
 class Tier:
-    """default: the priority of a request that asks for none. highest: the best that one may ask for."""
-
-    default: Priority
-    highest: Priority
+    default: Priority  # of a request that asks for none
+    highest: Priority  # that a request may ask for
 
 
 def tier_of(request: Request, config: EngineConfig) -> Tier:
-    """That of the caller's key. Without keys all have the same, and nobody may ask for more than the default."""
+    """The tier of the caller's key. On a server without keys no request may ask for more than the default."""
     caller = caller_of(request)
     if caller is None:
         return Tier(default=config.default_priority, highest=config.default_priority)

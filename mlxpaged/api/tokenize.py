@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in the shapes of vLLM: what a prompt becomes, and back. Nothing is generated."""
+"""POST /tokenize and /detokenize, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mlxpaged.api.server import server_of
 
 MAX_CHARS = 1_000_000
 MAX_TOKENS = 1_000_000
-"""All prompts are tokenized by one thread: none may keep it for seconds."""
+"""One thread tokenizes all prompts: no request may occupy it for seconds."""
 
 
 class TokenizeRequest(Body):
-    """A prompt, or the messages of a chat as its template renders them."""
+    """A prompt, or the messages of a chat, which its template renders."""
 
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
@@ -39,12 +39,10 @@ class TokenizeRequest(Body):
 
 
 class TokenizeResponse(Body):
-    """max_model_len: most tokens of a prompt and its answer. token_strs: each token by itself, where asked for."""
-
     count: int
-    max_model_len: int
+    max_model_len: int  # most tokens of a prompt and its answer
     tokens: list[int]
-    token_strs: list[str] | None
+    token_strs: list[str] | None  # each token by itself, if asked for
 
 
 class DetokenizeRequest(Body):

@@ -1,4 +1,4 @@
-"""The `mlxpaged` command. Parses, calls, prints; does nothing itself."""
+"""The `mlxpaged` command. Each subcommand is a file of this folder, and a line in `main`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status. argv: without the program's name, None for the process's own."""
+    """Returns the exit status. argv: without the program's name; None: the process's arguments."""
     parser = argparse.ArgumentParser(prog="mlxpaged", description="One model, many clients, one Mac.")
     parser.add_argument("--version", action="version", version=f"mlxpaged {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)

@@ -1,4 +1,4 @@
-"""`mlxpaged doctor [MODEL]`: what this machine has, and whether the kernels that a model needs work on it."""
+"""`mlxpaged doctor [MODEL]`: describes this machine, and checks the attention kernels that a model needs."""
 
 from __future__ import annotations
 
@@ -16,37 +16,29 @@ from mlxpaged.attention import Limits, kernels
 from mlxpaged.attention.self_check import KernelCheck, self_check
 from mlxpaged.attention.tuner import ShapeTimes, summary, tune
 from mlxpaged.attention.tuning_cache import Machine
-from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
-from mlxpaged.cli.flags import RETUNE, Flags, block_size, positive_int
+from mlxpaged.cli.engine_flags import DEFAULTS, add_block_size, add_retune
+from mlxpaged.cli.flags import Flags, positive_int
 from mlxpaged.cpu import blas
-from mlxpaged.engine import EngineConfig
-from mlxpaged.models import DEMO_MODEL, ModelNotFoundError, UnsupportedModelError, load_model
+from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, load_model
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check the attention kernels on this machine",
-        description="Run every attention kernel that a model needs, compare it with MLX's own operations, and show "
-        "which of them is fastest on this machine for which batches.",
+        description="Run every attention kernel that a model needs, compare the results with MLX's own operations, "
+        "and show which kernel is fastest on this machine for each shape of batch.",
     )
-    flags = Flags(parser)
-    flags.value("model", str, DEMO_MODEL, "model whose layers decide (default demo)", nargs="?", metavar="MODEL")
-    flags.value(
-        "--block-size", block_size, DEFAULT_BLOCK_SIZE, f"one of {SUPPORTED_BLOCK_SIZES} (default {DEFAULT_BLOCK_SIZE})"
-    )
-    flags.value(
-        "--max-num-seqs",
-        positive_int,
-        EngineConfig.max_num_seqs,
-        f"sequences in the running batch that the timings are for (default {EngineConfig.max_num_seqs})",
-    )
-    flags.switch("--retune", RETUNE)
+    flags = Flags(parser, defaults=DEFAULTS)
+    flags.model("model directory or hub repository, whose layers decide which kernels are needed")
+    add_block_size(flags)
+    flags.field("--max-num-seqs", positive_int, "most sequences in the batches that are measured")
+    add_retune(flags)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 1 where a kernel fails or the model cannot be served, else 0."""
+    """Returns exit status 1 if a kernel fails or the model cannot be served, else 0."""
     logging.basicConfig(level="WARNING", format="%(levelname)s: %(message)s", stream=sys.stderr, force=True)
     print("\n".join(f"{name:9} {value}" for name, value in machine()))
     try:
@@ -84,7 +76,7 @@ def machine() -> list[tuple[str, str]]:
 
 
 def table(checks: list[KernelCheck]) -> list[str]:
-    """One line per case, under a line per shape."""
+    """A line per shape, followed by a line per case."""
     lines: list[str] = []
     for shape in dict.fromkeys(check.shape for check in checks):
         lines.append(str(shape))
@@ -93,7 +85,7 @@ def table(checks: list[KernelCheck]) -> list[str]:
 
 
 def tuning_table(found: list[ShapeTimes]) -> list[str]:
-    """Under a line per shape, one per class: the choice, and the time of every candidate in milliseconds."""
+    """A line per shape, followed by a line per class: the choice, and the time of each candidate in milliseconds."""
     lines = [f"attention tuning: {summary(found)}"]
     for one in found:
         source = "cached" if one.cached else "measured now" if one.times else "default"

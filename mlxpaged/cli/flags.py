@@ -1,24 +1,26 @@
-"""Command-line flags that can also be set as MLXPAGED_* environment variables; a value on the command line wins.
-
-A variable that is set to nothing counts as not set."""
+"""Command-line flags with MLXPAGED_* variables. The command line wins; an empty variable counts as not set."""
 
 from __future__ import annotations
 
 import argparse
-import ipaddress
+import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlxpaged.attention import parse_tuning
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
-
-RETUNE = "measure again which attention kernel is fastest, instead of taking what an earlier start found"
-"""Help of a flag that commands share."""
+from mlxpaged.engine import Priority
+from mlxpaged.engine.memory import parse_size
+from mlxpaged.models import DEMO_MODEL
 
 TRUE, FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+
+Kind = Callable[[str], Any]
+Config = TypeVar("Config")
 
 
 def variable(flag: str) -> str:
@@ -27,40 +29,63 @@ def variable(flag: str) -> str:
 
 
 class Flags:
-    """Adds flags to one parser. A value from the environment is checked like one from the command line."""
+    """Adds flags to a parser. The help shows the default, or `otherwise` if the default is None."""
 
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
+    def __init__(self, parser: argparse.ArgumentParser, title: str | None = None, defaults: Any = None) -> None:
         self._parser = parser
+        self._group = parser if title is None else parser.add_argument_group(title)
+        self._defaults = defaults
 
-    def value(self, flag: str, kind: Callable[[str], Any], default: Any, help: str, **options: Any) -> None:
+    def group(self, title: str, defaults: Any = None) -> Flags:
+        """Flags of one topic, which the help shows together. defaults: the configuration whose fields they set."""
+        return Flags(self._parser, title, defaults)
+
+    def model(self, help: str) -> None:
+        """The model's name, as MODEL or as --model."""
+        either = self._parser.add_mutually_exclusive_group()
+        either.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help)
+        default = os.environ.get(variable("model")) or DEMO_MODEL
+        same = f"the same as MODEL (default {DEMO_MODEL}) [{variable('model')}]"
+        either.add_argument("--model", default=default, metavar="MODEL", help=same)
+
+    def field(self, flag: str, kind: Kind, help: str, otherwise: str = "", dest: str | None = None) -> None:
+        """A flag that sets a field of the configuration, by default the one of the same name."""
+        dest = dest or flag.lstrip("-").replace("-", "_")
+        self.value(flag, kind, getattr(self._defaults, dest), help, otherwise, dest)
+
+    def value(
+        self, flag: str, kind: Kind, default: Any, help: str, otherwise: str = "", dest: str | None = None
+    ) -> None:
+        if default is not None:
+            help += f" (default {default.name.lower() if isinstance(default, Priority) else default})"
+        elif otherwise:
+            help += f" (default: {otherwise})"
         # argparse passes a default through `type` if it is a string, as the environment's is.
-        default = os.environ.get(variable(flag)) or default
-        self._parser.add_argument(flag, type=kind, default=default, help=self._help(flag, help), **options)
+        self._add(flag, help, type=kind, default=os.environ.get(variable(flag)) or default, dest=dest)
 
-    def values(self, flag: str, kind: Callable[[str], Any], help: str, **options: Any) -> None:
-        """A flag that may be given several times; the variable has commas between the values."""
+    def values(self, flag: str, kind: Kind, help: str, dest: str) -> None:
+        """A flag that can be repeated; the variable has commas between the values."""
         texts = filter(None, (text.strip() for text in os.environ.get(variable(flag), "").split(",")))
         try:
             default = tuple(kind(text) for text in texts)
         except argparse.ArgumentTypeError as error:
             self._parser.error(f"{variable(flag)}: {error}")
-        self._parser.add_argument(
-            flag, action=Several, type=kind, default=default, help=self._help(flag, help), **options
-        )
+        self._add(flag, f"{help}; can be repeated", action=Append, type=kind, default=default, dest=dest)
+
+    def _add(self, flag: str, help: str, **options: Any) -> None:
+        metavar = METAVARS.get(options["type"], flag.rsplit("-", 1)[1].upper())
+        self._group.add_argument(flag, metavar=metavar, help=f"{help} [{variable(flag)}]", **options)
 
     def switch(self, flag: str, help: str) -> None:
         text = os.environ.get(variable(flag), "").strip().lower()
         if text not in TRUE | FALSE:
             self._parser.error(f"{variable(flag)} must be 1 or 0, got {text!r}")
-        self._parser.add_argument(flag, action="store_true", default=text in TRUE, help=self._help(flag, help))
-
-    @staticmethod
-    def _help(flag: str, help: str) -> str:
-        return f"{help} [{variable(flag)}]"
+        help = f"{help} [{variable(flag)}]"
+        self._group.add_argument(flag, action="store_true", default=text in TRUE, help=help)
 
 
-class Several(argparse.Action):
-    """Values in the order given; the first one takes the place of what the environment says."""
+class Append(argparse.Action):
+    """Collects values in the order given; the first one replaces the environment's."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -69,12 +94,56 @@ class Several(argparse.Action):
         setattr(namespace, self.dest, (values,) if before is self.default else (*before, values))
 
 
-def positive_int(text: str) -> int:
-    return _int_from(text, 1)
+def from_flags(config: type[Config], args: argparse.Namespace, **fields: Any) -> Config:
+    """A configuration whose fields are the flags of the same name (`dest`); `fields` come first. Raises ValueError."""
+    names = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
+    return config(**{name: getattr(args, name) for name in names if hasattr(args, name)} | fields)
 
 
-def natural_int(text: str) -> int:
-    return _int_from(text, 0)
+def checked(parse: Kind) -> Kind:
+    """Shows the message of a ValueError, which argparse otherwise replaces by its own."""
+
+    def check(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return check
+
+
+size = checked(parse_size)
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text.lower() not in choices:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(choices)}, got {text!r}")
+        return text.lower()
+
+    return check
+
+
+def or_zero(parse: Kind, zero: Any) -> Kind:
+    """Also takes 0, which means `zero`: the command line can turn off what the environment turns on."""
+    return lambda text: zero if text.strip() == "0" else parse(text)
+
+
+def int_between(least: int, most: float = math.inf) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
+        if not least <= value <= most:
+            bound = f"least {least}" if value < least else f"most {most}"
+            raise argparse.ArgumentTypeError(f"must be at {bound}, got {value}")
+        return value
+
+    return parse
+
+
+positive_int, natural_int, port = int_between(1), int_between(0), int_between(0, 65535)
 
 
 def positive_ints(text: str) -> tuple[int, ...]:
@@ -89,57 +158,38 @@ def block_size(text: str) -> int:
     return value
 
 
+@checked
 def tuning(text: str) -> str:
-    try:
-        parse_tuning(text.lower())
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    parse_tuning(text.lower())
     return text.lower()
 
 
-def port(text: str) -> int:
-    value = natural_int(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
-    return value
+def priority(text: str) -> Priority:
+    return Priority[one_of(*(each.name.lower() for each in Priority))(text).upper()]
 
 
-def _int_from(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-    return value
+def float_below(limit: float, what: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < limit:  # NaN is in no range
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+        return value
+
+    return parse
 
 
-def seconds(text: str) -> float:
-    return _float_below(text, float("inf"), "a number of seconds, at least 0")
-
-
-def milliseconds(text: str) -> float:
-    return _float_below(text, float("inf"), "a number of milliseconds, at least 0")
+fraction = float_below(1, "a number of at least 0 and below 1")
+milliseconds = float_below(math.inf, "a number of milliseconds, at least 0")
+seconds = float_below(math.inf, "a number of seconds, at least 0")
 
 
 def positive_seconds(text: str) -> float:
     value = seconds(text)
     if value == 0:
         raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
-
-
-def share(text: str) -> float:
-    return _float_below(text, 1, "a number of at least 0 and below 1")
-
-
-def _float_below(text: str, limit: float, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < limit:  # not a number is not in any range
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
     return value
 
 
@@ -150,7 +200,7 @@ def directory(text: str) -> Path:
 
 
 def output_file(text: str) -> str:
-    """A file that can be written, or - for standard output. It is not touched yet."""
+    """A file that can be written, or - for standard output. This does not create it."""
     if text != "-":
         path = Path(text)
         if not text.strip() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -159,7 +209,7 @@ def output_file(text: str) -> str:
 
 
 def host_name(text: str) -> str:
-    """As in a Host header, without the port. Addresses need not be named, so that [ and : are mistakes here."""
+    """As in a Host header, without the port. Addresses are always allowed, so that [ and : are mistakes here."""
     if text != "*" and not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text):
         raise argparse.ArgumentTypeError(f"not the name of a host, without scheme and port: {text!r}")
     return text.lower()
@@ -172,32 +222,5 @@ def origin(text: str) -> str:
     return text
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach it."""
-    return ipaddress.ip_address(address).is_loopback
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    def check(text: str) -> str:
-        if text.lower() not in choices:
-            raise argparse.ArgumentTypeError(f"must be one of {', '.join(choices)}, got {text!r}")
-        return text.lower()
-
-    return check
-
-
-def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let argparse show the message of a ValueError, which it otherwise replaces by its own."""
-
-    def check(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return check
-
-
-def or_off(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """0 as well, for off: so that the command line can turn off what the environment turns on."""
-    return lambda text: 0 if text.strip() == "0" else parse(text)
+METAVARS: dict[Kind, str] = {positive_int: "N", natural_int: "N", positive_ints: "N[,N...]", output_file: "FILE"}
+"""In the help; other flags show their last word."""

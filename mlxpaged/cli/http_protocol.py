@@ -1,4 +1,4 @@
-"""HTTP on one connection: uvicorn's with h11, whose own answers take the API's format too."""
+"""uvicorn's HTTP protocol with h11; its own error answers have the API's format."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from mlxpaged.api.errors import ApiError, render
 from mlxpaged.api.request_id import HEADER, new_id
 
 HEAD_SECONDS = 30.0
-"""For the head of a connection's first request; uvicorn's own limit is for the time between two."""
+"""For the head of a connection's first request; uvicorn limits only the time between two requests."""
 
 
 class HttpProtocol(H11Protocol):
-    """h11 by name, because its limit on the size of a head counts whatever else is installed."""
+    """Always h11, whatever is installed: it limits the size of a request's head."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
 
     def _close_if_silent(self) -> None:
-        """Whoever connects and asks for nothing must not use up the files that a process may open."""
+        """A silent connection must not use up the process's open files."""
         if self.cycle is None:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """To what is no HTTP request, or one with a head of more than 64 KiB: no route will see it."""
+        """Answers invalid HTTP, and heads of more than 64 KiB. No handler sees these."""
         request_id = new_id("req")
         response = render(ApiError(400, msg, code="invalid_http"), "", request_id)
         headers = [*response.raw_headers, (b"connection", b"close"), (HEADER.lower().encode(), request_id.encode())]

@@ -1,4 +1,4 @@
-"""uvicorn with our own start and end: a banner once the model is loaded, and a drain at SIGINT and SIGTERM."""
+"""uvicorn with a banner once the model is loaded, and a drain at SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 2.0
-"""After the last request has ended, for its events to reach the client; what is then still open is cut off."""
+"""After the last request, for its events to reach the client; then open connections are closed."""
 
 
 class HttpServer(uvicorn.Server):
-    """Order at the end: HTTP takes no new connections, running requests finish within `drain_timeout` seconds or are
-    ended with an error, the engine thread stops. A second signal ends them at once."""
+    """Shutdown order: HTTP takes no new connections, running requests finish within `drain_timeout` seconds or end with
+    an error, the engine thread stops. A second signal ends the requests at once."""
 
     def __init__(self, app: Starlette, listener: socket.socket, drain_timeout: float) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 log_config=None,
-                access_log=False,  # ours has the request's id, and no query, where a key could be
-                loop="uvloop",  # the engine's thread waits less to hand tokens over, and clients have them sooner
+                access_log=False,  # our log has the request's id, and no query, which may contain a key
+                loop="uvloop",  # tokens reach clients sooner than with asyncio's loop
                 http=HttpProtocol,
                 ws="none",
                 lifespan="on",
@@ -54,18 +54,17 @@ class HttpServer(uvicorn.Server):
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._tasks: list[asyncio.Task[None]] = []
-        self.servers = []  # uvicorn sets it as it starts; a signal can come before
+        self.servers = []  # uvicorn sets it at its start; a signal can come earlier
 
     def run_until_signal(self) -> int:
-        """Returns the process's exit status: 0 after a signal, 1 where the model cannot be served."""
+        """Returns the exit status: 0 after a signal, 1 if the model cannot be served."""
         self.run(sockets=[self._listener])
         logger.info("bye")
         return exit_status(self._engine, self._exit_status)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn raises a caught signal again after its shutdown, which would end the process with that signal's
-        status instead of 0."""
+        """Replaces uvicorn's, which raises the signal again after the shutdown and so changes the exit status."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
@@ -89,7 +88,7 @@ class HttpServer(uvicorn.Server):
         self._tasks.append(asyncio.ensure_future(self._drain()))
 
     async def _drain(self) -> None:
-        """End what runs, then cut off connections that are not about a running request, such as half a body."""
+        """End the running requests, then close the other connections, for example one with half a body."""
         if self._engine is not None and await self._engine.drain(self._drain_timeout):
             logger.info("drained: no request is running")
         await asyncio.sleep(GRACE_SECONDS)
@@ -114,7 +113,7 @@ class HttpServer(uvicorn.Server):
                 self.should_exit = True
             return
         gc.collect()
-        gc.freeze()  # the libraries' hundred thousand objects stay: a full collection would hold every stream up
+        gc.freeze()  # a full collection of the libraries' 100,000 objects would block every stream
         if engine.info is not None and not self.should_exit:
             print(banner(engine.info, engine.config, self.url, self._needs_key), flush=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,23 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "keys",
         help="make, list and remove API keys",
-        description="Make, list and remove the API keys of a server. It follows changes of the file within a second.",
+        description="Make, list and remove API keys. A running server follows changes of the file within a second.",
     )
     verbs = parser.add_subparsers(title="what to do", dest="verb", required=True)
-    add = verbs.add_parser("add", help="make a key and print it, this once")
-    add.add_argument("name", type=key_name, metavar="NAME", help="who it is for: 1 to 64 of A-Z a-z 0-9 . _ -")
+    add = verbs.add_parser("add", help="make a key and print it once")
+    add.add_argument("name", type=key_name, metavar="NAME", help="name of the key: 1 to 64 of A-Z a-z 0-9 . _ -")
     add.add_argument("--tier", type=one_of(*TIERS), default="normal", help="priority of its requests (default normal)")
-    add.add_argument(
-        "--max-priority", type=one_of(*TIERS), help='what service_tier "priority" may ask for (default: the tier)'
-    )
-    add.add_argument("--rate-limit", type=positive_int, metavar="N", help="requests per minute (default: any number)")
-    add.add_argument("--token-limit", type=positive_int, metavar="N", help="tokens per minute (default: any number)")
-    add.add_argument("--admin", action="store_true", help="may also see and end everybody's requests")
-    show = verbs.add_parser("list", help="show the keys, which nobody can read any more, by their names")
-    remove = verbs.add_parser("remove", help="make a key useless")
+    highest = 'highest priority that service_tier "priority" gives (default: the tier)'
+    add.add_argument("--max-priority", type=one_of(*TIERS), help=highest)
+    add.add_argument("--rate-limit", type=positive_int, metavar="N", help="requests per minute (default: no limit)")
+    add.add_argument("--token-limit", type=positive_int, metavar="N", help="tokens per minute (default: no limit)")
+    add.add_argument("--admin", action="store_true", help="may also see and end the requests of all keys")
+    show = verbs.add_parser("list", help="show the names and settings of the keys")
+    remove = verbs.add_parser("remove", help="revoke a key")
     remove.add_argument("name", metavar="NAME")
-    for verb, run in ((add, run_add), (show, run_list), (remove, run_remove)):
-        Flags(verb).value("--api-keys", Path, DEFAULT_PATH, f"the file (default {DEFAULT_PATH})", metavar="FILE")
-        verb.set_defaults(run=reporting(run))
+    for verb, action in ((add, run_add), (show, run_list), (remove, run_remove)):
+        Flags(verb).value("--api-keys", Path, DEFAULT_PATH, "file of the keys")
+        verb.set_defaults(run=run, action=action)
 
 
 def key_name(text: str) -> str:
@@ -48,18 +46,14 @@ def key_name(text: str) -> str:
     return text
 
 
-def reporting(run: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """The exit status: 1, and why in a sentence, where the file cannot be read or written, or has no such key."""
-
-    def run_and_report(args: argparse.Namespace) -> int:
-        try:
-            run(args)
-        except (KeyFileError, OSError) as error:
-            print(f"mlxpaged: {error}", file=sys.stderr)
-            return 1
-        return 0
-
-    return run_and_report
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status: 1 with a message if the file cannot be used or has no such key, else 0."""
+    try:
+        args.action(args)
+    except (KeyFileError, OSError) as error:
+        print(f"mlxpaged: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def run_add(args: argparse.Namespace) -> None:
@@ -86,7 +80,7 @@ def run_add(args: argparse.Namespace) -> None:
             raise key_file.unusable(path, error) from None
         key_file.write(path, content)
     print(key, flush=True)
-    print(f"Nobody can read it again. In use with: mlxpaged serve --api-keys {path}", file=sys.stderr)
+    print(f"The key cannot be shown again. To use it: mlxpaged serve --api-keys {path}", file=sys.stderr)
 
 
 def run_list(args: argparse.Namespace) -> None:

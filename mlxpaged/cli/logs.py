@@ -1,4 +1,4 @@
-"""The lines of the log: with the id of the request that they are about, and without anybody's key."""
+"""The log: lines have the id of their request, and no API key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOISY = ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn
 
 
 class LineFormatter(logging.Formatter):
-    """Nothing logs a key on purpose; one that a client has put into a path or a traceback is cut out here."""
+    """Removes API keys that a client has put into a path or that are in a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         request_id = current()

@@ -1,4 +1,4 @@
-"""What an engine is started with."""
+"""The configuration of the engine."""
 
 from __future__ import annotations
 
@@ -14,63 +14,57 @@ from mlxpaged.scheduler import Priority, SchedulerConfig
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """model: directory, hub repository or "demo". kv_cache_bytes: size of the KV pools, None to size them from what the
-    device has left after the weights. swap_space_bytes: size of the swap space, in memory or in a file in swap_dir; 0
-    for none, because nobody's memory or disk is taken unasked. max_queue: requests that may wait beyond max_num_seqs
-    running ones. attention_tuning: "auto" for what is fastest on this machine, measured once, "default", "paged:512" or
-    "contiguous"; retune: measure again. default_priority, request_timeout, ttft_timeout (seconds) and timelines: for
-    requests that do not say. max_step_ms: what prompts may make of a step; 0 for no limit, None for SchedulerConfig's
-    own. tool_parser: of mlx-lm's, in place of the one that the chat template calls for.
-    embedding_model: a second model, as `model`; embedding_max_model_len: tokens of the longest input for embeddings, as
-    far as their model's context goes, because room for its keys and values is kept.
+    """Raises ValueError if a value is out of range."""
 
-    Raises ValueError where a value is out of range.
-    """
+    model: str = DEMO_MODEL  # directory, hub repository or "demo"
+    served_model_name: str | None = None  # name in the API; None: `model`
+    tool_parser: str | None = None  # one of mlx-lm's; None: the one that the chat template calls for
+    embedding_model: str | None = None  # a second model, as `model`, for embeddings
+    served_embedding_model_name: str | None = None  # name in the API; None: `embedding_model`
+    embedding_max_model_len: int = 8192  # tokens of the longest input for embeddings, at most the model's context
 
-    model: str = DEMO_MODEL
-    served_model_name: str | None = None
-    tool_parser: str | None = None
-    kv_cache_bytes: int | None = None
-    swap_space_bytes: int = 0
-    swap_dir: Path | None = None
-    block_size: int = DEFAULT_BLOCK_SIZE
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    max_queue: int = 256
-    attention_backend: str = "auto"
-    attention_tuning: str = "auto"
-    retune: bool = False
+    kv_cache_bytes: int | None = None  # size of the KV pools; None: what the device has left after the weights
+    swap_space_bytes: int = 0  # size of the swap space; 0: preempted sequences are recomputed
+    swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
+    block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block
     prefix_caching: bool = True
-    default_priority: Priority = Priority.NORMAL
-    request_timeout: float | None = None
-    ttft_timeout: float | None = None
-    timelines: bool = False
-    prefill_mode: str = "mixed"
-    decode_preference: float = 0.5
-    max_step_ms: float | None = None
-    embedding_model: str | None = None
-    served_embedding_model_name: str | None = None
-    embedding_max_model_len: int = 8192
+
+    max_num_seqs: int = 32  # sequences in the running batch
+    max_num_batched_tokens: int = 2048  # token budget of a step
+    max_queue: int = 256  # sequences that may wait in addition to `max_num_seqs` running ones
+    prefill_mode: str = "mixed"  # "mixed": a step computes prompts and decodes; "separate": one of the two
+    decode_preference: float = 0.5  # fraction of the tokens of a step, or of the separate steps, kept for decoding
+    max_step_ms: float | None = None  # limit for steps with prompts; 0: no limit; None: the scheduler's default
+    default_priority: Priority = Priority.NORMAL  # of requests that ask for none
+    request_timeout: float | None = None  # seconds for the whole answer, for requests that set no timeout
+    ttft_timeout: float | None = None  # seconds for the first token, for requests that set no timeout
+    timelines: bool = False  # whether every answer has a timeline, without asking for it
+
+    attention_backend: str = "auto"  # "auto", "metal" or "gather"
+    attention_tuning: str = "auto"  # "auto": measured once on this machine; "default", "contiguous", "paged:512"
+    retune: bool = False  # measure again for attention_tuning "auto"
 
     def __post_init__(self) -> None:
-        resolve_backend(self.attention_backend)
+        try:
+            resolve_backend(self.attention_backend)
+        except ValueError as error:
+            raise ValueError(f"attention_backend: {error}") from None
         self._check_tuning()
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
-        self.scheduler_config(num_blocks=1)  # refuses what the scheduler would
+        self.scheduler_config(num_blocks=1)  # checks the scheduler's fields
         if self.tool_parser not in (None, *tool_parsers()):
             raise ValueError(f"tool_parser must be one of {', '.join(tool_parsers())}, got {self.tool_parser!r}")
         self._check_embedding_model()
-        if self.max_queue < 0:
-            raise ValueError(f"max_queue must not be negative, got {self.max_queue}")
         for name in ("request_timeout", "ttft_timeout"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
                 raise ValueError(f"{name} must be positive, got {limit}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
             raise ValueError(f"kv_cache_bytes must be positive, got {self.kv_cache_bytes}")
-        if self.swap_space_bytes < 0:
-            raise ValueError(f"swap_space_bytes must not be negative, got {self.swap_space_bytes}")
+        for name in ("max_queue", "swap_space_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.swap_dir is not None and not self.swap_space_bytes:
             raise ValueError("swap_dir is the place of a swap space: it needs swap_space_bytes (--swap-space) too")
 
@@ -97,7 +91,7 @@ class EngineConfig:
             )
 
     def scheduler_config(self, num_blocks: int, num_swap_slots: int = 0, cache_seed: bytes = b"") -> SchedulerConfig:
-        """The scheduler's part, once the sizes of pool and swap space are known. Raises ValueError."""
+        """The scheduler's part of this configuration. Raises ValueError."""
         return SchedulerConfig(
             num_blocks=num_blocks,
             block_size=self.block_size,

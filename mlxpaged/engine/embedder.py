@@ -1,4 +1,4 @@
-"""Embeddings on the engine thread: a queue of requests, and one bounded forward pass at a time between other steps."""
+"""Embeddings on the engine thread: a queue of requests, and one bounded forward pass between two other steps."""
 
 from __future__ import annotations
 
@@ -20,37 +20,32 @@ from mlxpaged.scheduler import FinishReason, SequenceStatus
 logger = logging.getLogger(__name__)
 
 STEP_TOKENS = 256
-"""Of embeddings between two steps of requests that generate, padding included: what these lose is about the time of a
-prompt's chunk of that size. Longer inputs are computed alone, in chunks; shorter ones together."""
+"""Tokens of a forward pass, padding included, while requests generate: it delays them about as much as a prompt chunk
+of this size. Longer inputs are computed alone, in chunks; shorter ones are computed together."""
 
 Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """vectors: [inputs, dimensions], float32; None where the request ended without them."""
-
-    vectors: Vectors | None
+    vectors: Vectors | None  # [inputs, dimensions], float32; None if the request failed
     finish_reason: FinishReason = FinishReason.STOP
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """inputs: tokens, each input at least one. dimensions: what the vectors are cut to. reply: cancelled by whoever
-    does not wait for it any longer."""
-
     request_id: str
-    inputs: Sequence[Sequence[int]]
-    dimensions: int
-    reply: Future[EmbeddingOutput] = field(default_factory=Future)
+    inputs: Sequence[Sequence[int]]  # token ids, at least one per input
+    dimensions: int  # the vectors are cut to this length
+    reply: Future[EmbeddingOutput] = field(default_factory=Future)  # cancelled if the client has left
 
 
 @dataclass(frozen=True)
 class EmbedderStats:
-    """waiting: inputs that are not done. Counters (`total`) only grow."""
+    """Counters (`total`) only increase."""
 
-    waiting: int = 0
+    waiting: int = 0  # inputs that are not done
     requests_total: int = 0
     tokens_total: int = 0
     steps_total: int = 0
@@ -60,8 +55,7 @@ NO_EMBEDDINGS = EmbedderStats()
 
 
 class Job:
-    """A request under way. short, long: the numbers of its inputs that were not begun, the longest first; those that
-    run together are then of about one length."""
+    """A request in flight. short, long: indices of inputs that are not started, the longest first."""
 
     def __init__(self, request: EmbeddingRequest, step_tokens: int) -> None:
         self.request = request
@@ -84,21 +78,21 @@ class Row:
         return self.job.request.inputs[self.index]
 
 
+@dataclass
 class LongRow:
-    """An input that is computed in chunks, with what they leave behind."""
+    """An input that is computed in chunks, and their results so far."""
 
-    def __init__(self, row: Row, cache: list[Any]) -> None:
-        self.row = row
-        self.cache = cache
-        self.num_computed = 0
-        self.pooled: mx.array | None = None
+    row: Row
+    cache: list[Any]
+    num_computed: int = 0
+    pooled: mx.array | None = None
 
 
 class Embedder:
-    """Requests take turns, input by input. An idle one costs nothing; at most one long input holds keys and values."""
+    """Requests take turns. At most one long input holds keys and values."""
 
     def __init__(self, model: EmbeddingModel, max_step_tokens: int) -> None:
-        """max_step_tokens: in one step while nobody generates."""
+        """max_step_tokens: of a forward pass while no request generates."""
         self.model = model
         self._max_step_tokens = max_step_tokens
         self._step_tokens = min(STEP_TOKENS, max_step_tokens)
@@ -117,7 +111,7 @@ class Embedder:
         return EmbedderStats(sum(job.num_left for job in self._jobs), self._requests, self._tokens, self._steps)
 
     def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
-        """End requests on somebody's word; unknown ids are passed over."""
+        """Unknown ids are ignored."""
         ended = [job for job in self._jobs if job.request.request_id in request_ids]
         for job in ended:
             self._end(job, EmbeddingOutput(None, FinishReason.CANCELLED, "the request was cancelled"))
@@ -128,7 +122,7 @@ class Embedder:
             self._end(job, EmbeddingOutput(None, FinishReason.ERROR, error))
 
     def step(self, alone: bool) -> None:
-        """One forward pass. alone: nobody generates and waits for it."""
+        """One forward pass. alone: no request generates."""
         for job in [job for job in self._jobs if job.request.reply.cancelled()]:
             self._drop(job)
         if self._long is None:
@@ -146,11 +140,11 @@ class Embedder:
         for job in self._jobs:
             if job.long:
                 self._long = LongRow(Row(job, job.long.pop()), self.model.make_cache())
-                self._let_others_go_first(job)
+                self._move_to_the_end(job)
                 return
 
     def _next_rows(self, budget: int) -> list[Row]:
-        """Of as many jobs as it takes; padded to the longest they are no more than `budget` tokens."""
+        """Short inputs, perhaps of several jobs, that have at most `budget` tokens if padded to the longest one."""
         rows: list[Row] = []
         longest = 0
         for job in self._jobs:
@@ -160,21 +154,21 @@ class Embedder:
                     break
                 longest = max(longest, length)
                 rows.append(Row(job, job.short.pop(0)))
-        self._let_others_go_first(rows[0].job)
+        self._move_to_the_end(rows[0].job)
         return rows
 
-    def _let_others_go_first(self, job: Job) -> None:
+    def _move_to_the_end(self, job: Job) -> None:
         self._jobs.remove(job)
         self._jobs.append(job)
 
     def _run_together(self, rows: Sequence[Row]) -> None:
-        """Rows of several requests that fail together are run again apart: only the one that is to blame ends."""
+        """If rows of several requests fail together, each request runs again alone: only the faulty one ends."""
         lengths = [len(row.tokens) for row in rows]
         tokens = [[*row.tokens, *[0] * (max(lengths) - len(row.tokens))] for row in rows]
         try:
-            # What stands behind an input is padding: a causal decoder's states before it do not know of it.
+            # Padding follows the input, and a causal decoder's states do not depend on later tokens.
             pooled = self._pool(self.model.decode(mx.array(tokens), None), 0, mx.array(lengths))
-            mx.eval(pooled)  # an error in an evaluation that NumPy asks for would end the process
+            mx.eval(pooled)  # an error while NumPy evaluates would end the process
             vectors = np.array(pooled)
         except Exception as error:
             logger.exception("embedding %d inputs failed", len(rows))
@@ -209,7 +203,7 @@ class Embedder:
             self._finish(long.row, np.array(long.pooled)[0])
 
     def _pool(self, states: mx.array, start: int, lengths: mx.array) -> mx.array:
-        """What states [B, T, D] from position `start` on add to the vectors [B, D] of inputs of these lengths."""
+        """Weighted sum [B, D] of states [B, T, D] from position `start` on, for inputs of these lengths."""
         positions = mx.arange(start, start + states.shape[1])
         weights = self.model.spec.pooling.weights(positions[None], lengths[:, None])
         return (states.astype(mx.float32) * weights[..., None]).sum(axis=1)
@@ -239,7 +233,7 @@ class Embedder:
 
     def _end(self, job: Job, output: EmbeddingOutput) -> None:
         self._drop(job)
-        if job.request.reply.set_running_or_notify_cancel():  # False where nobody waits for it any more
+        if job.request.reply.set_running_or_notify_cancel():  # False if it was cancelled
             job.request.reply.set_result(output)
 
     def _drop(self, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""What the engine has done so far, and what it is doing, sequence by sequence."""
+"""Statistics of the engine, and the state of each sequence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, EmbedderStats
+from mlxpaged.engine.timeline import Phase
 from mlxpaged.scheduler import Priority, Scheduler, SchedulerStats, Sequence, SequenceStatus
 
 MAX_WAITING_LISTED = 1000
@@ -14,7 +15,7 @@ MAX_WAITING_LISTED = 1000
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot after a step. Counters (`total`) only grow."""
+    """A snapshot after a step. Counters (`total`) only increase."""
 
     scheduler: SchedulerStats
     steps_total: int = 0
@@ -26,33 +27,30 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class SequenceState:
-    """age: seconds since arrival. computed_tokens: those with KV in its blocks. blocks: how many it holds, of which
-    shared_blocks are held by others too; max_ref_count: the most holders that one of them has, 0 without blocks."""
-
     request_id: str
     status: SequenceStatus
+    phase: Phase | None  # PREFILL or DECODE; None if it does not run
     priority: Priority
     effective_priority: float
-    age: float
+    age_seconds: float  # since arrival
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
     output_tokens: int
-    computed_tokens: int
+    computed_tokens: int  # whose KV is in its blocks
     blocks: int
-    shared_blocks: int
-    max_ref_count: int
+    shared_blocks: int  # of its blocks, those that other sequences hold too
+    max_ref_count: int  # largest reference count of its blocks, 0 without blocks
     preemptions: int
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Taken on the engine thread when somebody asks. Sequences are in the order in which they are served. waiting: the
-    first of those that wait, preempted and swapped ones included; `scheduler.waiting` counts all of them."""
+    """Taken on the engine thread between two steps. Sequences are in the order in which they are served."""
 
     scheduler: SchedulerStats
     steps_total: int
     running: tuple[SequenceState, ...]
-    waiting: tuple[SequenceState, ...]
+    waiting: tuple[SequenceState, ...]  # the first MAX_WAITING_LISTED, preempted and swapped ones included
 
 
 def order(entry: tuple[str, Sequence]) -> tuple[float, int]:
@@ -62,7 +60,7 @@ def order(entry: tuple[str, Sequence]) -> tuple[float, int]:
 def engine_status(
     scheduler: Scheduler, sequences: Iterable[tuple[str, Sequence]], steps_total: int, now: float
 ) -> EngineStatus:
-    """sequences: all unfinished ones, each with the id of its request."""
+    """sequences: all unfinished ones, each with its request's id."""
     running: list[tuple[str, Sequence]] = []
     waiting: list[tuple[str, Sequence]] = []
     for request_id, sequence in sequences:
@@ -83,9 +81,10 @@ def sequence_state(scheduler: Scheduler, request_id: str, sequence: Sequence, no
     return SequenceState(
         request_id=request_id,
         status=sequence.status,
+        phase=phase(sequence) if sequence.status is SequenceStatus.RUNNING else None,
         priority=sequence.priority,
         effective_priority=sequence.effective_priority(now),
-        age=now - sequence.arrival_time,
+        age_seconds=now - sequence.arrival_time,
         prompt_tokens=sequence.num_prompt_tokens,
         cached_tokens=sequence.num_cached_tokens,
         output_tokens=sequence.num_output_tokens,
@@ -95,3 +94,9 @@ def sequence_state(scheduler: Scheduler, request_id: str, sequence: Sequence, no
         max_ref_count=max(map(scheduler.pool.ref_count, shared), default=min(1, len(block_ids))),
         preemptions=sequence.num_preemptions,
     )
+
+
+def phase(sequence: Sequence) -> Phase:
+    """After a preemption the output so far is prefilled again, too."""
+    missing = sequence.num_known_tokens - sequence.num_committed_tokens  # tokens whose KV is not computed yet
+    return Phase.DECODE if sequence.num_output_tokens > 0 and missing == 1 else Phase.PREFILL

@@ -68,6 +68,9 @@ def resolve_model(name: str) -> Path:
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{path} has no config.json: it is not a model directory")
         return path
+    if path.is_file():
+        kind = "GGUF file: the format of llama.cpp is not supported" if is_gguf(path) else "file"
+        raise ModelNotFoundError(f"{path} is a {kind}; use an MLX model, a directory with config.json and safetensors")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotFoundError(f"no such directory: {path}")
     try:
@@ -84,6 +87,11 @@ def resolve_model(name: str) -> Path:
 def tool_parsers() -> list[str]:
     """The names of mlx-lm's tool-call parsers."""
     return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
+
+
+def is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def load_model(name: str, served_name: str | None = None, tool_parser: str | None = None) -> ServedModel:

@@ -219,12 +219,16 @@ class StepGate:
 def within_one_step(server: RunningServer, gate: StepGate, method: str, path: str, **options: Any) -> httpx.Response:
     """The answer to a question to the engine, which is in the middle of a step: that one is let through, no other."""
     gate.wait_held()
-    commands = server.engine.thread.commands
-    before = commands.qsize()
+    before = queued_commands(server)
     pending = Background.request(server, method, path, **options)
-    wait_until(lambda: commands.qsize() > before)
+    wait_until(lambda: queued_commands(server) > before)
     gate.allow(1)
     return pending.result()
+
+
+def queued_commands(server: RunningServer) -> int:
+    """Questions that the engine thread has not answered yet."""
+    return server.engine.thread.commands.qsize()
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -282,8 +286,9 @@ def run_until_preempted(server: RunningServer, gate: StepGate, request_id: str) 
     """Step until the request has lost its blocks."""
 
     def preempted() -> bool:
-        running = [r.sequence.status for r in list(server.core.requests.values()) if r.request.request_id == request_id]
-        return running in ([SequenceStatus.PREEMPTED], [SequenceStatus.SWAPPED])
+        waiting = server.core.status().waiting  # no step runs, so that this thread may ask
+        states = [sequence.status for sequence in waiting if sequence.request_id == request_id]
+        return states in ([SequenceStatus.PREEMPTED], [SequenceStatus.SWAPPED])
 
     gate.wait_held()
     while not preempted():  # permits that are not used yet would carry it past that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from openai.types import Batch
 from mlxpaged.api import DataDirInUseError, HttpConfig, conversation, create_app
 from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.batches import Store
+from mlxpaged.api.batches.records import BatchRecord, OutputLine
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.engine import EngineConfig, EngineInfo
 from tests.api.helpers import DEADLINE, Background, StepGate, answer_text, ask, post, raw, run_on, write_keys
@@ -246,7 +248,9 @@ def test_a_file_that_is_too_large_is_not_kept(server: RunningServer, monkeypatch
         assert client.get("/v1/files").json() == before
 
 
-def test_a_batch_leaves_half_of_the_places_and_waits_for_the_rest(client: OpenAI, server: RunningServer) -> None:
+def test_a_batch_leaves_half_of_the_sequence_slots_and_waits_for_the_rest(
+    client: OpenAI, server: RunningServer
+) -> None:
     with StepGate(server) as gate:
         batch = submit(client, jsonl([run_on("x", 40) for _ in range(6)]))
         gate.wait_held()
@@ -268,7 +272,7 @@ def test_a_batch_leaves_half_of_the_places_and_waits_for_the_rest(client: OpenAI
     assert ended(client, batch).status == "completed"
 
 
-def test_a_batch_starts_nothing_while_others_fill_the_places(client: OpenAI, server: RunningServer) -> None:
+def test_a_batch_starts_nothing_while_others_fill_the_sequence_slots(client: OpenAI, server: RunningServer) -> None:
     with StepGate(server) as gate:
         interactive = [Background.post(server, COMPLETIONS, run_on("Once", 20)) for _ in range(4)]
         wait_until(lambda: server.engine.num_unfinished == 4)
@@ -308,6 +312,79 @@ def test_a_cancelled_batch_ends_at_once_and_keeps_what_is_done(client: OpenAI, s
     server.wait_idle()
     with pytest.raises(openai.ConflictError, match="cancelled"):
         client.batches.cancel(batch.id)
+
+
+def test_a_slow_disk_holds_up_the_batch_and_no_other_request(
+    client: OpenAI, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, writing, go_on = Store.append, threading.Event(), threading.Event()
+
+    def slow_append(store: Store, batch_id: str, line: OutputLine) -> None:
+        writing.set()
+        assert go_on.wait(DEADLINE)
+        append(store, batch_id, line)
+
+    monkeypatch.setattr(Store, "append", slow_append)
+    batch = submit(client, jsonl([run_on("x", 1), run_on("x", 1), run_on("x", 9, temperature=9)]))
+    try:
+        assert writing.wait(DEADLINE)
+        assert answer_text(server, ask("What is 17 + 25?")) == "42"
+        found = client.batches.retrieve(batch.id)
+        assert found.status == "in_progress"
+        assert found.request_counts == openai.types.BatchRequestCounts(total=3, completed=0, failed=0)
+    finally:
+        go_on.set()
+    done = ended(client, batch)
+    assert done.request_counts == openai.types.BatchRequestCounts(total=3, completed=2, failed=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "reason"),
+    [
+        ("append", RuntimeError("a bug"), "RuntimeError: a bug"),
+        ("append", OSError(errno.ENOSPC, "No space left on device", "/secret/path"), "No space left on device"),
+        ("done", KeyError("custom_id"), "KeyError: 'custom_id'"),
+        ("publish_results", RuntimeError("a bug"), "RuntimeError: a bug"),
+    ],
+    ids=str,
+)
+def test_an_unexpected_error_fails_its_batch_and_the_next_one_runs(
+    client: OpenAI,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    error: Exception,
+    reason: str,
+) -> None:
+    def failing(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, method, failing)
+        failed = ended(client, submit(client, jsonl([run_on("x", 1)] * 3)))
+    assert (failed.status, failed.output_file_id) == ("failed", None)
+    assert failed.failed_at is not None
+    assert failed.errors is not None
+    assert failed.errors.data is not None
+    assert [(each.code, each.message) for each in failed.errors.data] == [("batch_failed", reason)]
+    assert f"{failed.id} failed" in caplog.text
+    assert ended(client, submit(client, jsonl([run_on("x", 1)]))).status == "completed"
+
+
+def test_a_batch_whose_failure_cannot_be_saved_does_not_hold_up_the_next_one(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_batch = Store.save_batch
+
+    def failing(store: Store, batch: BatchRecord) -> None:
+        if batch.status != "validating":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_batch(store, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "save_batch", failing)
+        assert ended(client, submit(client, jsonl([run_on("x", 1)]))).status == "failed"
+    assert ended(client, submit(client, jsonl([run_on("x", 1)]))).status == "completed"
 
 
 def test_a_batch_goes_on_after_a_restart_and_runs_nothing_twice(tmp_path: Path) -> None:
@@ -385,7 +462,7 @@ def test_results_are_published_once_however_often_the_server_ends_in_between(tmp
 def test_what_is_left_of_a_batch_fails_where_its_key_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody else asks for anything meanwhile that would have the file of keys read again."""
+    """Meanwhile no other request makes the server read the file of keys again."""
     monkeypatch.setattr(key_ring, "CHECK_SECONDS", 0.0)
     path = tmp_path / "keys.json"
     keys = write_keys(path, anna={}, boss={"admin": True})

@@ -21,6 +21,7 @@ from tests.api.helpers import (
     block_bytes,
     check_failure,
     metrics,
+    queued_commands,
     random_tokens,
     raw,
     run_on,
@@ -238,7 +239,7 @@ def test_a_cancellation_of_a_dying_engine_is_answered(server: RunningServer) -> 
             Background.request(dying, method, path)
             for method, path in (("DELETE", f"{REQUESTS}/a"), ("GET", "/v1/status"), ("POST", "/v1/cache/clear"))
         ]
-        wait_until(lambda: dying.engine.thread.commands.qsize() == 3)
+        wait_until(lambda: queued_commands(dying) == 3)
         gate.open()
         assert pending.result().status_code == 503
         for question in questions:

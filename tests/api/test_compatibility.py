@@ -16,7 +16,7 @@ from openai.types import BatchCreateParams, EmbeddingCreateParams, FileCreatePar
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
-from mlxpaged.api.openapi import OPERATIONS
+from mlxpaged.api.endpoints import ENDPOINTS
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import ask, raw, run_on
 from tests.support import RunningServer, make_embedding_model, running_server
@@ -115,8 +115,7 @@ def test_a_row_is_true(server: RunningServer, row: Row) -> None:
 
 @pytest.mark.parametrize("endpoint", SMALLEST)
 def test_no_field_lacks_a_row(endpoint: str) -> None:
-    method, path = endpoint.split()
-    body = OPERATIONS[method, path].body
+    [body] = [each.body for each in ENDPOINTS if f"{each.method} {each.path}" == endpoint]
     assert body is not None
     listed = {row.field for row in ROWS if row.endpoint == endpoint}
     accepted = {row.field for row in ROWS if row.endpoint == endpoint and row.outcome != "refused"}
@@ -129,5 +128,4 @@ def test_every_heading_is_an_endpoint_that_is_tried() -> None:
 
 
 def test_every_json_body_of_the_server_has_a_table() -> None:
-    with_body = {f"{method} {path}" for (method, path), operation in OPERATIONS.items() if operation.body is not None}
-    assert with_body == set(SMALLEST)
+    assert {f"{each.method} {each.path}" for each in ENDPOINTS if each.body is not None} == set(SMALLEST)

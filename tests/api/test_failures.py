@@ -133,7 +133,7 @@ def test_one_failing_prompt_of_a_request_fails_the_request(server: RunningServer
     server.wait_idle()
 
 
-def test_a_failure_that_does_not_repeat_loses_nobody(server: RunningServer) -> None:
+def test_a_failure_that_does_not_repeat_loses_no_request(server: RunningServer) -> None:
     bodies = [run_on(random_tokens(70, 7) + random_tokens(20, i), 16) for i in range(6)]
     expected = [answer_text(server, body) for body in bodies]
     runner = server.core.runner
@@ -154,7 +154,7 @@ def test_a_failure_that_does_not_repeat_loses_nobody(server: RunningServer) -> N
     server.wait_idle()
 
 
-def test_a_failure_after_the_forward_pass_loses_nobody_either(
+def test_a_failure_after_the_forward_pass_loses_no_request_either(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bodies = [run_on(random_tokens(30, i), 16) for i in range(4)]

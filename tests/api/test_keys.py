@@ -264,7 +264,7 @@ def test_a_key_ends_its_own_requests_only(server: RunningServer, keys: dict[str,
         check_failure(low, 499, "request_cancelled", "request_cancelled")
 
 
-def test_an_admin_ends_everybodys(server: RunningServer, keys: dict[str, str]) -> None:
+def test_an_admin_ends_the_requests_of_all_keys(server: RunningServer, keys: dict[str, str]) -> None:
     with StepGate(server) as gate:
         pending = [start(server, run_on("x", 3), name, **bearer(keys[name])) for name in ("low", "high")]
         ended = within_one_step(server, gate, "DELETE", REQUESTS, headers=bearer(keys["admin"])).json()["data"]
@@ -383,7 +383,7 @@ def test_the_file_has_only_a_salted_hash_that_no_repr_shows(tmp_path: Path) -> N
 
 
 def test_the_file_may_change_while_requests_come_in(tmp_path: Path) -> None:
-    """A reader sees one whole file or the other; whoever is in both is never refused."""
+    """A reader sees the whole old file or the whole new one, so that a key in both is never refused."""
     path = tmp_path / "keys.json"
     keys = write_keys(path, stays={})
     entry = json.loads(path.read_text())["keys"][0]

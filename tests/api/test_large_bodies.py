@@ -1,4 +1,4 @@
-"""Large request bodies: the event loop, and with it everybody's streams, goes on while they are read."""
+"""Large request bodies do not block the event loop, and the streams of other requests, while they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""service_tier: a client may lower itself, and nobody may rise above the server's default."""
+"""service_tier: a request may lower its priority, and not raise it above the server's default."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_response_says_what_was_used(
 
 
 @pytest.mark.parametrize("body", BODIES, ids=["chat", "completion"])
-def test_priority_is_not_for_everybody(demo_server: RunningServer, body: dict[str, Any]) -> None:
+def test_priority_needs_a_key_that_allows_it(demo_server: RunningServer, body: dict[str, Any]) -> None:
     with raw(demo_server) as client:
         path = CHAT if "messages" in body else COMPLETIONS
         response = client.post(path, json=body | {"service_tier": "priority"})

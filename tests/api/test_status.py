@@ -23,7 +23,7 @@ from tests.api.helpers import (
     start,
     within_one_step,
 )
-from tests.support import RunningServer, running_server, wait_until
+from tests.support import RunningServer, running_server
 
 COMPLETIONS, STATUS, CLEAR = "/v1/completions", "/v1/status", "/v1/cache/clear"
 
@@ -85,6 +85,7 @@ def test_running_and_waiting_sequences_are_described(server: RunningServer) -> N
     assert first == {
         "request_id": "a",
         "status": "running",
+        "phase": "decode",
         "priority": "normal",
         "effective_priority": pytest.approx(1 - 0.1 * 7),
         "age_seconds": pytest.approx(7),
@@ -102,11 +103,39 @@ def test_running_and_waiting_sequences_are_described(server: RunningServer) -> N
     assert status["blocks"]["used"] == 5
     assert status["waiting"]["total"] == 2
     waiting = status["waiting"]["sequences"]
-    assert [(w["request_id"], w["status"], w["blocks"]) for w in waiting] == [
-        ("normal", "waiting", 0),
-        ("low", "waiting", 0),
+    assert [(w["request_id"], w["status"], w["phase"], w["blocks"]) for w in waiting] == [
+        ("normal", "waiting", None, 0),
+        ("low", "waiting", None, 0),
     ]
     assert [w["effective_priority"] for w in waiting] == [pytest.approx(0.9), pytest.approx(1.6)]
+
+
+def test_a_prompt_in_chunks_is_in_prefill_until_its_last_chunk_is_computed() -> None:
+    def shown(server: RunningServer, gate: StepGate) -> list[tuple[int, str]]:
+        sequences = within_one_step(server, gate, "GET", STATUS).json()["running"]["sequences"]
+        return [(sequence["computed_tokens"], sequence["phase"]) for sequence in sequences]
+
+    config = EngineConfig(kv_cache_bytes=8_000_000, max_num_seqs=2, max_num_batched_tokens=64)
+    with running_server(config) as server, StepGate(server) as gate:
+        pending = [start(server, run_on(random_tokens(200, 9), 30), "long")]
+        assert [shown(server, gate) for _ in range(5)] == [
+            [(64, "prefill")],
+            [(128, "prefill")],
+            [(192, "prefill")],
+            [(200, "decode")],
+            [(201, "decode")],
+        ]
+        pending.append(start(server, run_on(random_tokens(100, 10), 30), "next"))
+        gate.allow(1)
+        both = [shown(server, gate) for _ in range(6)]
+        assert {phase for (_, phase), _ in both} == {"decode"}
+        assert both[0][1][1] == "prefill"
+        assert both[-1][1][1] == "decode"
+        assert [phase for _, (_, phase) in both] == [
+            "prefill" if computed < 100 else "decode" for _, (computed, _) in both
+        ]
+        gate.open()
+        assert [request.result().status_code for request in pending] == [200, 200]
 
 
 def test_ten_shared_blocks_show_two_holders_and_are_logged(
@@ -208,7 +237,7 @@ def test_an_engine_that_does_not_reply_is_reported_busy(server: RunningServer, m
     monkeypatch.setattr(async_engine, "REPLY_SECONDS", 0.05)
     with StepGate(server) as gate, raw(server) as client:
         pending = start(server, run_on("x", 5), "it")
-        wait_until(lambda: server.core.stats().steps_total > 0)
+        gate.wait_held()
         for method, path in (("GET", STATUS), ("POST", CLEAR), ("DELETE", "/v1/requests/it")):
             response = client.request(method, path)
             assert response.status_code == 503
@@ -221,7 +250,7 @@ def test_an_engine_that_does_not_reply_is_reported_busy(server: RunningServer, m
 
 
 def test_a_question_is_cancelled_although_its_reply_comes_at_that_moment(server: RunningServer) -> None:
-    """Else whoever was interrupted goes on as if he had not been: `mlxpaged bench` measured on after Ctrl-C."""
+    """Otherwise the caller continues after its cancellation: `mlxpaged bench` went on measuring after Ctrl-C."""
 
     async def cancelled() -> bool:
         asked = asyncio.ensure_future(server.engine.clear_cache())
@@ -231,6 +260,5 @@ def test_a_question_is_cancelled_although_its_reply_comes_at_that_moment(server:
         await asyncio.wait([asked])
         return asked.cancelled()
 
-    assert server.engine.loop is not None
-    assert asyncio.run_coroutine_threadsafe(cancelled(), server.engine.loop).result(DEADLINE)
+    assert server.run(cancelled()).result(DEADLINE)
     assert ask_idle(server, "POST", CLEAR) == {"dropped_blocks": 0}

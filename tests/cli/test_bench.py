@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pty
@@ -21,9 +20,9 @@ import pytest
 from mlxpaged import __version__
 from mlxpaged.cli import main
 from mlxpaged.cli.bench import command
-from mlxpaged.cli.bench.figures import context_figures, load_figures, speedup
+from mlxpaged.cli.bench.figures import context_figures, load_figures, speedup, token_costs
 from mlxpaged.cli.bench.load import Answer, Pass, make_prompts
-from mlxpaged.engine import AsyncEngine, EngineConfig
+from mlxpaged.engine import EngineConfig
 from mlxpaged.engine.model_runner import ModelRunner
 from tests.cli.helpers import DEADLINE, environment, mlxpaged
 from tests.support import make_tiny_model
@@ -61,7 +60,7 @@ def assert_load(load: dict[str, Any], concurrency: int, prompts: int, prompt_tok
     for name in ("latency_seconds", "ttft_seconds", "inter_token_seconds"):
         assert_spread(load[name])
     assert load["ttft_seconds"]["avg"] < load["latency_seconds"]["avg"] < load["seconds"]
-    # An answer's time is that of its first token and of the gaps behind it; nobody is served longer than there is.
+    # The latency of an answer is its TTFT plus its inter-token times, and clients are served no longer than the run.
     gaps = (max_tokens - 1) * load["inter_token_seconds"]["avg"]
     assert load["latency_seconds"]["avg"] == pytest.approx(load["ttft_seconds"]["avg"] + gaps)
     assert load["latency_seconds"]["avg"] * load["answers"] <= load["seconds"] * concurrency * 1.001
@@ -120,6 +119,28 @@ def test_by_default_five_short_five_medium_and_five_long_prompts_are_measured(tm
     assert "speed-up" in bench.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "prompts", "concurrency"),
+    [
+        (("--prompts", "3"), 3, [1, 3]),
+        (("--prompts", "1"), 1, [1]),
+        (("--prompts", "2", "--no-batching"), 2, [1]),
+        (("--max-num-seqs", "4"), 15, [1, 4]),
+        (("--concurrency", "1,2,16"), 16, [1, 2, 16]),
+    ],
+    ids=str,
+)
+def test_defaults_fit_the_flags_that_are_given(
+    tmp_path: Path, flags: tuple[str, ...], prompts: int, concurrency: list[int]
+) -> None:
+    short = ("--prompt-tokens", "5", "--max-tokens", "2", "--runs", "1", "--json", "-")
+    with mlxpaged(tmp_path, "bench", "--model", "demo", *flags, *short, *SMALL_POOL) as bench:
+        assert bench.wait_end() == 0, bench.stderr
+    comparison = json.loads(bench.stdout)["comparison"]
+    assert comparison["prompts"] == prompts
+    assert [load["concurrency"] for load in (comparison["single"], *comparison["batched"])] == concurrency
+
+
 def test_no_prompt_begins_as_another_does() -> None:
     prompts = make_prompts([1, 5, 9], 200, vocab_size=300)
     assert [len(prompt) for prompt in prompts[:4]] == [1, 5, 9, 1]
@@ -167,8 +188,14 @@ def test_the_sweep_measures_prefill_and_decoding_at_growing_contexts(tmp_path: P
         assert one["ttft_seconds"]["avg"] == pytest.approx(one["prefill_seconds"] / 2)
         assert one["inter_token_seconds"]["avg"] == pytest.approx(one["decode_seconds"] / 8)
         assert_spread(one["ttft_seconds"])
-    assert "cpu attention" in bench.stdout
-    assert [line.split()[0] for line in bench.stdout.splitlines()[-3:]] == ["128", "256", "300"]
+    assert "gather attention" in bench.stdout
+    rates = [one["decode_tokens_per_second"] for one in found["context_sweep"]]
+    costs = [one["token_cost"] for one in found["context_sweep"]]
+    assert costs == pytest.approx([rates[1] / rate for rate in rates])
+    assert "token cost, 256 = 1" in bench.stdout
+    rows = [line.split() for line in bench.stdout.splitlines()[-3:]]
+    assert [row[0] for row in rows] == ["128", "256", "300"]
+    assert [row[-1] for row in rows] == [f"{cost:.2f}" for cost in costs]
 
 
 def test_the_sweep_ends_where_the_pool_does(tmp_path: Path) -> None:
@@ -198,24 +225,6 @@ def test_an_interrupt_shows_what_was_measured_until_then(tmp_path: Path, target:
         assert load["output_tokens_per_second"] == pytest.approx(load["output_tokens"] / load["seconds"])
     table = bench.stderr if target == "-" else bench.stdout
     assert table.index("what was measured until then:") < table.index("speed-up")
-
-
-def test_an_interrupt_is_not_lost_where_the_engine_replies_at_the_same_time() -> None:
-    """The command asks it for an empty cache before each run."""
-
-    async def interrupted() -> bool:
-        engine = AsyncEngine(EngineConfig(kv_cache_bytes=4_000_000))
-        engine.start()
-        await engine.wait_loaded()
-        asking = asyncio.ensure_future(engine.clear_cache())
-        await asyncio.sleep(0)
-        [reply] = engine._replies
-        reply.add_done_callback(lambda _: asking.cancel())
-        await asyncio.wait([asking])
-        await engine.stop()
-        return asking.cancelled()
-
-    assert asyncio.run(interrupted())
 
 
 def test_an_interrupt_while_the_model_loads_ends_the_command(tmp_path: Path) -> None:
@@ -280,9 +289,13 @@ def test_no_such_model_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["--concurrency", "0"], "--concurrency"),
         (["--concurrency", "4,"], "--concurrency"),
         (["--concurrency", "two"], "--concurrency"),
-        (["--concurrency", "16"], "--concurrency 16 is more than there are prompts: --prompts is 15"),
+        (
+            ["--concurrency", "16", "--prompts", "15"],
+            "16 is more than there are prompts: --prompts is 15",
+        ),
         (["--concurrency", "2,33", "--prompts", "40"], "--max-num-seqs is 32"),
-        (["--no-batching"], "--max-num-seqs is 1"),
+        (["--no-batching", "--concurrency", "8"], "--max-num-seqs is 1"),
+        (["one", "--model", "two"], "--model"),
         (["--prompts", "0"], "--prompts"),
         (["--prompt-tokens", "32,-1"], "--prompt-tokens"),
         (["--max-tokens", "0"], "--max-tokens"),
@@ -398,6 +411,7 @@ def test_what_was_not_measured_has_no_figure() -> None:
     context = context_figures(128, [Pass(1, [answer(128, 0, 2)], seconds=2)])
     assert context is not None
     assert (context.prefill_tokens_per_second, context.decode_tokens_per_second) == (64, None)
+    assert token_costs([context], 256) == [None]
 
 
 @pytest.mark.parametrize("lines", [0, 1])

@@ -166,6 +166,12 @@ def test_the_port_and_the_model_can_be_variables_too(started: dict[str, Any], mo
     assert started["config"] is None
 
 
+def test_the_model_can_be_a_flag_too(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLXPAGED_MODEL", "someone/model")
+    assert main(["serve", "--model", "demo"]) == 0
+    assert started["model"] == "demo"
+
+
 def test_the_embedding_models_name_can_be_a_variable_too(
     started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,7 @@ def test_other_machines_are_not_let_in_without_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["::", "", "255.255.255.255"])
-def test_no_other_spelling_of_everybody_is_let_in(run: Callable[..., Result], host: str) -> None:
+def test_no_spelling_of_all_addresses_needs_no_key(run: Callable[..., Result], host: str) -> None:
     result = run("serve", "none", "--port", "0", "--host", host)
     assert result.status in (1, 2)  # 1: no address of this machine
     assert "mlxpaged" in result.stderr

@@ -136,7 +136,7 @@ def test_requests_take_turns(tmp_path: Path) -> None:
     assert not any(request.reply.done() for request in large)
 
 
-def test_a_request_that_nobody_waits_for_any_longer_ends_before_the_next_step(tmp_path: Path) -> None:
+def test_a_request_whose_client_has_left_ends_before_the_next_step(tmp_path: Path) -> None:
     embedder = make_embedder(make_embedding_model(tmp_path / "m"), max_step_tokens=64)
     left = EmbeddingRequest("left", [random_tokens(500, 1), random_tokens(5, 1)], 64)
     stays = EmbeddingRequest("stays", [random_tokens(500, 2)], 64)
@@ -171,10 +171,10 @@ def test_a_request_that_makes_a_step_fail_ends_alone(tmp_path: Path) -> None:
     assert outputs[2].vectors.shape == (2, 64)
 
 
-@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="CPU streams are for a CPU")
-@pytest.mark.usefixtures("many_streams")
-def test_an_evaluation_that_fails_on_a_cpu_stream_ends_its_request_alone(tmp_path: Path) -> None:
-    """The error comes from MLX's evaluation; the stream is used again."""
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU has lanes")
+@pytest.mark.usefixtures("many_lanes")
+def test_an_evaluation_that_fails_on_a_lane_ends_its_request_alone(tmp_path: Path) -> None:
+    """The error is raised inside MLX; the stream is used again."""
     embedder = make_embedder(make_embedding_model(tmp_path / "m"))
     decode = embedder.model.decode
 

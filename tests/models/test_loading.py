@@ -143,6 +143,14 @@ def test_a_file_is_not_a_model_directory(tmp_path: Path) -> None:
         load_model(str(file))
 
 
+@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "sha256-0a1b"])
+def test_a_gguf_file_is_refused_as_what_it_is(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"GGUF\x03\x00\x00\x00")
+    with pytest.raises(ModelNotFoundError, match=rf"{name} is a GGUF file: .* is not supported; use an MLX model"):
+        load_model(str(file))
+
+
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"has no config\.json: it is not a model directory"):
         load_model(str(tmp_path))

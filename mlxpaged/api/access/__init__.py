@@ -1,1 +1,1 @@
-"""Who may ask, for how much, and from where. What a caller's priority is stands in `api/tiers.py`."""
+"""Access control: API keys, rate limits, origins."""

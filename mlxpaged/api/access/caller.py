@@ -1,4 +1,4 @@
-"""Who sent a request: the owner of a key, or anybody, on a server without keys."""
+"""The caller: the owner of the API key that a request carries."""
 
 from __future__ import annotations
 
@@ -7,43 +7,35 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from mlxpaged.api.access.rate_limit import Allowance
-from mlxpaged.api.errors import ApiError
 from mlxpaged.engine import Priority
 
 
 @dataclass(frozen=True)
 class Caller:
-    """name: the key's. default, highest: the priority of its requests, and the best that they may ask for. admin: may
-    see and end everybody's requests. allowance: what its limits leave."""
+    name: str  # of the key
+    default: Priority  # of its requests
+    highest: Priority  # that its requests may ask for
+    admin: bool  # may see and end the requests of all keys
+    allowance: Allowance  # what is left of its limits
 
-    name: str
-    default: Priority
-    highest: Priority
-    admin: bool
-    allowance: Allowance
+    def may_use(self, owner: str | None) -> bool:
+        """Whether the caller may see and end what belongs to the key of this name."""
+        return self.admin or self.name == owner
 
 
 def caller_of(request: Request) -> Caller | None:
-    """None where the server has no keys, and everybody may do everything."""
+    """None on a server without keys, where every request may do everything."""
     caller: Caller | None = request.state.caller
     return caller
 
 
-def require_admin(request: Request) -> None:
-    """Raises ApiError 403."""
-    caller = caller_of(request)
-    if caller is not None and not caller.admin:
-        message = f"{request.method} {request.url.path} is for admin keys; {caller.name!r} is not one"
-        raise ApiError(403, message, "permission_error", code="admin_key_required")
-
-
 def owner_of(request: Request) -> str | None:
-    """Whose a thing is that the request makes and the server keeps."""
+    """The owner of a file, batch or response that the request creates."""
     caller = caller_of(request)
     return None if caller is None else caller.name
 
 
 def may_use(request: Request, owner: str | None) -> bool:
-    """Whether the caller may see a thing that is kept: its own, by the key's name, and an admin everything."""
+    """Whether the caller may see a file, batch or response of this owner."""
     caller = caller_of(request)
-    return caller is None or caller.admin or caller.name == owner
+    return caller is None or caller.may_use(owner)

@@ -1,8 +1,7 @@
-"""The file of API keys, and how a key is made and known again.
+"""The file of API keys, which `mlxpaged keys` edits, and how keys are made and checked.
 
-JSON, because Python 3.10's library reads and writes it; the `mlxpaged keys` command edits it. A key is 256 random bits,
-of which the file has a salted hash. One round of a fast hash is enough: slow ones make it expensive to guess what
-people choose, and there is nothing to guess among 2**256.
+A key is 256 random bits, of which the file has a salted hash. A fast hash is enough: slow ones protect passwords that
+people choose, and 256 random bits cannot be guessed.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from mlxpaged.api.atomic_file import replacing
+
 PREFIX = "sk-mlxpaged-"
-"""Clients that check keys want sk-, and scanners for leaked ones a name."""
+"""Some clients require sk-; the name is for scanners that search for leaked keys."""
 SECRET_BYTES = 32
 SALT_BYTES = hashlib.blake2b.SALT_SIZE
 DIGEST_BYTES = 32
 MAX_KEYS = 1000
-"""All are compared with at every request, about a microsecond each."""
+"""Each request is compared with all of them, which takes about a microsecond per key."""
 
 TierName = Literal["high", "normal", "low"]
 PerMinute = Annotated[int, Field(ge=1, le=10**9)]
@@ -39,7 +40,7 @@ SECRET = re.compile(r"\bsk-[A-Za-z0-9_-]{8,}")
 
 
 def redacted(text: str) -> str:
-    """`text` without what looks like a key, this server's or another's that was sent here by mistake."""
+    """`text` without anything that looks like an API key, of this server or another one."""
     return SECRET.sub("sk-***", text)
 
 
@@ -48,18 +49,15 @@ class KeyFileError(Exception):
 
 
 class KeyEntry(BaseModel):
-    """One key. tier: the priority of its requests. max_priority: the highest that they may ask for, by default the
-    tier. admin: may see and end everybody's requests. requests_per_minute, tokens_per_minute: None for any number."""
-
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     salt: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * SALT_BYTES}}}$", repr=False)]
     hash: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$", repr=False)]
-    tier: TierName = "normal"
-    max_priority: TierName | None = None
-    admin: bool = False
-    requests_per_minute: PerMinute | None = None
+    tier: TierName = "normal"  # priority of its requests
+    max_priority: TierName | None = None  # highest priority that they may ask for; None: the tier
+    admin: bool = False  # may see and end the requests of all keys
+    requests_per_minute: PerMinute | None = None  # None: no limit
     tokens_per_minute: PerMinute | None = None
     created: str | None = None
 
@@ -92,7 +90,7 @@ def digest(key: str, salt: bytes) -> bytes:
 
 
 def make_key() -> tuple[str, str, str]:
-    """A new key, and the salt and the hash to know it by."""
+    """A new key, its salt and its hash."""
     key, salt = PREFIX + secrets.token_hex(SECRET_BYTES), secrets.token_bytes(SALT_BYTES)
     return key, salt.hex(), digest(key, salt).hex()
 
@@ -102,7 +100,7 @@ def today() -> str:
 
 
 def read(path: Path) -> tuple[KeyFile, os.stat_result]:
-    """The keys, and the state of the file that they were read from. Raises KeyFileError."""
+    """The keys, and the state of the file. Raises KeyFileError."""
     try:
         with open(path, "rb") as file:
             state, content = os.fstat(file.fileno()), file.read()
@@ -115,7 +113,7 @@ def read(path: Path) -> tuple[KeyFile, os.stat_result]:
 
 
 def unusable(path: Path, error: ValidationError) -> KeyFileError:
-    """Without the input: somebody may have put the key itself into the file."""
+    """The message does not quote the file, which may contain a key by mistake."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
@@ -124,7 +122,7 @@ def unusable(path: Path, error: ValidationError) -> KeyFileError:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """While the file is read, changed and written: of two commands at once, neither undoes what the other did."""
+    """Held while the file is read, changed and written, so that two commands at once lose no change."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -132,16 +130,6 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, content: KeyFile) -> None:
-    """Whole or not at all, readable by its owner only."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with open(descriptor, "w") as file:
-            json.dump(content.model_dump(exclude_none=True), file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """The file is readable by its owner only."""
+    with replacing(path, mode=0o600) as file:
+        file.write(json.dumps(content.model_dump(exclude_none=True), indent=2).encode() + b"\n")

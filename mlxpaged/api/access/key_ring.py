@@ -1,4 +1,4 @@
-"""The keys that count now: those of the file, read again when it changes."""
+"""The API keys of the server. The file is read again when it changes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from mlxpaged.engine import Priority
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 1.0
-"""The file is looked at no more often than this."""
+"""The file is checked for changes at most this often."""
 OTHERS_MAY_READ = 0o077
 
 
 class KeyRing:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """clock: seconds. Raises KeyFileError where the file cannot be used."""
+        """clock: seconds. Raises KeyFileError if the file cannot be used."""
         self._path = path
         self._clock = clock
         self._checked_at = clock()
         self._seen: tuple[int, int, int] | None = None
         self._keys: list[tuple[KeyEntry, Caller]] = []
-        self._allowances: dict[str, Allowance] = {}
         self._load()
 
     def find(self, presented: str) -> Caller | None:
-        """Whose key this is. Every key is compared with, so that the time does not tell which one came close."""
+        """The owner of this key. It is compared with every key, so that the time taken tells nothing about them."""
         self._follow_the_file()
         found = None
         for entry, caller in self._keys:
@@ -40,7 +39,7 @@ class KeyRing:
         return found
 
     def _follow_the_file(self) -> None:
-        """A file that cannot be used is an error in the log, and the keys stay what they were."""
+        """If the file cannot be used, an error is logged and the keys stay as they were."""
         if self._clock() - self._checked_at < CHECK_SECONDS:
             return
         self._checked_at = self._clock()
@@ -50,7 +49,7 @@ class KeyRing:
             seen = None
         if seen == self._seen:
             return
-        self._seen = seen  # said once, not at every request
+        self._seen = seen  # so that an error is logged once
         try:
             self._load()
         except KeyFileError as error:
@@ -61,32 +60,24 @@ class KeyRing:
         self._seen = signature(state)
         if state.st_mode & OTHERS_MAY_READ:
             logger.warning("%s can be read by other users: chmod 600 it", self._path)
-        self._allowances = {entry.name: self._allowance(entry) for entry in content.keys}
-        self._keys = [(entry, self._caller(entry)) for entry in content.keys]
+        before = {caller.name: caller.allowance for _, caller in self._keys}
+        self._keys = [(entry, self._caller(entry, before.get(entry.name))) for entry in content.keys]
         logger.info("%d API keys from %s", len(self._keys), self._path)
 
     def named(self, name: str) -> Caller | None:
-        """The owner of the key of that name, None where it was removed."""
+        """The owner of the key of this name; None if it was removed."""
         self._follow_the_file()
         return next((caller for _, caller in self._keys if caller.name == name), None)
 
-    def _allowance(self, entry: KeyEntry) -> Allowance:
-        """What was used counts on, unless the limits are others now."""
-        limits = (entry.requests_per_minute, entry.tokens_per_minute)
-        before = self._allowances.get(entry.name)
-        return before if before is not None and before.has_limits(*limits) else Allowance(*limits, self._clock)
-
-    def _caller(self, entry: KeyEntry) -> Caller:
-        highest = entry.max_priority or entry.tier
-        return Caller(
-            entry.name,
-            default=Priority[entry.tier.upper()],
-            highest=Priority[highest.upper()],
-            admin=entry.admin,
-            allowance=self._allowances[entry.name],
-        )
+    def _caller(self, entry: KeyEntry, before: Allowance | None) -> Caller:
+        """before: the key's allowance so far, which stays in use unless its limits have changed."""
+        allowance = Allowance(entry.requests_per_minute, entry.tokens_per_minute, self._clock)
+        if before is not None and before.limits == allowance.limits:
+            allowance = before
+        default, highest = (Priority[tier.upper()] for tier in (entry.tier, entry.max_priority or entry.tier))
+        return Caller(entry.name, default, highest, entry.admin, allowance)
 
 
 def signature(state: os.stat_result) -> tuple[int, int, int]:
-    """Changes with the file. The inode too: a new file of the same size can come within the clock's resolution."""
+    """Changes with the file. The inode tells apart files of one size that are written within the clock's resolution."""
     return state.st_mtime_ns, state.st_size, state.st_ino

@@ -1,4 +1,4 @@
-"""How much a key may ask for per minute: requests, and tokens."""
+"""The limits of a key: requests and tokens per minute."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ SECONDS_PER_MINUTE = 60.0
 
 
 class Bucket:
-    """A token bucket: full at first, refilled evenly, never above `per_minute`. It may be overdrawn, by an answer whose
-    length nobody knew beforehand; it is then that much longer until there is something in it again."""
+    """A token bucket: full at first, refilled evenly. An answer of unknown length may overdraw it."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         """clock: seconds."""
@@ -34,30 +33,19 @@ class Bucket:
 
 
 class Allowance:
-    """What is left of one key's limits. Used on the event loop only.
-
-    A request is let in while there is one left, and at least one token. Tokens are counted as they are computed, so
-    that requests under way can overdraw the limit; the next ones wait that much longer.
-    """
+    """What is left of one key's limits: a request needs one request and one token. Used on the event loop only."""
 
     def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float]) -> None:
-        """requests, tokens: per minute, None for any number."""
-        limits = {"requests": requests, "tokens": tokens}
-        self._buckets = {name: Bucket(limit, clock) for name, limit in limits.items() if limit is not None}
-
-    def has_limits(self, requests: int | None, tokens: int | None) -> bool:
-        limits = {"requests": requests, "tokens": tokens}
-        return all(limit == (self.limit(name) if name in self._buckets else None) for name, limit in limits.items())
-
-    def limit(self, name: str) -> int:
-        return self._buckets[name].per_minute
+        """requests, tokens: per minute; None: no limit."""
+        self.limits = {"requests": requests, "tokens": tokens}
+        self._buckets = {name: Bucket(limit, clock) for name, limit in self.limits.items() if limit is not None}
 
     def exhausted(self) -> str | None:
-        """The limit that keeps the next request out: requests, tokens, or none."""
+        """The limit that is reached: "requests", "tokens" or None."""
         return next((name for name in self._buckets if self.wait(name) > 0), None)
 
     def wait(self, name: str) -> float:
-        """Seconds until this limit lets the next request in."""
+        """Seconds until this limit accepts the next request."""
         return self._buckets[name].seconds_until(1)
 
     def take(self, name: str, amount: int) -> None:
@@ -65,7 +53,7 @@ class Allowance:
             self._buckets[name].take(amount)
 
     def headers(self) -> dict[str, str]:
-        """As OpenAI's service sends them: limit, what is left, and the time until all of it is there again."""
+        """As OpenAI's service sends them: the limit, what is left, and the time until it is full again."""
         found = {}
         for name, bucket in self._buckets.items():
             found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)

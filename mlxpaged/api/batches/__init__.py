@@ -1,6 +1,6 @@
-"""Batches: files of requests that are answered while nobody else is waiting, and survive the server."""
+"""Batches: files of requests that run while the server has spare capacity, and survive a restart of the server."""
 
-from mlxpaged.api.batches.lane import BatchLane
+from mlxpaged.api.batches.runner import BatchRunner
 from mlxpaged.api.batches.store import DataDirInUseError, Store
 
-__all__ = ["BatchLane", "DataDirInUseError", "Store"]
+__all__ = ["BatchRunner", "DataDirInUseError", "Store"]

@@ -1,4 +1,4 @@
-"""Files, batches and the lines of both directions, in OpenAI's shapes: what is shown, and what is kept on disk."""
+"""Files, batches, and the lines of input and output files, in OpenAI's format: as shown, and as kept on disk."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 
 
 class Record(BaseModel):
-    """owner: the name of the key that it belongs to, kept but not shown; None on a server without keys."""
-
-    owner: str | None = None
+    owner: str | None = None  # name of the key that it belongs to, not shown; None on a server without keys
 
     def shown(self) -> dict[str, Any]:
         return self.model_dump(exclude={"owner"})
@@ -38,11 +36,11 @@ class RequestCounts(BaseModel):
 
 
 class LineError(BaseModel):
-    """Why a batch was not started. line: of the input file, the first is 1."""
+    """Why a batch failed."""
 
     code: str
     message: str
-    line: int
+    line: int | None = None  # of the input file, from 1
     param: str | None = None
 
 
@@ -52,8 +50,7 @@ class LineErrors(BaseModel):
 
 
 class BatchRecord(Record):
-    """Times in seconds since 1970. The output files' ids are chosen before there are files: the shown ones are null
-    until then."""
+    """Times are seconds since 1970."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -93,9 +90,13 @@ class LineFailure(BaseModel):
 
 
 class OutputLine(BaseModel):
-    """One line of an output file (a 200) or of an error file (everything else)."""
+    """One line of an output file (a 200) or of an error file (all others)."""
 
     id: str
     custom_id: str
     response: LineResponse | None = None
     error: LineFailure | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        return self.response is not None and self.response.status_code == 200

@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches"""
+"""The endpoints of /v1/files and /v1/batches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from mlxpaged.api.access.caller import may_use, owner_of
-from mlxpaged.api.batches.lane import BatchLane, now
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
+from mlxpaged.api.batches.runner import BatchRunner, now
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.body import pieces, read_json, read_query, validate
 from mlxpaged.api.errors import ApiError, bad_parameter
@@ -37,20 +37,16 @@ class FileUpload(BaseModel):
 
 
 class BatchCreate(Body):
-    """completion_window: minutes, hours or days, OpenAI's "24h" among them."""
-
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[mhd]$")]
+    completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[mhd]$")]  # minutes, hours or days, as "24h"
     metadata: Labels | None = None
 
 
 class BatchList(BaseModel):
-    """The newest first. after: an id; what follows it is listed."""
-
     model_config = ConfigDict(extra="forbid")
 
-    after: str | None = None
+    after: str | None = None  # an id: those that follow it are listed
     limit: Annotated[int, Field(ge=1, le=100)] = 20
 
 
@@ -67,11 +63,11 @@ def store_of(request: Request) -> Store:
     return store
 
 
-def lane_of(request: Request) -> BatchLane:
+def runner_of(request: Request) -> BatchRunner:
     """Raises ApiError on a server without a model."""
     server_of(request).ready(None)
-    lane: BatchLane = request.app.state.lane
-    return lane
+    runner: BatchRunner = request.app.state.batch_runner
+    return runner
 
 
 async def create_file(request: Request) -> Response:
@@ -94,7 +90,7 @@ async def create_file(request: Request) -> Response:
 
 
 async def read_form(request: Request) -> FormData:
-    """Raises ApiError for what is no form of one file and its purpose, or larger than MAX_FILE_BYTES."""
+    """Raises ApiError if the body is not a form of one file and its purpose, or is larger than MAX_FILE_BYTES."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise ApiError(400, "the body must be multipart/form-data", code="invalid_form")
     try:
@@ -110,7 +106,7 @@ async def read_form(request: Request) -> FormData:
 
 async def list_files(request: Request) -> Response:
     query = read_query(request, FileList)
-    records = [each for each in store_of(request).files.values() if query.purpose in (None, each.purpose)]
+    records = [each for each in list(store_of(request).files.values()) if query.purpose in (None, each.purpose)]
     return listed(request, records if query.order == "asc" else records[::-1], query)
 
 
@@ -127,7 +123,7 @@ async def get_content(request: Request) -> Response:
 async def delete_file(request: Request) -> Response:
     store = store_of(request)
     record = find(store.files, request, "file")
-    if any(batch.unfinished and batch.input_file_id == record.id for batch in store.batches.values()):
+    if any(batch.unfinished and batch.input_file_id == record.id for batch in list(store.batches.values())):
         raise ApiError(
             409, f"file {record.id} is the input of an unfinished batch", param="file_id", code="file_in_use"
         )
@@ -137,7 +133,7 @@ async def delete_file(request: Request) -> Response:
 
 async def create_batch(request: Request) -> Response:
     body = await read_json(request, BatchCreate)
-    store, lane = store_of(request), lane_of(request)
+    store, runner = store_of(request), runner_of(request)
     file = store.files.get(body.input_file_id)
     if file is None or file.purpose != "batch" or not may_use(request, file.owner):
         raise bad_parameter("input_file_id", f"there is no file {body.input_file_id!r} with the purpose 'batch'")
@@ -153,7 +149,7 @@ async def create_batch(request: Request) -> Response:
         metadata=body.metadata,
     )
     await asyncio.to_thread(store.save_batch, batch)
-    lane.wake()
+    runner.wake()
     return JSONResponse(batch.shown())
 
 
@@ -170,7 +166,7 @@ async def cancel_batch(request: Request) -> Response:
     batch = find(store_of(request).batches, request, "batch")
     if not batch.unfinished:
         raise ApiError(409, f"batch {batch.id} is {batch.status}", param="batch_id", code="batch_finished")
-    await lane_of(request).cancel(batch)
+    await runner_of(request).cancel(batch)
     return JSONResponse(batch.shown())
 
 

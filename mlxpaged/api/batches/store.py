@@ -1,26 +1,24 @@
 """Files and batches in a directory. Everything here may block on the disk.
 
     files/ID            a file's content           files/ID.json    its record
-    batches/ID.json     a batch's record           batches/ID.output, ID.errors   lines that are done, one after another
+    batches/ID.json     a batch's record           batches/ID.output, ID.errors   finished lines, in order of completion
 
-Records are replaced whole, by renaming. Lines are appended; one that the server's end cut short is cut off at the next
-start, and that request runs again. So does one whose answer the system had not written when the power failed.
+Records are replaced whole, by renaming. Lines are appended; the next start cuts off an incomplete line and runs that
+request again. It also runs a request again if its line was lost in a power failure.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
 from pydantic import BaseModel
 
+from mlxpaged.api.atomic_file import replacing
 from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
-from mlxpaged.api.request_id import new_id
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -30,10 +28,10 @@ class DataDirInUseError(Exception):
 
 
 class Store:
-    """The only one to use its directory while it lives. `files` and `batches` by id, the oldest first."""
+    """Holds a lock on its directory. `files` and `batches` by id, the oldest first."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises DataDirInUseError, or OSError where the directory cannot be used."""
+        """Raises DataDirInUseError, or OSError if the directory cannot be used."""
         self._files, self._batches = directory / "files", directory / "batches"
         for path in (self._files, self._batches):
             path.mkdir(parents=True, exist_ok=True)
@@ -64,7 +62,7 @@ class Store:
         self.files[record.id] = record
 
     def delete_file(self, file_id: str) -> None:
-        """The record first: content without one is not shown."""
+        """The record is deleted first: content without a record is not shown."""
         del self.files[file_id]
         (self._files / f"{file_id}.json").unlink(missing_ok=True)
         self.content(file_id).unlink(missing_ok=True)
@@ -80,12 +78,11 @@ class Store:
         return self._batches / f"{batch_id}.{kind}"
 
     def append(self, batch_id: str, line: OutputLine) -> None:
-        kind = "output" if line.response is not None and line.response.status_code == 200 else "errors"
-        with self.results(batch_id, kind).open("ab") as file:
+        with self.results(batch_id, "output" if line.succeeded else "errors").open("ab") as file:
             file.write(line.model_dump_json().encode() + b"\n")
 
     def done(self, batch_id: str, kind: str) -> set[str]:
-        """The custom ids of the lines that are written, after a line that is incomplete is cut off."""
+        """The custom ids of the finished lines. Cuts off an incomplete last line."""
         path = self.results(batch_id, kind)
         done: set[str] = set()
         if not path.exists():
@@ -101,7 +98,7 @@ class Store:
         return done
 
     def publish_results(self, batch: BatchRecord, kind: str, file_id: str, created_at: int) -> bool:
-        """Make a file of the lines that are done. Repeating it is no error. False where there are none."""
+        """Make a file of the finished lines; repeating this is harmless. Returns False if there are no lines."""
         path = self.results(batch.id, kind)
         if path.exists():
             os.replace(path, self.content(file_id))
@@ -118,7 +115,7 @@ class Store:
 
 
 def load(directory: Path, kind: type[Record]) -> dict[str, Record]:
-    """Every record of a directory, by its id. Raises ValueError for one that is broken, rather than to forget it."""
+    """All records of a directory, by id. Raises ValueError for a broken one, which would otherwise be lost."""
     records = [kind.model_validate_json(path.read_bytes()) for path in directory.glob("*.json")]
     records.sort(key=lambda record: (record.created_at, record.id))  # type: ignore[attr-defined]
     return {record.id: record for record in records}  # type: ignore[attr-defined]
@@ -127,17 +124,3 @@ def load(directory: Path, kind: type[Record]) -> dict[str, Record]:
 def save(path: Path, record: BaseModel) -> None:
     with replacing(path) as file:
         file.write(record.model_dump_json().encode())
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` once it is on the disk, or leaves it as it was."""
-    temporary = path.with_name(f"{path.name}.{new_id('new')}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, by the model that was loaded for them, or by the one that generates where it states both."""
+"""POST /v1/embeddings, with the embedding model, or with the served model if it makes embeddings too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -28,9 +29,9 @@ from mlxpaged.models import EmbeddingModel
 logger = logging.getLogger(__name__)
 
 MAX_INPUTS = 2048
-"""As OpenAI's service has it."""
+"""The limit of OpenAI's service."""
 MAX_SLICE = 100_000
-"""Characters that the one thread for it tokenizes before it turns to others."""
+"""Characters that the tokenizer's thread takes at a time, so that it gets to other requests in between."""
 
 EmbeddingInput = (
     PromptText
@@ -38,12 +39,12 @@ EmbeddingInput = (
     | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_INPUTS)]
     | Annotated[list[PromptTokens], Field(min_length=1, max_length=MAX_INPUTS)]
 )
-"""What the API's description says of `input`."""
+"""The type of `input` in the OpenAPI document."""
 
 
 class EmbeddingsRequest(Body):
     model: str | None = None
-    input: list[str] | list[list[int]]  # as `_one_kind_of_input` leaves it
+    input: list[str] | list[list[int]]  # checked by `_one_kind_of_input`
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     timeout: Seconds | None = None
@@ -56,11 +57,9 @@ class EmbeddingsRequest(Body):
 
 
 class Embedding(Body):
-    """embedding: numbers, or the base64 of their little-endian float32."""
-
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: list[float] | str  # a string is the base64 of little-endian float32
 
 
 class EmbeddingsUsage(Body):
@@ -106,7 +105,7 @@ async def respond(request: Request, body: EmbeddingsRequest) -> Response:
 
 
 def embedding_model(server: Server, info: EngineInfo, name: str | None) -> EmbeddingModel:
-    """Raises ApiError where the model of that name makes no embeddings, with the reason."""
+    """Raises ApiError with the reason if the model of that name makes no embeddings."""
     model = info.embedding_model
     if model is not None and name in (None, model.name):
         return model
@@ -123,7 +122,7 @@ def embedding_model(server: Server, info: EngineInfo, name: str | None) -> Embed
 
 
 def check_dimensions(model: EmbeddingModel, asked: int | None) -> int:
-    """Raises ApiError where the model was not trained for embeddings of that size."""
+    """Raises ApiError if the model was not trained for embeddings of this size."""
     if asked is None or asked == model.dimensions:
         return model.dimensions
     if asked < model.dimensions and model.spec.can_be_cut_to(asked):
@@ -139,18 +138,18 @@ def check_dimensions(model: EmbeddingModel, asked: int | None) -> int:
 
 
 async def tokens_of(server: Server, model: EmbeddingModel, inputs: list[str] | list[list[int]]) -> list[list[int]]:
-    """Raises ApiError for a text that is too long however it is tokenized."""
+    """Raises ApiError for a text that is too long, if possible before it is tokenized."""
     found: list[list[int]] = []
     for part in slices(inputs):
         for index, each in enumerate(part, len(found)):
             if isinstance(each, str):
                 check_length(model, index, model.tokenizer.least_tokens(len(each)), "at least ")
-        found += await server.tokenize(lambda part=part: [encode(model, each) for each in part])  # type: ignore[misc]
+        found += await server.tokenize(partial(encode, model, part))
     return found
 
 
 def slices(inputs: Sequence[str | list[int]]) -> Iterator[Sequence[str | list[int]]]:
-    """A few inputs at a time, one where it is long."""
+    """At most MAX_SLICE characters or tokens at a time, or one longer input."""
     start = size = 0
     for index, each in enumerate(inputs):
         if index > start and size + len(each) > MAX_SLICE:
@@ -160,12 +159,12 @@ def slices(inputs: Sequence[str | list[int]]) -> Iterator[Sequence[str | list[in
     yield inputs[start:]
 
 
-def encode(model: EmbeddingModel, given: str | list[int]) -> list[int]:
-    return given if isinstance(given, list) else model.tokenizer.encode(model.spec.prompt + given)
+def encode(model: EmbeddingModel, inputs: Sequence[str | list[int]]) -> list[list[int]]:
+    return [each if isinstance(each, list) else model.tokenizer.encode(model.spec.prompt + each) for each in inputs]
 
 
 def check_tokens(model: EmbeddingModel, inputs: Sequence[Sequence[int]]) -> None:
-    """Raises ApiError for an input that the model cannot read."""
+    """Raises ApiError for an input that the model does not accept."""
     for index, tokens in enumerate(inputs):
         check_length(model, index, len(tokens))
         if not tokens:
@@ -183,7 +182,7 @@ def check_length(model: EmbeddingModel, index: int, num_tokens: int, about: str 
 
 
 async def in_pieces(model: str, vectors: np.ndarray[Any, Any], num_tokens: int, as_base64: bool) -> AsyncIterator[str]:
-    """The answer, one embedding at a time: all at once they would hold the streams of others up for seconds."""
+    """The answer, one embedding at a time: encoding all at once would block other streams for seconds."""
     yield '{"object":"list","data":['
     for index, vector in enumerate(vectors):
         values = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()

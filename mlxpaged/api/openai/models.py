@@ -24,8 +24,8 @@ async def get_model(request: Request) -> Response:
 
 
 def describe(server: Server, name: str) -> dict[str, Any]:
-    """context_length: the model's own limit. max_model_len: that of a prompt and its answer here, where the KV pool may
-    be the smaller one, or of an input for embeddings. tools, thinking: as far as template and vocabulary show."""
+    """context_length: the model's own limit. max_model_len: the server's limit, of a prompt and its answer (the KV pool
+    may be smaller) or of an input for embeddings. tools, thinking: derived from the chat template and vocabulary."""
     assert server.engine is not None
     assert server.engine.info is not None
     info, tags = server.engine.info, server.engine.info.tokenizer.tags

@@ -1,4 +1,4 @@
-"""From times to figures: rates, percentiles, speed-up. Plain arithmetic; whatever nothing was measured for is None."""
+"""From times to figures: rates, percentiles, speed-up. Figures without a measurement are None."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxpaged.cli.bench.load import Answer, Pass
 
 @dataclass(frozen=True)
 class Spread:
-    """p50, p99: interpolated linearly between the values, as numpy does."""
+    """Percentiles are interpolated linearly, as numpy does."""
 
     avg: float
     p50: float
@@ -22,9 +22,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """One pass over all prompts. answers: complete ones."""
+    """One pass over all prompts."""
 
-    answers: int
+    answers: int  # complete ones
     output_tokens: int
     seconds: float
     output_tokens_per_second: float
@@ -32,20 +32,18 @@ class RunFigures:
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """Some passes with the same number of requests at a time, taken together: tokens, seconds and answers are sums, and
-    rates their quotients. prompt_tokens: of answers that have begun. latency: from submission to the last token, of
-    complete answers; ttft: to the first one; inter_token: between two tokens of an answer."""
+    """All passes with the same number of requests at a time: counts and seconds are sums, rates are their quotients."""
 
     concurrency: int
     answers: int
-    prompt_tokens: int
+    prompt_tokens: int  # of answers that have begun
     cached_tokens: int
     output_tokens: int
     preemptions: int
     seconds: float
     prompt_tokens_per_second: float
     output_tokens_per_second: float
-    latency_seconds: Spread | None
+    latency_seconds: Spread | None  # from submission to the last token, of complete answers
     ttft_seconds: Spread | None
     inter_token_seconds: Spread | None
     runs: tuple[RunFigures, ...]
@@ -53,24 +51,23 @@ class LoadFigures:
 
 @dataclass(frozen=True)
 class Speedup:
-    """Output tokens per second of requests at once, by those of one at a time: of all runs, and run by run."""
+    """Output tokens per second, divided by those of one request at a time."""
 
-    ratio: float
+    ratio: float  # of all runs together
     by_run: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class ContextFigures:
-    """One request at a time after prompts of `context` tokens. prefill_seconds: to the first tokens; decode_seconds:
-    from there to the last ones; both are sums over all answers, and rates are tokens by seconds."""
+    """One request at a time, with prompts of `context` tokens. Counts and seconds are sums over all answers."""
 
     context: int
     answers: int
     prompt_tokens: int
-    prefill_seconds: float
+    prefill_seconds: float  # to the first token
     prefill_tokens_per_second: float
     decoded_tokens: int
-    decode_seconds: float
+    decode_seconds: float  # from the first token to the last
     decode_tokens_per_second: float | None
     ttft_seconds: Spread | None
     inter_token_seconds: Spread | None
@@ -96,7 +93,7 @@ def begun(passes: Sequence[Pass]) -> list[Answer]:
 
 
 def load_figures(passes: Sequence[Pass]) -> LoadFigures | None:
-    """passes: of one concurrency, the last of them perhaps interrupted. None where no token has come yet."""
+    """passes: of one concurrency; the last one may be interrupted. None if there is no token yet."""
     passes = [one for one in passes if begun([one])]
     if not passes:
         return None
@@ -136,7 +133,7 @@ def speedup(batched: LoadFigures, single: LoadFigures) -> Speedup:
 
 
 def context_figures(context: int, passes: Sequence[Pass]) -> ContextFigures | None:
-    """None where no token has come yet."""
+    """None if there is no token yet."""
     answers = begun(passes)
     if not answers:
         return None
@@ -154,3 +151,10 @@ def context_figures(context: int, passes: Sequence[Pass]) -> ContextFigures | No
         ttft_seconds=spread([ttft(answer) for answer in answers]),
         inter_token_seconds=spread(between),
     )
+
+
+def token_costs(contexts: Sequence[ContextFigures], base: int) -> list[float | None]:
+    """How many times as long a decoded token takes as at the context `base`; None if one of them was not measured."""
+    rates = {one.context: one.decode_tokens_per_second for one in contexts}
+    at_base = rates.get(base)
+    return [at_base / rate if at_base and rate else None for rate in rates.values()]

@@ -1,8 +1,8 @@
-"""Prompts, and clients that send them to the engine: each its next one as soon as its last answer is complete.
+"""Prompts, and clients that send them to the engine. A client sends its next prompt when an answer is complete.
 
 The clients call AsyncEngine as the routes of the HTTP API do: reservation, queue, engine thread, one hand-over of
-tokens and text per step. HTTP itself is left out: a client in this process would share the server's interpreter lock,
-and slow down what it measures.
+tokens and text per step. There is no HTTP: a client in this process would share the server's interpreter lock, and slow
+down what it measures.
 """
 
 from __future__ import annotations
@@ -21,30 +21,27 @@ NUMBERS = itertools.count()
 
 @dataclass
 class Answer:
-    """One request, as far as it came. Times are seconds on the engine's clock, of tokens when they reached the event
-    loop. cached_tokens: of the prompt, found computed."""
+    """One request. Times are seconds on the engine's clock."""
 
     prompt_tokens: int
     submitted: float
-    token_times: list[float] = field(default_factory=list)
-    cached_tokens: int = 0
+    token_times: list[float] = field(default_factory=list)  # when each token reached the event loop
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
     complete: bool = False
 
 
 @dataclass
 class Pass:
-    """All prompts once, `concurrency` at a time; seconds: until the last answer was complete, or somebody interrupted.
-    preemptions: how often a request had to give way because the KV blocks had run out."""
+    """All prompts once, `concurrency` at a time."""
 
     concurrency: int
     answers: list[Answer] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # until the last answer was complete, or an interrupt
     preemptions: int = 0
 
 
 def make_prompts(lengths: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Random tokens of the given lengths in turn. The first token tells the prompts apart, as far as the vocabulary
-    goes, so that none can use another one's KV blocks."""
+    """Random tokens of these lengths, in turn. First tokens differ if possible, so that no prefix is shared."""
     rng = random.Random(seed)
     return [
         [number % vocab_size, *(rng.randrange(vocab_size) for _ in range(length - 1))]
@@ -59,11 +56,10 @@ async def run_pass(
     into: Pass,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> None:
-    """Every answer has exactly `max_tokens` tokens, the most likely ones. `into` fills up as tokens come, so that it
-    says how far it came when this is cancelled. The prefix cache is emptied first. advance: called with the number of
-    tokens that were computed for an answer.
+    """Every answer has exactly `max_tokens` tokens, sampled greedily. The prefix cache is emptied first. `into` is
+    filled as tokens come, so that it is usable after a cancellation. advance: called with numbers of computed tokens.
 
-    Raises EngineUnavailableError, EngineBusyError or RequestFailedError where the engine fails.
+    Raises EngineUnavailableError, EngineBusyError or RequestFailedError if the engine fails.
     """
     await engine.clear_cache()
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -77,7 +73,7 @@ async def run_pass(
     finally:
         into.seconds = engine.clock() - started
         into.preemptions = count_preemptions(engine) - preemptions
-        for client in clients:  # those that are left where one has failed
+        for client in clients:  # one of them may have failed
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
 

@@ -1,4 +1,4 @@
-"""What is measured, in which order: the comparison of one request at a time with many, and the sweep over contexts."""
+"""What is measured, in which order: one request at a time compared with several, and a sweep over contexts."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from mlxpaged.engine import AsyncEngine, EngineInfo
 WARM_UP_TOKENS = 4
 WARM_UP_CONTEXT = 1024
 FIRST_CONTEXT = 128
+BASE_CONTEXT = 256
+"""The cost of a token at other contexts is given as a multiple of its cost at this one."""
 
 Begin = Callable[[str], Callable[[int], None]]
-"""Told what is measured now; returns what is to be told of tokens that are done."""
+"""Takes a description of what is measured now; returns a function that takes numbers of computed tokens."""
 
 
 class NoRoomError(Exception):
-    """The model's context or the KV pool is too small for what is to be measured."""
+    """The model's context or the KV pool is too small for the measurement."""
 
 
 @dataclass
 class Comparison:
-    """prompt_tokens: the lengths that the prompts have in turn; clipped: whether some were to be longer. batched: the
-    passes for each number of `concurrency`."""
+    """The same prompts at several levels of concurrency."""
 
-    prompt_tokens: tuple[int, ...]
-    clipped: bool
+    prompt_tokens: tuple[int, ...]  # lengths of the prompts, in turn
+    clipped: bool  # whether some of these were longer
     prompts: int
     max_tokens: int
     runs: int
-    concurrency: tuple[int, ...]
-    single: list[Pass] = field(default_factory=list)
-    batched: list[list[Pass]] = field(init=False)
+    concurrency: tuple[int, ...]  # the first one is 1
+    passes: dict[int, list[Pass]] = field(init=False)  # by concurrency
 
     def __post_init__(self) -> None:
-        self.batched = [[] for _ in self.concurrency]
+        self.passes = {concurrency: [] for concurrency in self.concurrency}
 
     def describe(self) -> str:
         counts = [len(range(i, self.prompts, len(self.prompt_tokens))) for i in range(len(self.prompt_tokens))]
@@ -46,32 +46,29 @@ class Comparison:
 
     @property
     def tokens(self) -> int:
-        """Of prompts and answers, those of the warm-up left out."""
+        """Of prompts and answers, without the warm-up."""
         lengths = itertools.islice(itertools.cycle(self.prompt_tokens), self.prompts)
-        return self.runs * (1 + len(self.concurrency)) * (sum(lengths) + self.prompts * self.max_tokens)
+        return self.runs * len(self.concurrency) * (sum(lengths) + self.prompts * self.max_tokens)
 
     async def run(self, engine: AsyncEngine, info: EngineInfo, begin: Begin) -> None:
-        """One request at a time and many take turns, so that what else the machine does hits both."""
+        """All levels take turns, so that other load on the machine affects all of them."""
         prompts = make_prompts(self.prompt_tokens, self.prompts, info.vocab_size)
         few = min(WARM_UP_TOKENS, self.max_tokens)
         begin("warm-up")
         await run_pass(engine, prompts, few, Pass(max(self.concurrency)))
         await run_pass(engine, prompts[: len(self.prompt_tokens)], few, Pass(1))
-        for run in range(1, self.runs + 1):
-            for concurrency, passes in zip((1, *self.concurrency), (self.single, *self.batched), strict=True):
-                passes.append(Pass(concurrency))
-                advance = begin(f"{at_a_time(concurrency)}, run {run} of {self.runs}")
-                await run_pass(engine, prompts, self.max_tokens, passes[-1], advance)
+        for run, concurrency in itertools.product(range(1, self.runs + 1), self.concurrency):
+            self.passes[concurrency].append(Pass(concurrency))
+            advance = begin(f"{at_a_time(concurrency)}, run {run} of {self.runs}")
+            await run_pass(engine, prompts, self.max_tokens, self.passes[concurrency][-1], advance)
 
 
 @dataclass
 class Sweep:
-    """passes: by context, the prompt's length in tokens."""
-
-    contexts: tuple[int, ...]
+    contexts: tuple[int, ...]  # lengths of the prompts
     max_tokens: int
     runs: int
-    passes: dict[int, list[Pass]] = field(init=False)
+    passes: dict[int, list[Pass]] = field(init=False)  # by context
 
     def __post_init__(self) -> None:
         self.passes = {context: [] for context in self.contexts}
@@ -82,7 +79,7 @@ class Sweep:
 
     @property
     def tokens(self) -> int:
-        """Of prompts and answers, those of the warm-up left out."""
+        """Of prompts and answers, without the warm-up."""
         return self.runs * (sum(self.contexts) + len(self.contexts) * self.max_tokens)
 
     async def run(self, engine: AsyncEngine, info: EngineInfo, begin: Begin) -> None:
@@ -106,7 +103,7 @@ def at_a_time(concurrency: int) -> str:
 
 
 def room_for_prompt(info: EngineInfo, max_tokens: int, least: int) -> int:
-    """Most tokens of a prompt. Raises NoRoomError where it is below `least`."""
+    """Most tokens of a prompt. Raises NoRoomError if it is below `least`."""
     room = info.max_model_len - max_tokens
     if room < least:
         limit = (

@@ -1,47 +1,37 @@
-"""How far a measurement is, on standard error: a bar on a terminal, a line for each part elsewhere."""
+"""The progress of a measurement, on standard error: a bar on a terminal, a line for each part elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
+import contextlib
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from mlxpaged.cli.bench.plan import Begin
+
 REFRESHES_PER_SECOND = 4
-"""Few, because drawing takes time from what is measured."""
+"""Low, because drawing takes time from the measurement."""
 
 
-class ProgressDisplay:
-    """tokens: of all that is going to be measured."""
+@contextlib.contextmanager
+def progress_display(console: Console, tokens: int) -> Iterator[Begin]:
+    """tokens: in all that is going to be measured."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns,
+        console=console,
+        refresh_per_second=REFRESHES_PER_SECOND,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("", total=tokens)
 
-    def __init__(self, console: Console, tokens: int) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            refresh_per_second=REFRESHES_PER_SECOND,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("", total=tokens)
+        def begin(part: str) -> Callable[[int], None]:
+            if console.is_terminal:
+                progress.update(task, description=part)
+            else:
+                print(part, file=console.file, flush=True)
+            return lambda count: progress.advance(task, count)
 
-    def __enter__(self) -> ProgressDisplay:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def begin(self, part: str) -> Callable[[int], None]:
-        """What is measured now. Returns what is called with the number of tokens that have been added to those done."""
-        if self._console.is_terminal:
-            self._progress.update(self._task, description=part)
-        else:
-            print(part, file=self._console.file, flush=True)
-        return lambda count: self._progress.advance(self._task, count)
+        yield begin

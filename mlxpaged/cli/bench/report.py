@@ -1,4 +1,4 @@
-"""The figures as a table for people, and as JSON for programs."""
+"""The figures as a table, and as JSON."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from rich.table import Table
 from mlxpaged.cli.bench.figures import (
     ContextFigures,
     LoadFigures,
-    Speedup,
     Spread,
     context_figures,
     load_figures,
     speedup,
+    token_costs,
 )
-from mlxpaged.cli.bench.plan import Comparison, Sweep, at_a_time
+from mlxpaged.cli.bench.plan import BASE_CONTEXT, Comparison, Sweep, at_a_time
 from mlxpaged.cli.doctor import machine
 from mlxpaged.engine import EngineConfig, EngineInfo
 
 PLAIN_WIDTH = 200
-"""Where the output is no terminal: nothing is wrapped."""
+"""If the output is not a terminal, no line is wrapped."""
 NOTHING = "-"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one command has found. interrupted: before it was done."""
+    """The figures of one command."""
 
     config: EngineConfig
     info: EngineInfo
@@ -42,71 +42,56 @@ class Report:
     time: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
 
     def table(self, console: Console) -> Table | None:
-        """None where nothing was measured."""
+        """None if nothing was measured."""
         if isinstance(self.measured, Sweep):
-            return context_table(console, [one for one in self.contexts() if one is not None])
-        single, batched = self.loads()
-        return None if single is None else load_table(console, single, batched)
+            return context_table(console, self.contexts())
+        loads = self.loads()
+        return load_table(console, loads) if loads else None
 
-    def loads(self) -> tuple[LoadFigures | None, list[tuple[LoadFigures, Speedup]]]:
+    def loads(self) -> list[LoadFigures]:
+        """One for each level of concurrency, one request at a time first."""
         assert isinstance(self.measured, Comparison)
-        single = load_figures(self.measured.single)
-        if single is None:
-            return None, []
-        found = map(load_figures, self.measured.batched)
-        return single, [(figures, speedup(figures, single)) for figures in found if figures is not None]
+        found = map(load_figures, self.measured.passes.values())
+        return [figures for figures in found if figures is not None]
 
-    def contexts(self) -> list[ContextFigures | None]:
+    def contexts(self) -> list[ContextFigures]:
         assert isinstance(self.measured, Sweep)
-        return [context_figures(context, passes) for context, passes in self.measured.passes.items()]
+        found = (context_figures(context, passes) for context, passes in self.measured.passes.items())
+        return [figures for figures in found if figures is not None]
 
     def json(self) -> dict[str, Any]:
-        """Times in seconds, rates in tokens per second. `comparison` or `context_sweep` is null: one is measured."""
+        """Times are seconds, rates tokens per second. token_cost: a decoded token's time, by that at BASE_CONTEXT."""
         info, config = self.info, self.config
+        shown = ("num_layers", "weight_bytes", "context_length")
+        pools = {name: getattr(info, name) for name in ("num_blocks", "kv_cache_bytes")}
         result: dict[str, Any] = {
             "time": self.time.isoformat(timespec="seconds"),
             "interrupted": self.interrupted,
             "machine": dict(machine()),
-            "model": {
-                "name": info.model,
-                "num_layers": info.num_layers,
-                "weight_bytes": info.weight_bytes,
-                "context_length": info.context_length,
-            },
-            "engine": {
-                "attention_backend": info.backend,
-                "attention_tuning": config.attention_tuning,
-                "block_size": info.block_size,
-                "num_blocks": info.num_blocks,
-                "kv_cache_bytes": info.kv_cache_bytes,
-                "max_num_seqs": config.max_num_seqs,
-                "max_num_batched_tokens": config.max_num_batched_tokens,
-                "prefill_mode": config.prefill_mode,
-                "decode_preference": config.decode_preference,
-                "max_step_ms": config.max_step_ms,
-                "prefix_caching": config.prefix_caching,
-                "swap_space_bytes": config.swap_space_bytes,
-            },
+            "model": {"name": info.model, **{name: getattr(info, name) for name in shown}},
+            "engine": asdict(config) | pools | {"attention_backend": info.backend},
             "max_tokens": self.measured.max_tokens,
             "runs": self.measured.runs,
             "comparison": None,
             "context_sweep": None,
         }
         if isinstance(self.measured, Sweep):
-            result["context_sweep"] = [asdict(one) for one in self.contexts() if one is not None]
+            contexts = self.contexts()
+            costs = zip(contexts, token_costs(contexts, BASE_CONTEXT), strict=True)
+            result["context_sweep"] = [asdict(one) | {"token_cost": cost} for one, cost in costs]
         else:
-            single, batched = self.loads()
+            loads = self.loads()
             result["comparison"] = {
                 "prompts": self.measured.prompts,
                 "prompt_tokens": list(self.measured.prompt_tokens),
-                "single": None if single is None else asdict(single),
-                "batched": [asdict(figures) | {"speedup": asdict(gain)} for figures, gain in batched],
+                "single": asdict(loads[0]) if loads else None,
+                "batched": [asdict(load) | {"speedup": asdict(speedup(load, loads[0]))} for load in loads[1:]],
             }
         return result
 
     def write_json(self, target: str, stdout: Any) -> None:
         """target: a file, or - for `stdout`. Raises OSError."""
-        text = json.dumps(self.json(), indent=2) + "\n"
+        text = json.dumps(self.json(), indent=2, default=str) + "\n"
         if target == "-":
             stdout.write(text)
             stdout.flush()
@@ -115,7 +100,7 @@ class Report:
 
 
 def report_console(file: Any) -> Console:
-    """Colours and lines on a terminal, columns of plain text elsewhere."""
+    """Colours and lines on a terminal, plain columns of text elsewhere."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -129,9 +114,9 @@ def make_table(console: Console, *columns: str) -> Table:
     return table
 
 
-def load_table(console: Console, single: LoadFigures, batched: Sequence[tuple[LoadFigures, Speedup]]) -> Table:
-    """A row per figure, a column per number of requests at a time."""
-    loads = [single, *(figures for figures, _ in batched)]
+def load_table(console: Console, loads: Sequence[LoadFigures]) -> Table:
+    """A row per figure, a column per level of concurrency."""
+    gains = [speedup(load, loads[0]) for load in loads[1:]]
     table = make_table(console, "", *(at_a_time(load.concurrency) for load in loads))
 
     def row(name: str, cell: Callable[[LoadFigures], str]) -> None:
@@ -145,20 +130,20 @@ def load_table(console: Console, single: LoadFigures, batched: Sequence[tuple[Lo
     row("answers", lambda load: str(load.answers))
     if any(load.preemptions for load in loads):
         row("preemptions", lambda load: str(load.preemptions))
-    if batched:
-        table.add_row("speed-up", "1.00", *(f"{gain.ratio:.2f}" for _, gain in batched))
-        if any(len(gain.by_run) > 1 for _, gain in batched):
-            table.add_row("  min to max of the runs", "", *(extremes(gain.by_run) for _, gain in batched))
+    if gains:
+        table.add_row("speed-up", "1.00", *(f"{gain.ratio:.2f}" for gain in gains))
+        if any(len(gain.by_run) > 1 for gain in gains):
+            table.add_row("  min to max of the runs", "", *(extremes(gain.by_run) for gain in gains))
     return table
 
 
 def context_table(console: Console, contexts: Sequence[ContextFigures]) -> Table | None:
     if not contexts:
         return None
-    table = make_table(
-        console, "context", "prefill tokens/s", "TTFT p50, s", "decode tokens/s", "inter-token p50 / p99, ms"
-    )
-    for one in contexts:
+    cost_head = f"token cost, {BASE_CONTEXT} = 1"
+    columns = ("context", "prefill tokens/s", "TTFT p50, s", "decode tokens/s", "inter-token p50 / p99, ms", cost_head)
+    table = make_table(console, *columns)
+    for one, cost in zip(contexts, token_costs(contexts, BASE_CONTEXT), strict=True):
         decode = one.decode_tokens_per_second
         table.add_row(
             str(one.context),
@@ -166,6 +151,7 @@ def context_table(console: Console, contexts: Sequence[ContextFigures]) -> Table
             cells(one.ttft_seconds, 1, 2, "p50"),
             NOTHING if decode is None else f"{decode:.1f}",
             cells(one.inter_token_seconds, 1000, 1, "p50", "p99"),
+            NOTHING if cost is None else f"{cost:.2f}",
         )
     return table
 

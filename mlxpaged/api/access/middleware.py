@@ -1,4 +1,4 @@
-"""Middleware that turns requests away before a route sees them: where they come from, how many there are, whose."""
+"""Middleware that refuses requests before a handler sees them: by their origin, their number, their API key."""
 
 from __future__ import annotations
 
@@ -16,36 +16,32 @@ from mlxpaged.api.access.key_ring import KeyRing
 from mlxpaged.api.access.rate_limit import Allowance
 from mlxpaged.api.errors import RETRY_AFTER_SECONDS, ApiError, render
 
-OPEN_PATH = "/health"
-"""For load balancers: it says nothing about anybody, needs no key and is answered however busy the server is."""
-
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 * 1024
-"""Of all names and values and the path together; h11 has the same limit, for heads that come in pieces."""
+"""Limits all names, all values and the path together; h11 has the same limit for heads that come in pieces."""
 
 HOST = re.compile(r"(?:\[(?P<ip>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?\Z")
-LOOPBACK = "localhost"
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer without reading the body."""
-    if "expect" in Headers(scope=scope):  # the client may send the body or not, nobody knows
+    if "expect" in Headers(scope=scope):  # the client may send the body or not: the connection cannot be used again
         error.headers = {**(error.headers or {}), "Connection": "close"}
     await render(error, scope["path"], scope["state"]["request_id"])(scope, receive, send)
 
 
 class Origins:
-    """Turns away what a page in somebody's browser sends without having been named.
+    """Refuses requests of pages in a browser, unless the page's origin is allowed.
 
-    Host: a page whose name its owner has pointed at this machine (DNS rebinding) is refused by that name. Addresses are
-    let in, because a page can come from an address only if this server sent it. Origin: without it, a browser would
-    keep the answer from a foreign page, but the request would have been served, and the cache cleared.
+    Host: DNS rebinding makes a foreign name point to this machine; requests to that name are refused. Addresses are
+    allowed, because a page can come from an address only if this server sent it. Origin: without this check a browser
+    would hide the answer from a foreign page, but the server would have run the request.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
-        """hosts: names beside the loopback's. origins: of pages, for example http://localhost:3000, or *."""
+        """hosts: names beside localhost. origins: for example http://localhost:3000, or *."""
         self._app = app
-        self._hosts = {LOOPBACK, *(host.lower() for host in hosts)}
+        self._hosts = {"localhost", *(host.lower() for host in hosts)}
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,44 +85,46 @@ def netloc(origin: str) -> str | None:
 
 
 class RequestLimit:
-    """At most so many requests are answered at once, streams included; the next ones get a 503."""
+    """Answers at most `limit` requests at once, streams included; the next ones get a 503."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, open_paths: Collection[str]) -> None:
         self._app = app
-        self._most = most
-        self._open = 0
+        self._limit = limit
+        self._open_paths = open_paths
+        self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == OPEN_PATH:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
             return await self._app(scope, receive, send)
-        if self._open >= self._most:
-            message = f"the server is answering {self._open} requests, as many as --max-connections lets it"
+        if self._in_flight >= self._limit:
+            message = f"the server is answering {self._in_flight} requests, as many as --max-connections lets it"
             headers = {"Retry-After": RETRY_AFTER_SECONDS}
             error = ApiError(503, message, "server_error", code="too_many_connections", headers=headers)
             return await refuse(error, scope, receive, send)
-        self._open += 1
+        self._in_flight += 1
         try:
             return await self._app(scope, receive, send)
         finally:
-            self._open -= 1
+            self._in_flight -= 1
 
 
 class KeyCheck:
-    """Finds out whose key a request carries, and counts it. `request.state.caller` is the Caller; None without keys."""
+    """Sets `request.state.caller` to the key's owner, None on a server without keys, and counts the request."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing | None) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing | None, open_paths: Collection[str]) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         scope["state"]["caller"] = None
-        if self._keys is None or scope["path"] == OPEN_PATH:
+        if self._keys is None or scope["path"] in self._open_paths:
             return await self._app(scope, receive, send)
         try:
             caller = identify(self._keys, Headers(scope=scope))
-            if scope["method"] == "POST":  # over its limit, a key can still see what runs and end it
+            if scope["method"] == "POST":  # a key over its limit can still see and end its requests
                 count(caller.allowance)
                 send = with_headers(send, caller.allowance)
         except ApiError as error:
@@ -136,8 +134,7 @@ class KeyCheck:
 
 
 def identify(keys: KeyRing, headers: Headers) -> Caller:
-    """By `Authorization: Bearer` or `x-api-key`: where both are sent, one of them has to be known. Raises ApiError 401,
-    whose message does not have the key."""
+    """By `Authorization: Bearer` or `x-api-key`, one of which has to be known. Raises ApiError 401."""
     presented = [value.strip() for value in headers.getlist("x-api-key")]
     for value in headers.getlist("authorization"):
         scheme, _, credentials = value.partition(" ")
@@ -157,12 +154,12 @@ def identify(keys: KeyRing, headers: Headers) -> Caller:
 
 
 def count(allowance: Allowance) -> None:
-    """One request more. Raises ApiError 429, with the time after which the next one is let in."""
+    """Take one request from the allowance. Raises ApiError 429, with the time until the next one is allowed."""
     name = allowance.exhausted()
     if name is None:
         return allowance.take("requests", 1)
     wait = allowance.wait(name)
-    message = f"this key's limit of {allowance.limit(name)} {name} per minute is reached; try again in {wait:.3f} s"
+    message = f"this key's limit of {allowance.limits[name]} {name} per minute is reached; try again in {wait:.3f} s"
     headers = {
         "Retry-After": str(math.ceil(wait)),
         "Retry-After-Ms": str(math.ceil(wait * 1000)),

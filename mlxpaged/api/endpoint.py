@@ -1,0 +1,62 @@
+"""What an endpoint is. All endpoints of the server stand in `endpoints.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlxpaged.api.access.caller import caller_of
+from mlxpaged.api.errors import ApiError
+
+JSON, FORM, BYTES, TEXT = "application/json", "multipart/form-data", "application/octet-stream", "text/plain"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Access(Enum):
+    OPEN = auto()  # needs no key, and does not count against --max-connections
+    KEY = auto()  # needs a key, if the server has keys
+    ADMIN = auto()  # needs an admin key, if the server has keys
+
+
+class JsonObject(BaseModel):
+    """An answer whose fields are those of the API that it follows."""
+
+    model_config = {"extra": "allow"}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    method: str
+    path: str  # with Starlette's converters
+    handler: Handler
+    summary: str
+    body: type[BaseModel] | None = None  # model of the request's body
+    answer: type[BaseModel] = JsonObject  # model of a 200's body
+    access: Access = Access.KEY
+    query: type[BaseModel] | None = None  # model of the URL's parameters
+    body_type: str = JSON
+    answer_type: str = JSON
+    streams: bool = False  # generates text: the answer can be a stream of events, and can have a timeline
+    cancellable: bool = False  # DELETE /v1/requests/{id} can end it, so that its X-Request-Id has to be a valid id
+
+    def route(self) -> Route:
+        handler = admin_only(self.handler) if self.access is Access.ADMIN else self.handler
+        return Route(self.path, handler, methods=[self.method])
+
+
+def admin_only(handler: Handler) -> Handler:
+    async def checked(request: Request) -> Response:
+        caller = caller_of(request)
+        if caller is not None and not caller.admin:
+            message = f"{request.method} {request.url.path} is for admin keys; {caller.name!r} is not one"
+            raise ApiError(403, message, "permission_error", code="admin_key_required")
+        return await handler(request)
+
+    return checked

@@ -1,0 +1,72 @@
+"""All endpoints. The router and /openapi.json are both made from this table."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pydantic import BaseModel
+
+from mlxpaged.api import health, openapi, requests, status, tokenize
+from mlxpaged.api.anthropic import messages
+from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
+from mlxpaged.api.batches import routes as batches
+from mlxpaged.api.batches.records import BatchRecord, FileRecord
+from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
+from mlxpaged.api.endpoint import BYTES, FORM, TEXT, Access, Endpoint, Handler
+from mlxpaged.api.openai import chat, completions, embeddings, models
+from mlxpaged.api.openai.embeddings import EmbeddingsRequest, EmbeddingsResponse
+from mlxpaged.api.openai.responses import routes as responses
+from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
+from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
+from mlxpaged.api.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+
+get, post, delete = (partial(Endpoint, method) for method in ("GET", "POST", "DELETE"))
+
+
+def generates(path: str, handler: Handler, summary: str, body: type[BaseModel]) -> Endpoint:
+    return post(path, handler, summary, body, streams=True, cancellable=True)
+
+
+ENDPOINTS = (
+    generates("/v1/chat/completions", chat.create, "Answer a conversation", ChatRequest),
+    generates("/v1/completions", completions.create, "Continue one or more prompts", CompletionRequest),
+    generates("/v1/responses", responses.create, "Answer, and remember the conversation", ResponseRequest),
+    post("/v1/responses/input_tokens", responses.input_tokens, "Count a conversation's tokens", InputTokensRequest),
+    get("/v1/responses/{response_id}", responses.retrieve, "A stored response"),
+    delete("/v1/responses/{response_id}", responses.delete, "Forget a response"),
+    get("/v1/responses/{response_id}/input_items", responses.input_items, "The input of a response", query=ItemList),
+    post("/v1/responses/{response_id}/cancel", responses.cancel, "Refused: nothing runs in the background"),
+    generates("/v1/messages", messages.create, "Answer a conversation, as Anthropic's API does", MessagesRequest),
+    post("/v1/messages/count_tokens", messages.count_tokens, "Count a conversation's tokens", CountTokensRequest),
+    post(
+        "/v1/embeddings",
+        embeddings.create,
+        "Embed texts or tokens",
+        EmbeddingsRequest,
+        EmbeddingsResponse,
+        cancellable=True,
+    ),
+    get("/v1/models", models.list_models, "The models that are served"),
+    get("/v1/models/{model:path}", models.get_model, "One model"),
+    post("/tokenize", tokenize.tokenize, "The tokens of a prompt or a conversation", TokenizeRequest, TokenizeResponse),
+    post("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizeRequest, DetokenizeResponse),
+    # A path, so that an empty id is unknown, and is not redirected to the endpoint that ends all requests.
+    delete("/v1/requests/{request_id:path}", requests.cancel, "End one request that is being answered"),
+    delete("/v1/requests", requests.cancel_all, "End every request that is being answered"),
+    post("/v1/files", batches.create_file, "Upload a file", FileUpload, FileRecord, body_type=FORM),
+    get("/v1/files", batches.list_files, "Files, the newest first", query=FileList),
+    get("/v1/files/{file_id}", batches.get_file, "One file", answer=FileRecord),
+    delete("/v1/files/{file_id}", batches.delete_file, "Delete a file"),
+    get("/v1/files/{file_id}/content", batches.get_content, "The content of a file", answer_type=BYTES),
+    post("/v1/batches", batches.create_batch, "Run the requests of a file", BatchCreate, BatchRecord),
+    get("/v1/batches", batches.list_batches, "Batches, the newest first", query=BatchList),
+    get("/v1/batches/{batch_id}", batches.get_batch, "One batch", answer=BatchRecord),
+    post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch", answer=BatchRecord),
+    get("/v1/status", status.status, "Requests and memory in the engine", access=Access.ADMIN),
+    post("/v1/cache/clear", status.clear_cache, "Empty the prefix cache", access=Access.ADMIN),
+    get("/health", health.health, "Whether the server takes requests", access=Access.OPEN),
+    get("/metrics", health.metrics, "Prometheus metrics", answer_type=TEXT),
+    get("/openapi.json", openapi.openapi, "This document"),
+)
+
+OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.access is Access.OPEN)
