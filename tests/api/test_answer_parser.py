@@ -1,4 +1,4 @@
-"""Answers in parts: however the text is cut, the parts are the same; what is no call stays text."""
+"""Deltas do not depend on how the text is cut. Text that looks like a call and is none stays text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mlxpaged.api.answer_parser import AnswerParser
-from mlxpaged.api.parts import CallArguments, CallEnd, CallStart, Message, Part, Text, Thinking
-from mlxpaged.api.tool_calls import AROUND_ARGUMENTS
+from mlxpaged.api.generation.answer_parser import AnswerParser
+from mlxpaged.api.generation.deltas import CallArguments, CallEnd, CallStart, Delta, Message, Text, Thinking
+from mlxpaged.api.generation.tool_calls import AROUND_ARGUMENTS
 from mlxpaged.engine import Constraint, StructuredOutput
 from mlxpaged.models import Tags, ToolFormat
 
@@ -39,27 +39,27 @@ def parse(
     thinking: bool = False,
     one_call: bool = False,
     held: StructuredOutput | None = None,
-) -> list[Part]:
+) -> list[Delta]:
     parser = AnswerParser(using, thinking, TOOLS, one_call, held)
-    return [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+    return [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
 
 
-def joined(parts: list[Part]) -> list[Any]:
+def joined(deltas: list[Delta]) -> list[Any]:
     """Without the ids, which are new each time, and without the cuts."""
     result: list[Any] = []
-    for part in parts:
+    for delta in deltas:
         last = result[-1] if result else None
-        if isinstance(part, (Text, Thinking)) and type(last) is type(part):
-            result[-1] = type(part)(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
-            result[-1] = CallArguments(part.index, last.text + part.text)
+        if isinstance(delta, (Text, Thinking)) and type(last) is type(delta):
+            result[-1] = type(delta)(last.text + delta.text)
+        elif isinstance(delta, CallArguments) and isinstance(last, CallArguments):
+            result[-1] = CallArguments(delta.index, last.text + delta.text)
         else:
-            result.append(CallStart(part.index, "id", part.name) if isinstance(part, CallStart) else part)
+            result.append(CallStart(delta.index, "id", delta.name) if isinstance(delta, CallStart) else delta)
     return result
 
 
-def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in Message.of(parts).calls.values()]
+def calls_of(deltas: list[Delta]) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in Message.of(deltas).calls.values()]
 
 
 PIECES = st.sampled_from(
@@ -90,7 +90,7 @@ HELD = [
     one_call=st.booleans(),
     held=st.sampled_from([None, None, *HELD]),
 )
-def test_the_parts_do_not_depend_on_the_cuts(
+def test_the_deltas_do_not_depend_on_the_cuts(
     pieces: list[str], cuts: list[int], form: str | None, thinking: bool, one_call: bool, held: StructuredOutput | None
 ) -> None:
     assume(held is None or form in (*AROUND_ARGUMENTS, None))
@@ -100,7 +100,7 @@ def test_the_parts_do_not_depend_on_the_cuts(
     whole = parse([text], **options)
     for cut in ([text[a:b] for a, b in itertools.pairwise(at)], list(text)):
         assert joined(parse(cut, **options)) == joined(whole)
-    made = [part.index for part in whole if isinstance(part, CallEnd)]
+    made = [delta.index for delta in whole if isinstance(delta, CallEnd)]
     assert made == list(Message.of(whole).calls)
     assert all(isinstance(arguments, dict) for _, arguments in calls_of(whole))
     assert len(made) <= 1 or not one_call

@@ -17,9 +17,9 @@ from starlette.responses import Response, StreamingResponse
 from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import bad_parameter, model_not_found
-from mlxpaged.api.openai.body import Body
+from mlxpaged.api.generation.request_context import choose_id
 from mlxpaged.api.openai.schema import PromptText, PromptTokens, Seconds, texts_or_tokens
-from mlxpaged.api.openai.terms import choose_id
+from mlxpaged.api.schema import Body
 from mlxpaged.api.server import Server, server_of
 from mlxpaged.api.streaming import answer
 from mlxpaged.engine import EmbeddingRequest, EngineInfo, RequestCancelledError

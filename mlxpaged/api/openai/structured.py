@@ -1,6 +1,6 @@
-"""Structured output: the fields that say what an answer must be, OpenAI's and vLLM's, and the constraint they ask for.
+"""The fields for structured output, OpenAI's and vLLM's, and the constraint that they ask for.
 
-Whether a schema, regular expression or grammar can be enforced is found out by compiling it (api/server.py).
+Compiling a schema, regular expression or grammar shows whether it can be enforced (api/server.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body
+from mlxpaged.api.schema import Body
 from mlxpaged.engine import Constraint
 
 MAX_ALTERNATIVES = 1000
@@ -45,7 +45,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _schema_goes_with_its_type(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
-            raise bad_parameter("response_format.json_schema", "is required where type is 'json_schema'")
+            raise bad_parameter("response_format.json_schema", "is required if type is 'json_schema'")
         if self.type != "json_schema" and self.json_schema is not None:
             raise bad_parameter("response_format.json_schema", f"needs type to be 'json_schema', not {self.type!r}")
         return self
@@ -79,7 +79,7 @@ class StructuredOutputs(Body):
 
 
 class StructuredFields(Body):
-    """What chat completions and completions have in common of it."""
+    """The fields that chat completions and completions share."""
 
     structured_outputs: StructuredOutputs | None = None
     # The names that vLLM had for them before.
@@ -95,7 +95,7 @@ class StructuredFields(Body):
         yield from constraints(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, "guided_")
 
     def constraint(self) -> Constraint | None:
-        """Raises ApiError where there is more than one."""
+        """Raises ApiError if there is more than one."""
         first, *others = [*self.constraints(), None]
         if first is not None and others[0] is not None:
             raise bad_parameter(others[0].param, f"cannot be combined with {first.param}; give one of them")

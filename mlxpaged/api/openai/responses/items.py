@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from mlxpaged.api.openai.body import Body
-from mlxpaged.api.openai.messages import MAX_LIST
+from mlxpaged.api.schema import MAX_LIST, Body
 
 KINDS = "message, function_call, function_call_output, reasoning and item_reference"
 

@@ -7,13 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body, Labels, one_of
-from mlxpaged.api.openai.messages import MAX_LIST
 from mlxpaged.api.openai.responses.items import InputItem, MessageItem
 from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
 from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, Seconds
 from mlxpaged.api.openai.structured import JsonSchema
-from mlxpaged.api.openai.tools import MAX_TOOLS
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, one_of
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]

@@ -12,7 +12,7 @@ from openai import BadRequestError, OpenAI, pydantic_function_tool
 from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel
 
-from tests.api.test_demands import CITY, SCRIPT, THOUGHT  # noqa: F401  (SCRIPT is for the server)
+from tests.api.test_structured_output import CITY, SCRIPT, THOUGHT  # noqa: F401  (SCRIPT is for the server)
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
