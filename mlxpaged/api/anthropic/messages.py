@@ -13,10 +13,10 @@ from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.anthropic.translation import translate
 from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import ApiError, bad_parameter
-from mlxpaged.api.generation.answers import start
 from mlxpaged.api.generation.check import ContextLengthError
 from mlxpaged.api.generation.prompt import count_tokens as count_prompt
 from mlxpaged.api.generation.reply import reply
+from mlxpaged.api.generation.submission import start
 from mlxpaged.api.server import server_of
 from mlxpaged.api.streaming import answer
 

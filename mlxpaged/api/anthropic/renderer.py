@@ -12,7 +12,17 @@ from mlxpaged.api.anthropic.errors import error_body
 from mlxpaged.api.anthropic.signature import seal, signature
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.answers import Answer, Answers, timeline_field
-from mlxpaged.api.generation.deltas import CallArguments, CallBroken, CallStart, Delta, Finish, Text, Thinking, Update
+from mlxpaged.api.generation.deltas import (
+    CallArguments,
+    CallBroken,
+    CallStart,
+    Delta,
+    Finish,
+    Part,
+    Text,
+    Thinking,
+    Update,
+)
 from mlxpaged.api.generation.reply import Renderer
 from mlxpaged.api.streaming import event
 
@@ -28,8 +38,8 @@ class MessageRenderer(Renderer):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         finish = answers[0].finish
-        message = self._message(content_blocks(answers[0].deltas, self._omit_thinking), stop_reason(finish))
-        return message | timeline_field([finish.timeline])
+        blocks = [content_block(part, self._omit_thinking) for part in answers[0].parts]
+        return self._message(blocks, stop_reason(finish)) | timeline_field([finish.timeline])
 
     def events(self, update: Update) -> Iterator[str]:
         if not self._started:  # not earlier: the first output says how much of the prompt was cached
@@ -82,44 +92,19 @@ def stop_reason(finish: Finish) -> dict[str, Any]:
     return {"stop_reason": "max_tokens" if finish.reason == "length" else ended, "stop_sequence": None}
 
 
-def content_blocks(deltas: Sequence[Delta], omit_thinking: bool) -> list[dict[str, Any]]:
-    """The blocks of a whole message, in the order in which the model wrote them."""
-    blocks: list[dict[str, Any]] = []
-    calls: dict[int, dict[str, Any]] = {}
-    for delta in deltas:
-        match delta:
-            case CallStart(index, call_id, name):
-                calls[index] = {"type": "tool_use", "id": call_id, "name": name, "input": ""}
-                blocks.append(calls[index])
-            case CallArguments(index, text):
-                calls[index]["input"] += text
-            case Thinking(text):
-                extend(blocks, "thinking", text)
-            case Text(text):
-                extend(blocks, "text", text)
-            case CallBroken(index, text):
-                blocks.remove(calls.pop(index))
-                extend(blocks, "text", text)
-    for block in blocks:
-        if block["type"] == "tool_use":
-            block["input"] = json.loads(block["input"], parse_float=finite)
-        elif block["type"] == "thinking":
-            block["signature"] = (seal if omit_thinking else signature)(block["thinking"])
-            if omit_thinking:
-                block["thinking"] = ""
-    return blocks
+def content_block(part: Part, omit_thinking: bool) -> dict[str, Any]:
+    if isinstance(part.kind, CallStart):
+        arguments = json.loads(part.text, parse_float=finite)
+        return {"type": "tool_use", "id": part.kind.call_id, "name": part.kind.name, "input": arguments}
+    if part.kind is Text:
+        return {"type": "text", "text": part.text}
+    sign, shown = (seal, "") if omit_thinking else (signature, part.text)
+    return {"type": "thinking", "thinking": shown, "signature": sign(part.text)}
 
 
 def finite(number: str) -> float:
     """A number that JSON can hold again: it has no infinity."""
     return max(-sys.float_info.max, min(float(number), sys.float_info.max))
-
-
-def extend(blocks: list[dict[str, Any]], kind: str, text: str) -> None:
-    """Add to the last block, or start a new one if that is of another kind."""
-    if not blocks or blocks[-1]["type"] != kind:
-        blocks.append({"type": kind, kind: ""})
-    blocks[-1][kind] += text
 
 
 class BlockEvents:

@@ -27,6 +27,7 @@ from mlxpaged.engine import Constraint
 from mlxpaged.models import Tokenizer
 
 CHOICES: dict[str, Literal["none", "auto", "required"]] = {"auto": "auto", "any": "required", "none": "none"}
+TIERS = {"auto": "auto", "standard_only": "default"}
 ERROR = "Error: "
 """Before a tool's result that is an error: chat templates have no other place for `is_error`."""
 EFFORT_TOKENS = {"low": 1024, "medium": 4096}
@@ -52,12 +53,15 @@ def translate(body: CountTokensRequest, tokenizer: Tokenizer) -> GenerationReque
         # As Anthropic defines it: the answer goes on where the assistant's last message ends.
         continue_final_message=isinstance(body.messages[-1], AssistantMessage),
     )
-    others: dict[str, Any] = {"thinking_budget": thinking_budget(body, tokenizer), "constraint": constraint_of(body)}
-    if not isinstance(body, MessagesRequest):
-        return GenerationRequest(body.model, chat, sampling_params(body, **others))
-    tier = "default" if body.service_tier == "standard_only" else body.service_tier
-    params = sampling_params(body, stop=tuple(body.stop_sequences or ()), **others)
-    return GenerationRequest(body.model, chat, params, service_tier=tier)
+    answered = body if isinstance(body, MessagesRequest) else None
+    params = sampling_params(
+        body,
+        stop=tuple(answered.stop_sequences or ()) if answered else (),
+        thinking_budget=thinking_budget(body, tokenizer),
+        constraint=constraint_of(body),
+    )
+    tier = TIERS[answered.service_tier] if answered and answered.service_tier else None
+    return GenerationRequest.of(body, prompt=chat, params=params, service_tier=tier)
 
 
 def tool_choice(body: CountTokensRequest) -> ToolChoice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlxpaged.engine import Timeline, TokenLogprobs
@@ -87,38 +87,40 @@ class Usage:
     thinking: int
 
 
-@dataclass
-class ToolCall:
-    call_id: str
-    name: str
-    arguments: str = ""
+@dataclass(frozen=True)
+class Part:
+    """A part of a whole answer: text, thinking, or the arguments of a call."""
+
+    kind: type[Text] | type[Thinking] | CallStart
+    pieces: list[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
-@dataclass
-class Message:
-    """A whole answer. Calls that broke are part of its text."""
+def joined(deltas: Iterable[Delta]) -> list[Part]:
+    """A whole answer in the order in which the model wrote it. Calls that broke are part of its text."""
+    parts: list[Part] = []
+    calls: dict[int, Part] = {}
 
-    text: str = ""
-    thinking: str = ""
-    calls: dict[int, ToolCall] = field(default_factory=dict)
+    def add(kind: type[Text] | type[Thinking], text: str) -> None:
+        if not parts or parts[-1].kind is not kind:
+            parts.append(Part(kind, []))
+        parts[-1].pieces.append(text)
 
-    @classmethod
-    def of(cls, deltas: Iterable[Delta]) -> Message:
-        message = cls()
-        for delta in deltas:
-            message.add(delta)
-        return message
-
-    def add(self, delta: Delta) -> None:
+    for delta in deltas:
         match delta:
             case Text(text):
-                self.text += text
+                add(Text, text)
             case Thinking(text):
-                self.thinking += text
-            case CallStart(index, call_id, name):
-                self.calls[index] = ToolCall(call_id, name)
+                add(Thinking, text)
+            case CallStart(index):
+                calls[index] = Part(delta, [])
+                parts.append(calls[index])
             case CallArguments(index, text):
-                self.calls[index].arguments += text
+                calls[index].pieces.append(text)
             case CallBroken(index, text):
-                del self.calls[index]
-                self.text += text
+                parts.remove(calls.pop(index))
+                add(Text, text)
+    return parts

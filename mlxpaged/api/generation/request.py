@@ -74,9 +74,9 @@ class GenerationRequest:
     default_max_tokens: a limit, as far as there is room, if `params` has none. timeout, ttft_timeout: seconds; None for
     the server's default. client_names: what the client calls a field, if not as here."""
 
-    model: str | None
     prompt: Chat | list[str] | list[list[int]]
     params: SamplingParams
+    model: str | None = None
     n: int = 1
     candidates: int = 1
     echo: bool = False
@@ -85,6 +85,11 @@ class GenerationRequest:
     timeout: float | None = None
     ttft_timeout: float | None = None
     client_names: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, body: BaseModel, **others: Any) -> GenerationRequest:
+        """others: fields that the body has under another name, or in another meaning."""
+        return cls(**given_fields(body, cls) | others)
 
     def client_name(self, name: str) -> str:
         """The field of the client's request that the field `name` came from."""
@@ -111,11 +116,13 @@ ENGINE_TYPES: dict[str, Callable[[Any], Any]] = {
 
 
 def sampling_params(body: BaseModel, **others: Any) -> SamplingParams:
-    """The fields of a body that the engine knows by the same name; its defaults for those that are missing.
+    """others: parameters that the body has under another name, or in another meaning."""
+    fields = given_fields(body, SamplingParams)
+    converted = {name: ENGINE_TYPES[name](value) for name, value in fields.items() if name in ENGINE_TYPES}
+    return SamplingParams(**fields | converted | others)
 
-    others: parameters that the body has under another name, or in another meaning.
-    """
-    names = {each.name for each in dataclasses.fields(SamplingParams)} & set(type(body).model_fields) - set(others)
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    converted = {name: ENGINE_TYPES[name](value) if name in ENGINE_TYPES else value for name, value in given.items()}
-    return SamplingParams(**converted, **others)
+
+def given_fields(body: BaseModel, kind: type[SamplingParams] | type[GenerationRequest]) -> dict[str, Any]:
+    """The fields of a body that `kind` has by the same name, without those that are missing."""
+    names = {each.name for each in dataclasses.fields(kind)} & set(type(body).model_fields)
+    return {name: value for name in names if (value := getattr(body, name)) is not None}

@@ -9,20 +9,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxpaged.api.body import read_json
-from mlxpaged.api.generation.answers import Answer, Answers, start
+from mlxpaged.api.generation.answers import Answer, Answers
 from mlxpaged.api.generation.deltas import (
     CallArguments,
     CallBroken,
     CallStart,
     Delta,
     Finish,
-    Message,
     Text,
     Thinking,
     Update,
 )
 from mlxpaged.api.generation.reply import reply
 from mlxpaged.api.generation.request import Chat, GenerationRequest, sampling_params
+from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.logprobs import chat_logprobs
 from mlxpaged.api.openai.renderer import CompletionsRenderer
 from mlxpaged.api.openai.schema import ChatRequest
@@ -61,20 +61,13 @@ def translate(body: ChatRequest) -> GenerationRequest:
         thinking_budget=body.thinking_limit,
         constraint=body.constraint(),
     )
-    return GenerationRequest(
-        model=body.model,
-        prompt=chat,
-        params=params,
-        n=body.num_choices,
-        candidates=body.num_candidates,
-        service_tier=body.service_tier,
-        timeout=body.timeout,
-        ttft_timeout=body.ttft_timeout,
-        client_names={
-            "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-            "thinking": "reasoning_effort" if body.thinking_budget is None else "thinking_budget",
-            "candidates": "n",
-        },
+    client_names = {
+        "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        "thinking": "reasoning_effort" if body.thinking_budget is None else "thinking_budget",
+        "candidates": "n",
+    }
+    return GenerationRequest.of(
+        body, prompt=chat, params=params, candidates=body.num_candidates, client_names=client_names
     )
 
 
@@ -85,16 +78,16 @@ class ChatRenderer(CompletionsRenderer):
         self._names_tool = isinstance(body.tool_choice, NamedTool)
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        said = Message.of(answer.deltas)
-        message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
-        if said.thinking:
-            message["reasoning_content"] = said.thinking
-        if said.calls:
-            message["content"] = said.text or None
-            message["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in said.calls.values()
-            ]
+        parts = answer.parts
+        text, thinking = ("".join(part.text for part in parts if part.kind is kind) for kind in (Text, Thinking))
+        calls = [
+            called(part.kind.call_id, part.kind.name, part.text) for part in parts if isinstance(part.kind, CallStart)
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        if thinking:
+            message["reasoning_content"] = thinking
+        if calls:
+            message["tool_calls"] = calls
         return {
             "index": index,
             "message": message,
@@ -137,8 +130,11 @@ def delta_fields(delta: Delta) -> dict[str, Any]:
         case Thinking(text):
             return {"reasoning_content": text}
         case CallStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+            return {"tool_calls": [{"index": index, **called(call_id, name, "")}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
     return {}
+
+
+def called(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

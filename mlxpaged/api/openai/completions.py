@@ -9,10 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxpaged.api.body import read_json
-from mlxpaged.api.generation.answers import Answer, Answers, start
-from mlxpaged.api.generation.deltas import Message, Update
+from mlxpaged.api.generation.answers import Answer, Answers
+from mlxpaged.api.generation.deltas import Text, Update
 from mlxpaged.api.generation.reply import reply
 from mlxpaged.api.generation.request import GenerationRequest, sampling_params
+from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.logprobs import completion_logprobs
 from mlxpaged.api.openai.renderer import CompletionsRenderer
 from mlxpaged.api.openai.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
@@ -32,17 +33,11 @@ async def respond(request: Request, body: CompletionRequest) -> Response:
 
 def translate(body: CompletionRequest) -> GenerationRequest:
     """Raises ApiError."""
-    return GenerationRequest(
-        model=body.model,
-        prompt=body.prompt,
+    return GenerationRequest.of(
+        body,
         params=sampling_params(body, constraint=body.constraint()),
-        n=body.num_choices,
         candidates=body.num_candidates,
-        echo=bool(body.echo),
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
-        service_tier=body.service_tier,
-        timeout=body.timeout,
-        ttft_timeout=body.ttft_timeout,
         client_names={"candidates": body.multiplier or "prompt"},
     )
 
@@ -54,12 +49,14 @@ class CompletionRenderer(CompletionsRenderer):
         self._offsets = [0] * answers.num_choices
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        return self._choice(index, Message.of(answer.deltas).text, answer.finish.reason, answer.logprobs)
+        text = "".join(part.text for part in answer.parts)
+        return self._choice(index, text, answer.finish.reason, answer.logprobs)
 
     def events(self, update: Update) -> Iterator[str]:
         if update.deltas or update.logprobs or update.finish:
             reason = None if update.finish is None else update.finish.reason
-            text, offset = Message.of(update.deltas).text, self._offsets[update.choice]
+            text = "".join(delta.text for delta in update.deltas if isinstance(delta, Text))
+            offset = self._offsets[update.choice]
             yield self.chunk(self._choice(update.choice, text, reason, update.logprobs, offset))
             tokenizer = self.answers.info.tokenizer
             self._offsets[update.choice] += sum(len(tokenizer.token_text(token.token_id)) for token in update.logprobs)

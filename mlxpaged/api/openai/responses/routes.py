@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.access.caller import may_use, owner_of
 from mlxpaged.api.body import read_json, read_query
 from mlxpaged.api.errors import ApiError, bad_parameter
-from mlxpaged.api.generation.answers import start
 from mlxpaged.api.generation.prompt import count_tokens
 from mlxpaged.api.generation.reply import reply
+from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.responses.items import Item, ItemReference
 from mlxpaged.api.openai.responses.renderer import ResponseRenderer
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest

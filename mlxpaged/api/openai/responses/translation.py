@@ -40,25 +40,15 @@ def translate(body: InputTokensRequest, items: Sequence[Item]) -> GenerationRequ
         enable_thinking=False if effort == "none" else None,
         needs_thinking=effort not in (None, "none"),
     )
-    others: dict[str, Any] = {
-        "thinking_budget": None if effort is None else EFFORT_TOKENS[effort],
-        "constraint": constraint_of(body),
-    }
-    if not isinstance(body, ResponseRequest):
-        return GenerationRequest(body.model, chat, sampling_params(body, **others), client_names=CLIENT_NAMES)
-    others |= {
-        "max_tokens": body.max_output_tokens,
-        "logprobs": (body.top_logprobs or 0) if body.wants_logprobs else None,
-    }
-    return GenerationRequest(
-        model=body.model,
-        prompt=chat,
-        params=sampling_params(body, **others),
-        service_tier=body.service_tier,
-        timeout=body.timeout,
-        ttft_timeout=body.ttft_timeout,
-        client_names=CLIENT_NAMES,
+    answered = body if isinstance(body, ResponseRequest) else None
+    params = sampling_params(
+        body,
+        max_tokens=answered and answered.max_output_tokens,
+        logprobs=(answered.top_logprobs or 0) if answered and answered.wants_logprobs else None,
+        thinking_budget=None if effort is None else EFFORT_TOKENS[effort],
+        constraint=constraint_of(body),
     )
+    return GenerationRequest.of(body, prompt=chat, params=params, client_names=CLIENT_NAMES)
 
 
 def constraint_of(body: InputTokensRequest) -> Constraint | None:
