@@ -11,19 +11,13 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.anthropic.renderer import MessageRenderer
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.anthropic.translation import translate
-from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.generation import prompt
 from mlxpaged.api.generation.check import ContextLengthError
-from mlxpaged.api.generation.prompt import count_tokens as count_prompt
 from mlxpaged.api.generation.reply import reply
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.server import server_of
-from mlxpaged.api.streaming import answer
-
-
-async def create(request: Request) -> Response:
-    body = await read_json(request, MessagesRequest)
-    return await answer(request, respond(request, body))
+from mlxpaged.api.streaming import handler
 
 
 async def respond(request: Request, body: MessagesRequest) -> Response:
@@ -33,16 +27,17 @@ async def respond(request: Request, body: MessagesRequest) -> Response:
     return await reply(answers, MessageRenderer(answers, body.omits_thinking), bool(body.stream))
 
 
-async def count_tokens(request: Request) -> Response:
-    body = await read_json(request, CountTokensRequest)
-    return await answer(request, count(request, body))
+create = handler(MessagesRequest, respond)
 
 
 async def count(request: Request, body: CountTokensRequest) -> Response:
     _, info = server_of(request).ready(body.model)
     with anthropics_length_errors():
-        num_tokens = await count_prompt(request, lambda: translate(body, info.tokenizer))
+        num_tokens = await prompt.count_tokens(request, lambda: translate(body, info.tokenizer))
     return JSONResponse({"input_tokens": num_tokens})
+
+
+count_tokens = handler(CountTokensRequest, count)
 
 
 @contextlib.contextmanager

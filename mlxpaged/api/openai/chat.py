@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxpaged.api.body import read_json
 from mlxpaged.api.generation.answers import Answer, Answers
 from mlxpaged.api.generation.deltas import (
     CallArguments,
@@ -25,20 +24,18 @@ from mlxpaged.api.generation.request import Chat, GenerationRequest, sampling_pa
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.logprobs import chat_logprobs
 from mlxpaged.api.openai.renderer import CompletionsRenderer
-from mlxpaged.api.openai.schema import ChatRequest
+from mlxpaged.api.openai.schema import EFFORT_TOKENS, ChatRequest
 from mlxpaged.api.openai.tools import NamedTool, translated_choice
-from mlxpaged.api.streaming import answer
+from mlxpaged.api.streaming import handler
 from mlxpaged.engine import TokenLogprobs
-
-
-async def create(request: Request) -> Response:
-    body = await read_json(request, ChatRequest)
-    return await answer(request, respond(request, body))
 
 
 async def respond(request: Request, body: ChatRequest) -> Response:
     answers = await start(request, lambda: translate(body), "chatcmpl")
     return await reply(answers, ChatRenderer(answers, body), bool(body.stream))
+
+
+create = handler(ChatRequest, respond)
 
 
 def translate(body: ChatRequest) -> GenerationRequest:
@@ -58,7 +55,7 @@ def translate(body: ChatRequest) -> GenerationRequest:
         body,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        thinking_budget=body.thinking_limit,
+        thinking_budget=EFFORT_TOKENS[body.reasoning_effort] if body.reasoning_effort else body.thinking_budget,
         constraint=body.constraint(),
     )
     client_names = {

@@ -110,14 +110,9 @@ class SamplingFields(StructuredFields):
         return self
 
     @property
-    def num_choices(self) -> int:
-        """Answers that are shown, per prompt."""
-        return 1 if self.n is None else self.n
-
-    @property
     def num_candidates(self) -> int:
         """Answers that are generated, per prompt."""
-        return self.num_choices
+        return self.n or 1
 
     @property
     def multiplier(self) -> str | None:
@@ -170,11 +165,6 @@ class ChatRequest(SamplingFields):
             if message.tool_call_id is not None and message.tool_call_id not in called:
                 raise bad_parameter(f"messages.{i}.tool_call_id", "no message before this one has a call with this id")
         return self
-
-    @property
-    def thinking_limit(self) -> int | None:
-        """In tokens; None for any number."""
-        return self.thinking_budget if self.reasoning_effort is None else EFFORT_TOKENS[self.reasoning_effort]
 
     def constraints(self) -> Iterator[Constraint]:
         if self.response_format is not None:
@@ -243,26 +233,22 @@ class CompletionRequest(SamplingFields):
         return texts_or_tokens("prompt", value, MAX_PROMPTS)
 
     @model_validator(mode="after")
-    def _echo_has_no_logprobs(self) -> CompletionRequest:
+    def _fields_agree(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
             raise bad_parameter("echo", "cannot be combined with logprobs: the prompt's are not computed")
-        return self
-
-    @model_validator(mode="after")
-    def _best_of_fits(self) -> CompletionRequest:
-        if self.num_candidates < self.num_choices:
-            raise bad_parameter("best_of", f"must be at least n, which is {self.num_choices}")
-        if self.num_candidates > self.num_choices and self.stream:
+        if self.num_candidates < (self.n or 1):
+            raise bad_parameter("best_of", f"must be at least n, which is {self.n}")
+        if self.num_candidates > (self.n or 1) and self.stream:
             raise bad_parameter("best_of", "must be n in a stream: the best are known only at the end")
         return self
 
     @property
     def num_candidates(self) -> int:
-        return self.num_choices if self.best_of is None else self.best_of
+        return self.best_of or self.n or 1
 
     @property
     def multiplier(self) -> str | None:
-        return "best_of" if self.num_candidates > self.num_choices else super().multiplier
+        return "best_of" if self.num_candidates > (self.n or 1) else super().multiplier
 
     def prompts(self) -> list[str] | list[list[int]]:
         return self.prompt

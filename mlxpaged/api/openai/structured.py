@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.schema import Body
-from mlxpaged.engine import Constraint
+from mlxpaged.engine import Constraint, ConstraintKind
 
 MAX_ALTERNATIVES = 1000
 """Of a choice."""
@@ -24,6 +24,7 @@ Alternatives = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)
 ]
 
+KINDS: dict[str, ConstraintKind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 ANY_OBJECT = '{"type":"object"}'
 
 
@@ -54,7 +55,7 @@ class ResponseFormat(Body):
         if self.type == "json_object":
             yield Constraint("json_schema", ANY_OBJECT, "response_format")
         elif self.json_schema is not None:
-            yield schema_constraint(self.json_schema.schema_, "response_format.json_schema.schema")
+            yield Constraint("json_schema", json.dumps(self.json_schema.schema_), "response_format.json_schema.schema")
 
 
 class StructuredOutputs(Body):
@@ -69,7 +70,7 @@ class StructuredOutputs(Body):
     def constraints(self) -> Iterator[Constraint]:
         if self.json_object:
             yield Constraint("json_schema", ANY_OBJECT, "structured_outputs.json_object")
-        yield from constraints(self.json_, self.regex, self.choice, self.grammar, "structured_outputs.")
+        yield from constraints(self, "", "structured_outputs.")
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> StructuredOutputs:
@@ -92,7 +93,7 @@ class StructuredFields(Body):
         """All that the request asks for; a request may ask for one."""
         if self.structured_outputs is not None:
             yield from self.structured_outputs.constraints()
-        yield from constraints(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, "guided_")
+        yield from constraints(self, "guided_", "guided_")
 
     def constraint(self) -> Constraint | None:
         """Raises ApiError if there is more than one."""
@@ -102,18 +103,10 @@ class StructuredFields(Body):
         return first
 
 
-def constraints(
-    schema: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None, prefix: str
-) -> Iterator[Constraint]:
-    if schema is not None:
-        yield schema_constraint(schema, f"{prefix}json")
-    if regex is not None:
-        yield Constraint("regex", regex, f"{prefix}regex")
-    if choice is not None:
-        yield Constraint("choice", json.dumps(choice), f"{prefix}choice")
-    if grammar is not None:
-        yield Constraint("grammar", grammar, f"{prefix}grammar")
-
-
-def schema_constraint(schema: Schema, param: str) -> Constraint:
-    return Constraint("json_schema", schema if isinstance(schema, str) else json.dumps(schema), param)
+def constraints(body: BaseModel, prefix: str, shown_prefix: str) -> Iterator[Constraint]:
+    """Those of the fields with a prefix. shown_prefix: the one that the client writes."""
+    fields = {name.rstrip("_"): value for name, value in body if value is not None}
+    for name, kind in KINDS.items():
+        if (value := fields.get(prefix + name)) is not None:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield Constraint(kind, text, shown_prefix + name)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.access.caller import may_use, owner_of
-from mlxpaged.api.body import read_json, read_query
+from mlxpaged.api.body import read_query
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation.prompt import count_tokens
 from mlxpaged.api.generation.reply import reply
@@ -21,18 +21,13 @@ from mlxpaged.api.openai.responses.store import ResponseStore, StoredResponse
 from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import HEADER
-from mlxpaged.api.streaming import answer
+from mlxpaged.api.streaming import handler
 from mlxpaged.engine import DuplicateRequestError
 
 
 def store_of(request: Request) -> ResponseStore:
     store: ResponseStore = request.app.state.responses
     return store
-
-
-async def create(request: Request) -> Response:
-    body = await read_json(request, ResponseRequest)
-    return await answer(request, respond(request, body))
 
 
 async def respond(request: Request, body: ResponseRequest) -> Response:
@@ -50,15 +45,16 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     return await reply(answers, ResponseRenderer(answers, body, keep), bool(body.stream))
 
 
-async def input_tokens(request: Request) -> Response:
-    body = await read_json(request, InputTokensRequest)
-    return await answer(request, count(request, body))
+create = handler(ResponseRequest, respond)
 
 
 async def count(request: Request, body: InputTokensRequest) -> Response:
     earlier, items = whole_conversation(request, body)
     num_tokens = await count_tokens(request, lambda: translate(body, [*earlier, *items]))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+input_tokens = handler(InputTokensRequest, count)
 
 
 def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:

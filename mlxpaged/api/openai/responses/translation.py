@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from mlxpaged.api.openai.responses.items import (
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ResponseRequest, SchemaFormat
 from mlxpaged.api.openai.responses.tools import full_name, functions, translated_choice
 from mlxpaged.api.openai.schema import EFFORT_TOKENS
-from mlxpaged.api.openai.structured import ANY_OBJECT, schema_constraint
+from mlxpaged.api.openai.structured import ANY_OBJECT
 from mlxpaged.engine import Constraint
 
 CLIENT_NAMES = {
@@ -54,7 +55,7 @@ def translate(body: InputTokensRequest, items: Sequence[Item]) -> GenerationRequ
 def constraint_of(body: InputTokensRequest) -> Constraint | None:
     asked = body.text.format if body.text is not None else None
     if isinstance(asked, SchemaFormat):
-        return schema_constraint(asked.schema_, "text.format.schema")
+        return Constraint("json_schema", json.dumps(asked.schema_), "text.format.schema")
     if asked is not None and asked.type == "json_object":
         return Constraint("json_schema", ANY_OBJECT, "text.format")
     return None
