@@ -95,14 +95,14 @@ class SystemMessage(Body):
 
 
 class Tool(Block):
-    """defer_loading: kept from the model until a tool_reference names it."""
+    """defer_loading: the model does not see the tool until a tool_reference names it."""
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # either way, arguments are streamed as soon as they can be
+    eager_input_streaming: bool | None = None  # changes nothing: arguments are always streamed as they come
     defer_loading: bool | None = None
 
 
@@ -177,7 +177,7 @@ class OutputConfig(Body):
 
 
 class ClearThinking(Body):
-    """keep: of the assistant's earlier turns, whose thinking stays in the prompt."""
+    """keep: the turns whose thinking stays in the prompt."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -188,7 +188,7 @@ class ContextManagement(Body):
 
 
 class CountTokensRequest(Body):
-    """What a prompt is made of."""
+    """The fields that make the prompt."""
 
     model: str
     messages: Annotated[

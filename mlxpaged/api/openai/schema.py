@@ -1,4 +1,4 @@
-"""Request bodies. A field is either honoured, or listed here with the only values that ask for nothing, or refused."""
+"""Request bodies. A field has an effect, or is listed with the only values that change nothing, or is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100
 MAX_TOKEN_ID_DIGITS = 9
 MAX_CHOICES = 16
-"""Answers to one prompt."""
+"""The most answers to one prompt."""
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -40,7 +40,7 @@ def fits_bias(value: Any) -> bool:
 
 
 StopInput = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None
-"""What the API's description says of `stop`; its validator says it in fewer words when it refuses."""
+"""The type of `stop` in the API's description. The field's validator has shorter errors than pydantic."""
 
 
 class StreamOptions(Body):
@@ -49,7 +49,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(StructuredFields):
-    """What chat completions and completions have in common."""
+    """The fields that chat completions and completions share. SamplingParams takes its own from here, by name."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -68,14 +68,14 @@ class SamplingFields(StructuredFields):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    # Accepted for what they are: labels that change nothing.
+    # Labels that change nothing.
     user: str | None = None
     metadata: Labels | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    # Not OpenAI's: the server's own limits, whatever the client's patience.
+    # Not OpenAI's: deadlines that the server keeps.
     timeout: Seconds | None = None
     ttft_timeout: Seconds | None = None
 
@@ -116,7 +116,7 @@ class SamplingFields(StructuredFields):
 
     @property
     def multiplier(self) -> str | None:
-        """The field that asks for more than one sequence per prompt, if any does."""
+        """The field that asks for more than one sequence per prompt, if any."""
         return "n" if self.num_candidates > 1 else None
 
     @property
@@ -126,7 +126,7 @@ class SamplingFields(StructuredFields):
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORT_TOKENS = {"none": None, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None, "max": None}
-"""The most that a model thinks, by reasoning_effort. "none" is for the chat template, which keeps it from thinking."""
+"""The most tokens that a model thinks, by reasoning_effort. With "none", the chat template keeps it from thinking."""
 
 
 class ChatRequest(SamplingFields):
@@ -138,13 +138,13 @@ class ChatRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    # Not OpenAI's, but vLLM's: how the chat template is rendered.
+    # vLLM's: how the chat template is rendered.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     thinking_budget: Annotated[int, Field(ge=1)] | None = None
     continue_final_message: bool | None = None
     response_format: ResponseFormat | None = None
-    # Not supported beyond the value that asks for nothing.
+    # Only the values that change nothing are accepted.
     store: Literal[False] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, fail_fast=True)] | None = None
     verbosity: Literal["medium"] | None = None
@@ -216,7 +216,7 @@ PromptInput = (
     | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS)]
     | Annotated[list[PromptTokens], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
-"""What the API's description says of `prompt`."""
+"""The type of `prompt` in the API's description."""
 
 
 class CompletionRequest(SamplingFields):
@@ -224,7 +224,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
-    # Not supported beyond the value that asks for nothing.
+    # Only the values that change nothing are accepted.
     suffix: Literal[""] | None = None
 
     @field_validator("prompt", mode="plain", json_schema_input_type=PromptInput)

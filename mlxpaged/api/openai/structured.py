@@ -16,7 +16,7 @@ from mlxpaged.api.schema import Body
 from mlxpaged.engine import Constraint, ConstraintKind
 
 MAX_ALTERNATIVES = 1000
-"""Of a choice."""
+"""The most alternatives of a choice."""
 
 Schema = dict[str, Any] | str
 """A JSON schema, or the JSON text of one."""
@@ -59,7 +59,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's."""
+    """vLLM's field for structured output."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: str | None = None
@@ -83,14 +83,14 @@ class StructuredFields(Body):
     """The fields that chat completions and completions share."""
 
     structured_outputs: StructuredOutputs | None = None
-    # The names that vLLM had for them before.
+    # vLLM's earlier names.
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Alternatives | None = None
     guided_grammar: str | None = None
 
     def constraints(self) -> Iterator[Constraint]:
-        """All that the request asks for; a request may ask for one."""
+        """All constraints of the request. Only one is allowed."""
         if self.structured_outputs is not None:
             yield from self.structured_outputs.constraints()
         yield from constraints(self, "guided_", "guided_")
@@ -104,7 +104,7 @@ class StructuredFields(Body):
 
 
 def constraints(body: BaseModel, prefix: str, shown_prefix: str) -> Iterator[Constraint]:
-    """Those of the fields with a prefix. shown_prefix: the one that the client writes."""
+    """The constraints of the fields that begin with a prefix. shown_prefix: begins their names for the client."""
     fields = {name.rstrip("_"): value for name, value in body if value is not None}
     for name, kind in KINDS.items():
         if (value := fields.get(prefix + name)) is not None:

@@ -1,4 +1,4 @@
-"""The answer in the format of the responses API: one object, or the events of its making."""
+"""The answer in the format of the responses API: one object, or events."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ResponseRenderer(Renderer):
             completed_at=int(time.time()) if complete else None,
             usage={
                 "input_tokens": usage.prompt,
-                # Nothing is charged for what is written to the cache.
+                # Writing to the cache is free.
                 "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
                 "output_tokens": usage.completion,
                 "output_tokens_details": {"reasoning_tokens": usage.thinking},

@@ -1,4 +1,4 @@
-"""POST /v1/responses and its input_tokens; GET and DELETE /v1/responses/{id}, its input items, and its cancelling."""
+"""POST /v1/responses and /v1/responses/input_tokens; GET and DELETE /v1/responses/{id}, its input_items and cancel."""
 
 from __future__ import annotations
 
