@@ -1,5 +1,5 @@
-"""/v1/responses where a grammar makes sure of calls and forms, with the official client, on a model that would rather
-do something else."""
+"""/v1/responses with structured output and required calls, with the official client, on a model that tends to something
+else."""
 
 from __future__ import annotations
 

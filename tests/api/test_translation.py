@@ -1,4 +1,4 @@
-"""Each API's bodies become the same kind of request. Its fields come by name, and errors name the client's own fields."""
+"""Each API's bodies become the same kind of request: fields come by name, errors name the client's own fields."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from mlxpaged.engine import EngineInfo, RequestOutput, RequestStream, Timeline, 
 
 
 class Answers:
-    """streams: `candidates` for the first prompt, then those for the next one. forget: called at the end, however it
-    comes about."""
+    """streams: `candidates` for the first prompt, then those for the next one. forget: called when the answers end, in
+    any case."""
 
     def __init__(
         self,
@@ -65,21 +65,19 @@ class Answers:
             self.close()
 
     def _update(self, choice: int, output: RequestOutput, parser: AnswerParser | None) -> Update:
-        ended, thinking = output.finish_reason is not None, False
-        deltas: list[Delta] = []
+        thinking, finish, num_calls = False, None, 0
         if parser is None:
-            deltas = [Text(output.text)] if output.text else []
+            deltas: list[Delta] = [Text(output.text)] if output.text else []
         else:
             thinking = parser.thinks
             deltas = parser.feed(output.text)
             thinking |= parser.thinks
-            if ended:
+            if output.finish_reason is not None:
                 deltas += parser.finish()
+            num_calls = parser.calls_made
         if thinking:
             self._thinking_tokens += len(output.token_ids)
-        finish = None
         if output.finish_reason is not None:
-            num_calls = 0 if parser is None else parser.calls_made
             finish = Finish(output.finish_reason.value, output.stop_string, num_calls, output.timeline)
         return Update(choice, deltas, output.logprobs, thinking, finish)
 

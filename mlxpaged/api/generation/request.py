@@ -63,8 +63,10 @@ class Chat:
         """The tools that the model is told of."""
         if self.tool_choice.mode == "none":
             return []
-        allowed = self.tool_choice.allowed
-        return [tool for tool in self.tools if allowed is None or tool.name in allowed]
+        if self.tool_choice.allowed is None:
+            return list(self.tools)
+        allowed = set(self.tool_choice.allowed)
+        return [tool for tool in self.tools if tool.name in allowed]
 
 
 @dataclass(frozen=True)
