@@ -9,16 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxpaged.api.generation.answers import Answer, Answers
-from mlxpaged.api.generation.deltas import (
-    CallArguments,
-    CallBroken,
-    CallStart,
-    Delta,
-    Finish,
-    Text,
-    Thinking,
-    Update,
-)
+from mlxpaged.api.generation.deltas import CallArguments, CallBroken, CallStart, Delta, Finish, Text, Thinking, Update
 from mlxpaged.api.generation.reply import reply
 from mlxpaged.api.generation.request import Chat, GenerationRequest, sampling_params
 from mlxpaged.api.generation.submission import start
