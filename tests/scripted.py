@@ -1,5 +1,5 @@
 """A server whose model says what a script tells it to: thinking and tool calls that really go through all of it, from
-the chat template to the client, though nobody trained a model for them."""
+the chat template to the client, although no model was trained for them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make_scripted_model(directory: Path, tool_format: str, context_length: int =
 
 
 def demo_with_tools(directory: Path) -> Path:
-    """The demo model, as if somebody had taught it calls; it writes their tags in several tokens, letter by letter."""
+    """The demo model, as if it were trained for calls; it writes their tags in several tokens, letter by letter."""
     shutil.copytree(DEMO_PATH, directory, dirs_exist_ok=True)
     calls = "{%- for tool_call in messages[0].tool_calls or [] %}" + CALLS["json_tools"] + "{% endfor %}"
     template = directory / "chat_template.jinja"

@@ -47,6 +47,49 @@ def test_imports_point_one_way(room: str) -> None:
         assert outside <= MAY_IMPORT[room], f"{path} imports {outside - MAY_IMPORT[room]}"
 
 
+WIRE_FORMATS = ("mlxpaged.api.openai", "mlxpaged.api.anthropic")
+ROUTES = {"app", "batches", "endpoints", "openapi", "tokenize"}
+"""In api/, beside the wire formats: modules that no other part of api/ is built on."""
+
+
+def api_imports() -> dict[str, set[str]]:
+    """By module of api/: those that it imports when it is loaded."""
+    modules = {}
+    for path in (PACKAGE / "api").rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(part for part in parts if part != "__init__")] = path
+    found: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
+                found[name] |= submodules or {node.module} & modules.keys()
+    return found
+
+
+def test_shared_modules_of_the_api_import_no_wire_format() -> None:
+    for name, imported in api_imports().items():
+        own = next((each for each in WIRE_FORMATS if name.startswith(each)), None)
+        if own is None and (name == "mlxpaged.api" or name.split(".")[2] in ROUTES):
+            continue
+        foreign = {each for each in imported if each.startswith(WIRE_FORMATS) and not (own and each.startswith(own))}
+        assert not foreign, f"{name} imports {foreign}"
+
+
+def test_the_modules_of_the_api_import_each_other_in_no_circle() -> None:
+    graph, done = api_imports(), set[str]()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for imported in graph[name]:
+                visit(imported, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
 def test_what_is_for_cpus_only_is_reached_through_two_doors_and_the_blas() -> None:
     doors = {
         "mlxpaged.cpu.kv_pool": {"attention/kv_cache.py"},

@@ -1,4 +1,4 @@
-"""Errors, and their format: OpenAI's or Anthropic's, depending on the path."""
+"""Errors, and their responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpaged.api.access.key_file import redacted
-from mlxpaged.api.anthropic.errors import error_body, speaks_anthropic
+from mlxpaged.api.error_format import format_of
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.engine import (
     DeadlineExceededError,
@@ -70,7 +70,8 @@ class ApiError(Exception):
 
 
 def render(error: ApiError, path: str, request_id: str) -> JSONResponse:
-    body = error_body(error, request_id) if speaks_anthropic(path) else error.body()
+    form = format_of(path)
+    body = error.body() if form is None else form.body(error, request_id)
     return JSONResponse(body, status_code=error.status, headers=error.headers)
 
 

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged import __version__
-from mlxpaged.api.anthropic.errors import speaks_anthropic
 from mlxpaged.api.endpoint import JSON, Access, Endpoint
-from mlxpaged.api.openai.terms import TIMELINE_HEADER
+from mlxpaged.api.error_format import format_of
+from mlxpaged.api.generation.request_context import TIMELINE_HEADER
 from mlxpaged.api.request_id import HEADER, VALID
 
 EVENTS = "text/event-stream"
@@ -83,7 +83,7 @@ def public_path(endpoint: Endpoint) -> str:
 
 
 def operation(endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
-    error = AnthropicErrorResponse if speaks_anthropic(endpoint.path) else ErrorResponse
+    error = AnthropicErrorResponse if format_of(endpoint.path) is not None else ErrorResponse
     is_open = endpoint.access is Access.OPEN
     answer = ref(endpoint.answer) if endpoint.answer_type == JSON else {"type": "string"}
     # A schema of events would describe the data of each, and the last one of OpenAI's, [DONE], is not JSON.

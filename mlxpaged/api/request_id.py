@@ -12,7 +12,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxpaged.api.anthropic.errors import speaks_anthropic
+from mlxpaged.api.error_format import format_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,9 @@ class RequestIds:
 
 
 def id_headers(path: str, request_id: str) -> dict[str, str]:
-    """Anthropic's clients read the id from another header than OpenAI's."""
-    return {HEADER: request_id} | ({"Request-Id": request_id} if speaks_anthropic(path) else {})
+    """Anthropic's clients look for the id in another header than OpenAI's."""
+    form = format_of(path)
+    return {HEADER: request_id} | ({} if form is None else {form.id_header: request_id})
 
 
 def new_id(prefix: str) -> str:

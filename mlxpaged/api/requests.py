@@ -1,4 +1,4 @@
-"""DELETE /v1/requests/{id} and DELETE /v1/requests: end one request for text, or all. A key ends its own ones only."""
+"""DELETE /v1/requests/{id} and DELETE /v1/requests: end one request, or all. A key can end only its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxpaged.api.server import Server, server_of
 
 
 async def cancel(request: Request) -> Response:
-    """By the id of the response, or by that of one of its choices: they end together."""
+    """By the id of the response, or of one of its choices: all choices end together."""
     server, request_id = server_of(request), request.path_params["request_id"]
     found = server.open_requests.get(request_id)
     ended = await end(server, [found]) if found is not None and found.is_open_to(caller_of(request)) else []
@@ -32,8 +32,8 @@ async def cancel_all(request: Request) -> Response:
 
 
 async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str, Any]]:
-    """Those of the requests that were not over yet. A request that is not in the engine yet, because its prompt is
-    still being tokenized, never gets there."""
+    """End the requests that are unfinished, and describe those. A request whose prompt is still being tokenized never
+    reaches the engine."""
     if not requests or server.engine is None:
         return []
     for request in requests:

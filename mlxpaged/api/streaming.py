@@ -1,4 +1,4 @@
-"""Answers that take a while, and clients that do not wait for them."""
+"""Responses that take a while, and clients that leave before their end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST
 
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=BaseModel)
 
 
 async def disconnected(receive: Receive) -> None:
@@ -23,7 +26,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`, or None where the client leaves first; `work` is then cancelled and has ended."""
+    """The result of `work`, or None if the client leaves first: `work` is then cancelled, and has ended."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(disconnected(receive))
     try:
@@ -35,10 +38,17 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The response that `work` makes, given up as soon as the client is gone."""
-    response = await unless_disconnected(request.receive, work)
-    return response if response is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
+def handler(
+    model: type[Model], respond: Callable[[Request, Model], Coroutine[Any, Any, Response]]
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """A route that reads a body and responds to it, and ends when the client leaves."""
+
+    async def handle(request: Request) -> Response:
+        body = await read_json(request, model)
+        response = await unless_disconnected(request.receive, respond(request, body))
+        return response if response is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    return handle
 
 
 def event(data: Any) -> str:
@@ -47,13 +57,13 @@ def event(data: Any) -> str:
 
 
 class EventStream(Response):
-    """Server-sent events, sent as they come. The iterator is closed at once when the client leaves, even while nothing
-    is being sent: a request that still waits for its turn must not stay in the queue for nobody."""
+    """Server-sent events, sent as they come. The iterator is closed as soon as the client leaves, even if nothing has
+    been sent: a request without a client must not stay in the queue."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None]) -> None:
-        """close: called at the end, however it comes about."""
+        """close: called at the end, in any case."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events

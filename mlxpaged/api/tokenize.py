@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body
-from mlxpaged.api.openai.messages import MAX_LIST, Message
+from mlxpaged.api.openai.messages import Message
 from mlxpaged.api.openai.schema import MAX_TOKEN_ID
+from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
 
 MAX_CHARS = 1_000_000

@@ -1,4 +1,4 @@
-"""Answers in parts: however the text is cut, the parts are the same; what is no call stays text."""
+"""Deltas do not depend on how the text is cut. Text that looks like a call and is none stays text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mlxpaged.api.answer_parser import AnswerParser
-from mlxpaged.api.parts import CallArguments, CallEnd, CallStart, Message, Part, Text, Thinking
-from mlxpaged.api.tool_calls import AROUND_ARGUMENTS
+from mlxpaged.api.generation.answer_parser import AnswerParser
+from mlxpaged.api.generation.deltas import CallArguments, CallEnd, CallStart, Delta, Text, Thinking, joined
+from mlxpaged.api.generation.tool_calls import AROUND_ARGUMENTS
 from mlxpaged.engine import Constraint, StructuredOutput
 from mlxpaged.models import Tags, ToolFormat
 
@@ -39,27 +39,31 @@ def parse(
     thinking: bool = False,
     one_call: bool = False,
     held: StructuredOutput | None = None,
-) -> list[Part]:
+) -> list[Delta]:
     parser = AnswerParser(using, thinking, TOOLS, one_call, held)
-    return [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+    return [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
 
 
-def joined(parts: list[Part]) -> list[Any]:
+def uncut(deltas: list[Delta]) -> list[Any]:
     """Without the ids, which are new each time, and without the cuts."""
     result: list[Any] = []
-    for part in parts:
+    for delta in deltas:
         last = result[-1] if result else None
-        if isinstance(part, (Text, Thinking)) and type(last) is type(part):
-            result[-1] = type(part)(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
-            result[-1] = CallArguments(part.index, last.text + part.text)
+        if isinstance(delta, (Text, Thinking)) and type(last) is type(delta):
+            result[-1] = type(delta)(last.text + delta.text)
+        elif isinstance(delta, CallArguments) and isinstance(last, CallArguments):
+            result[-1] = CallArguments(delta.index, last.text + delta.text)
         else:
-            result.append(CallStart(part.index, "id", part.name) if isinstance(part, CallStart) else part)
+            result.append(CallStart(delta.index, "id", delta.name) if isinstance(delta, CallStart) else delta)
     return result
 
 
-def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in Message.of(parts).calls.values()]
+def calls_of(deltas: list[Delta]) -> list[tuple[str, Any]]:
+    return [(part.kind.name, json.loads(part.text)) for part in joined(deltas) if isinstance(part.kind, CallStart)]
+
+
+def said(deltas: list[Delta], kind: type[Text] | type[Thinking]) -> str:
+    return "".join(part.text for part in joined(deltas) if part.kind is kind)
 
 
 PIECES = st.sampled_from(
@@ -90,7 +94,7 @@ HELD = [
     one_call=st.booleans(),
     held=st.sampled_from([None, None, *HELD]),
 )
-def test_the_parts_do_not_depend_on_the_cuts(
+def test_the_deltas_do_not_depend_on_the_cuts(
     pieces: list[str], cuts: list[int], form: str | None, thinking: bool, one_call: bool, held: StructuredOutput | None
 ) -> None:
     assume(held is None or form in (*AROUND_ARGUMENTS, None))
@@ -99,9 +103,9 @@ def test_the_parts_do_not_depend_on_the_cuts(
     options: dict[str, Any] = {"using": using, "thinking": thinking, "one_call": one_call, "held": held}
     whole = parse([text], **options)
     for cut in ([text[a:b] for a, b in itertools.pairwise(at)], list(text)):
-        assert joined(parse(cut, **options)) == joined(whole)
-    made = [part.index for part in whole if isinstance(part, CallEnd)]
-    assert made == list(Message.of(whole).calls)
+        assert uncut(parse(cut, **options)) == uncut(whole)
+    made = [delta.index for delta in whole if isinstance(delta, CallEnd)]
+    assert made == [part.kind.index for part in joined(whole) if isinstance(part.kind, CallStart)]
     assert all(isinstance(arguments, dict) for _, arguments in calls_of(whole))
     assert len(made) <= 1 or not one_call
 
@@ -145,8 +149,8 @@ def test_a_call_is_read_in_the_models_own_format(form: str, text: str) -> None:
     ],
 )
 def test_a_malformed_call_is_text_as_the_model_wrote_it(text: str) -> None:
-    message = Message.of(parse([f"Look: {text} There."], using=tags()))
-    assert (message.text, message.calls) == (f"Look: {text} There.", {})
+    deltas = parse([f"Look: {text} There."], using=tags())
+    assert (said(deltas, Text), calls_of(deltas)) == (f"Look: {text} There.", [])
 
 
 def test_arguments_go_out_as_they_come() -> None:
@@ -162,20 +166,20 @@ def test_arguments_go_out_as_they_come() -> None:
 
 def test_thinking_is_apart_and_white_space_around_it_dropped() -> None:
     for text, thinking in (("<think>\nHm, a < b.\n</think>\n\nYes. ", False), ("Hm, a < b.\n</think>\n\nYes. ", True)):
-        message = Message.of(parse(list(text), using=tags(), thinking=thinking))
-        assert (message.thinking, message.text) == ("Hm, a < b.", "Yes. ")
+        deltas = parse(list(text), using=tags(), thinking=thinking)
+        assert (said(deltas, Thinking), said(deltas, Text)) == ("Hm, a < b.", "Yes. ")
 
 
 def test_calls_are_not_looked_for_in_thinking() -> None:
-    message = Message.of(parse(['<think><tool_call>{"name": "say"}</tool_call></think>ok'], using=tags()))
-    assert message.thinking == '<tool_call>{"name": "say"}</tool_call>'
-    assert message.text == "ok"
+    deltas = parse(['<think><tool_call>{"name": "say"}</tool_call></think>ok'], using=tags())
+    assert said(deltas, Thinking) == '<tool_call>{"name": "say"}</tool_call>'
+    assert said(deltas, Text) == "ok"
 
 
 def test_after_the_only_call_that_is_wanted_nothing_follows() -> None:
     text = 'I ask. <tool_call>{"name": "say"}</tool_call> <tool_call>{"name": "weather"}</tool_call> Done.'
     both = parse([text], using=tags())
     assert [name for name, _ in calls_of(both)] == ["say", "weather"]
-    assert Message.of(both).text == "I ask. Done."
+    assert said(both, Text) == "I ask. Done."
     one = parse([text], using=tags(), one_call=True)
-    assert (calls_of(one), Message.of(one).text) == ([("say", {})], "I ask.")
+    assert (calls_of(one), said(one, Text)) == ([("say", {})], "I ask.")

@@ -16,12 +16,12 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Batch
 
-from mlxpaged.api import DataDirInUseError, HttpConfig, conversation, create_app
+from mlxpaged.api import DataDirInUseError, HttpConfig, create_app
 from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.batches import Store
 from mlxpaged.api.batches.records import BatchRecord, OutputLine
-from mlxpaged.api.openai.schema import ChatRequest
-from mlxpaged.engine import EngineConfig, EngineInfo
+from mlxpaged.api.generation import prompt
+from mlxpaged.engine import EngineConfig
 from tests.api.helpers import DEADLINE, Background, StepGate, answer_text, ask, post, raw, run_on, write_keys
 from tests.support import RunningServer, running_server, wait_until
 
@@ -104,13 +104,13 @@ def test_lines_may_be_responses(client: OpenAI, server: RunningServer) -> None:
 
 
 def test_a_large_line_is_read_off_the_event_loop(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, rendering = [], conversation.rendering
+    threads, rendering = [], prompt.rendering
 
-    def recorded(info: EngineInfo, body: ChatRequest) -> Any:
+    def recorded(*args: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return rendering(info, body)
+        return rendering(*args)
 
-    monkeypatch.setattr(conversation, "rendering", recorded)
+    monkeypatch.setattr(prompt, "rendering", recorded)
     bodies = [ask("What is 17 + 25?", max_tokens=4), ask("word " * 20_000)]
     done = ended(client, submit(client, jsonl(bodies, CHAT), CHAT))
     assert done.request_counts is not None

@@ -307,7 +307,7 @@ def test_a_stop_string_does_not_leak_through_the_logprobs(demo_server: RunningSe
     expected = "blue river stone".partition(stop)[0]
     assert whole["message"]["content"] == expected
     tokens = [token["token"] for token in whole["logprobs"]["content"] if token["token"] != "<|im_end|>"]
-    # A token that the stop string begins inside of is listed whole, those behind it not at all.
+    # A token that the stop string begins inside of is listed whole, those after it not at all.
     assert "".join(tokens).startswith(expected)
     assert len("".join(tokens[:-1])) < max(1, len(expected))
     text = listed = ""

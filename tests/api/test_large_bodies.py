@@ -14,10 +14,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from mlxpaged.api import body as reading
-from mlxpaged.api import conversation
 from mlxpaged.api.anthropic import messages
 from mlxpaged.api.anthropic.schema import MessagesRequest
 from mlxpaged.api.errors import ApiError, from_validation
+from mlxpaged.api.generation import prompt
+from mlxpaged.api.openai import chat
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest
@@ -96,7 +97,12 @@ def test_small_bodies_are_read_at_once_and_two_large_ones_side_by_side(demo_serv
 
 @pytest.mark.parametrize(
     ("module", "function", "path"),
-    [(conversation, "rendering", CHAT), (responses, "chat_request", RESPONSES), (messages, "chat_request", MESSAGES)],
+    [
+        (chat, "translate", CHAT),
+        (prompt, "rendering", CHAT),
+        (responses, "translate", RESPONSES),
+        (messages, "translate", MESSAGES),
+    ],
 )
 @pytest.mark.parametrize("words", [10, 100_000])
 def test_what_is_made_of_a_large_body_is_made_elsewhere_too(

@@ -51,7 +51,7 @@ def test_a_recorded_request_is_answered(server: RunningServer, says: dict[str, s
         response = client.request(
             record["method"], record["path"], headers=record["headers"], json=body or None, timeout=DEADLINE
         )
-    if isinstance(record["answer"], int):  # a probe, which nobody reads the answer of
+    if isinstance(record["answer"], int):  # a probe, whose answer the client does not read
         assert response.status_code == record["answer"]
         return
     assert response.status_code == 200, response.text
@@ -98,7 +98,7 @@ def parameters(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def schema_of(body: dict[str, Any]) -> dict[str, Any]:
-    """That of the answer, wherever the API has it."""
+    """The schema of the answer, in any of the APIs."""
     chat = body.get("response_format", {})
     format = (
         chat.get("json_schema")

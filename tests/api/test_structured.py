@@ -313,7 +313,7 @@ def test_a_request_has_one_constraint(client: OpenAI) -> None:
     assert refusal.value.param == "guided_regex"
 
 
-def test_a_slow_constraint_is_given_up_and_holds_nobody_up(
+def test_a_slow_constraint_is_given_up_and_holds_no_other_request_up(
     demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that compile for ever: they are refused, a third gets a 503, plain requests are answered meanwhile."""

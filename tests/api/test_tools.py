@@ -229,7 +229,7 @@ def test_a_model_without_tools_says_so(demo_server: RunningServer) -> None:
     assert "does not show tools" in str(caught.value)
 
 
-def test_special_tokens_of_a_format_reach_its_parser_and_nobody_else(tmp_path: Any) -> None:
+def test_special_tokens_of_a_format_reach_its_parser_only(tmp_path: Any) -> None:
     """Mistral's tags are special tokens, which text hides elsewhere; it has no closing tag."""
     with scripted_server(tmp_path, "mistral", MISTRAL) as server, server.client(timeout=DEADLINE) as client:
         message = streamed(client, question("Rome?"))

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, translated to and from what chat completions run on."""
+"""Anthropic's Messages API."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # errors.py asks here what to answer
-    from mlxpaged.api.errors import ApiError
-
-PREFIX = "/v1/messages"
-"""Of the paths whose errors have this format."""
+from mlxpaged.api.error_format import FORMATS, ErrorFormat
+from mlxpaged.api.errors import ApiError
 
 TYPES = {
     401: "authentication_error",
@@ -18,11 +15,7 @@ TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-"""By status. The others are the client's mistakes below 499, and the server's from there on."""
-
-
-def speaks_anthropic(path: str) -> bool:
-    return path == PREFIX or path.startswith(f"{PREFIX}/")
+"""By status. Other statuses below 499 are the client's mistakes, all others the server's."""
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
@@ -30,3 +23,7 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     if error.status == 503 and "Retry-After" in (error.headers or {}):
         kind = "overloaded_error"
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+
+
+FORMAT = ErrorFormat("/v1/messages", id_header="Request-Id", body=error_body)
+FORMATS.append(FORMAT)

@@ -7,14 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, Tag, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body, one_of
-from mlxpaged.api.openai.messages import MAX_LIST
-from mlxpaged.api.openai.schema import MAX_STOP_LENGTH, MAX_STOP_STRINGS
-from mlxpaged.api.openai.tools import MAX_TOOLS, ToolName
+from mlxpaged.api.schema import MAX_LIST, MAX_STOP_STRINGS, MAX_TOOLS, Body, StopString, ToolName, one_of
 
 
 class CacheControl(Body):
-    """Accepted for what it is: every prompt's prefix is cached, and for as long as there is room."""
+    """Changes nothing: the prefix of every prompt is cached, as long as there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -31,8 +28,7 @@ class TextBlock(Block):
 
 
 class ThinkingBlock(Body):
-    """signature: accepted as it is; nobody but the client could have changed the text. Where `thinking` is empty, what
-    it holds, see `display`."""
+    """signature: not checked, see signature.py. It holds the text if `thinking` is empty."""
 
     type: Literal["thinking"]
     thinking: str
@@ -99,14 +95,14 @@ class SystemMessage(Body):
 
 
 class Tool(Block):
-    """defer_loading: kept from the model until a tool_reference names it."""
+    """defer_loading: the model does not see the tool until a tool_reference names it."""
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # either way, arguments are streamed as soon as they can be
+    eager_input_streaming: bool | None = None  # changes nothing: arguments are always streamed as they come
     defer_loading: bool | None = None
 
 
@@ -181,7 +177,7 @@ class OutputConfig(Body):
 
 
 class ClearThinking(Body):
-    """keep: of the assistant's earlier turns, whose thinking stays in the prompt."""
+    """keep: the turns whose thinking stays in the prompt."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -192,7 +188,7 @@ class ContextManagement(Body):
 
 
 class CountTokensRequest(Body):
-    """What a prompt is made of."""
+    """The fields that make the prompt."""
 
     model: str
     messages: Annotated[
@@ -234,13 +230,17 @@ class CountTokensRequest(Body):
             raise bad_parameter("messages", "the last message has tool_use blocks without their tool_result")
         return self
 
-    def offered_tools(self) -> list[Tool]:
-        """Without those that are deferred and that nothing has referred to yet."""
+    def offered_tools(self) -> list[tuple[int, Tool]]:
+        """With their places in `tools`. Deferred tools that no result has referred to are left out."""
         blocks = [
             block for message in self.messages if not isinstance(message.content, str) for block in message.content
         ]
         loaded = {name for block in blocks for name in references(block)}
-        return [tool for tool in self.tools or () if not tool.defer_loading or tool.name in loaded]
+        return [
+            (index, tool)
+            for index, tool in enumerate(self.tools or ())
+            if not tool.defer_loading or tool.name in loaded
+        ]
 
     @property
     def omits_thinking(self) -> bool:
@@ -259,12 +259,7 @@ def references(block: Body) -> list[str]:
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOP_STRINGS)
-        ]
-        | None
-    ) = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None

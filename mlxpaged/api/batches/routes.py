@@ -18,9 +18,9 @@ from mlxpaged.api.batches.runner import BatchRunner, now
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.body import pieces, read_json, read_query, validate
 from mlxpaged.api.errors import ApiError, bad_parameter
-from mlxpaged.api.openai.body import Body, Labels
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import new_id
+from mlxpaged.api.schema import Body, Labels
 from mlxpaged.api.server import server_of
 
 MAX_FILE_BYTES = 200 * 1024 * 1024

@@ -2,134 +2,127 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from mlxpaged.api.answer_parser import AnswerParser
-from mlxpaged.api.body import read_json
-from mlxpaged.api.conversation import Conversation, start
-from mlxpaged.api.errors import from_engine
-from mlxpaged.api.openai.generation import Choice, timeline_field
+from mlxpaged.api.generation.answers import Answer, Answers
+from mlxpaged.api.generation.deltas import CallArguments, CallBroken, CallStart, Delta, Finish, Text, Thinking, Update
+from mlxpaged.api.generation.reply import reply
+from mlxpaged.api.generation.request import Chat, GenerationRequest, sampling_params
+from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.logprobs import chat_logprobs
-from mlxpaged.api.openai.schema import ChatRequest
-from mlxpaged.api.parts import CallArguments, CallBroken, CallStart, Message, Part, Text, Thinking
-from mlxpaged.api.streaming import EventStream, answer, event
-
-
-async def create(request: Request) -> Response:
-    body = await read_json(request, ChatRequest)
-    return await answer(request, respond(request, body))
+from mlxpaged.api.openai.renderer import CompletionsRenderer
+from mlxpaged.api.openai.schema import EFFORT_TOKENS, ChatRequest
+from mlxpaged.api.openai.tools import NamedTool, translated_choice
+from mlxpaged.api.streaming import handler
+from mlxpaged.engine import TokenLogprobs
 
 
 async def respond(request: Request, body: ChatRequest) -> Response:
-    conversation = await start(request, lambda: body, "chatcmpl")
-    reply = ChatReply(conversation, body)
-    if body.stream:
-        return EventStream(reply.events(), conversation.generation.close)
-    return JSONResponse(await reply.complete())
+    answers = await start(request, lambda: translate(body), "chatcmpl")
+    return await reply(answers, ChatRenderer(answers, body), bool(body.stream))
 
 
-class ChatReply:
-    """The answers in the format of the chat API, whole or in chunks."""
+create = handler(ChatRequest, respond)
 
-    def __init__(self, conversation: Conversation, body: ChatRequest) -> None:
-        self._info = conversation.info
-        self._terms = conversation.terms
-        self._generation = conversation.generation
-        self._new_parser = conversation.new_parser
-        self._body = body
-        self._created = int(time.time())
 
-    def _envelope(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self._terms.request_id,
-            "object": kind,
-            "created": self._created,
-            "model": self._info.model,
-            "service_tier": self._terms.service_tier,
-        }
+def translate(body: ChatRequest) -> GenerationRequest:
+    """Raises ApiError."""
+    chat = Chat(
+        messages=[message.for_template() for message in body.messages],
+        tools=[tool.translated(index) for index, tool in enumerate(body.tools or ())],
+        tool_choice=translated_choice(body.tool_choice),
+        one_call=body.parallel_tool_calls is False,
+        enable_thinking=False if body.reasoning_effort == "none" else None,
+        needs_thinking=body.thinking_budget is not None or body.reasoning_effort not in (None, "none"),
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+    )
+    params = sampling_params(
+        body,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        thinking_budget=EFFORT_TOKENS[body.reasoning_effort] if body.reasoning_effort else body.thinking_budget,
+        constraint=body.constraint(),
+    )
+    client_names = {
+        "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        "thinking": "reasoning_effort" if body.thinking_budget is None else "thinking_budget",
+        "candidates": "n",
+    }
+    return GenerationRequest.of(
+        body, prompt=chat, params=params, candidates=body.num_candidates, client_names=client_names
+    )
 
-    async def complete(self) -> dict[str, Any]:
-        choices = await self._generation.collect()
-        return self._envelope("chat.completion") | {
-            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-            "usage": self._generation.usage(),
-            **timeline_field([choice.timeline for choice in choices]),
-        }
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        parser = self._new_parser()
-        answer = Message.of(parser.feed(choice.text) + parser.finish())
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-        if answer.thinking:
-            message["reasoning_content"] = answer.thinking
-        if answer.calls:
-            message["content"] = answer.text or None
-            message["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in answer.calls.values()
-            ]
+class ChatRenderer(CompletionsRenderer):
+    def __init__(self, answers: Answers, body: ChatRequest) -> None:
+        super().__init__(answers, body, "chat.completion", "chat.completion.chunk")
+        self._shows_logprobs = bool(body.logprobs)
+        self._names_tool = isinstance(body.tool_choice, NamedTool)
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        parts = answer.parts
+        text, thinking = ("".join(part.text for part in parts if part.kind is kind) for kind in (Text, Thinking))
+        calls = [
+            called(part.kind.call_id, part.kind.name, part.text) for part in parts if isinstance(part.kind, CallStart)
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        if thinking:
+            message["reasoning_content"] = thinking
+        if calls:
+            message["tool_calls"] = calls
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": self._finish_reason(choice.finish_reason, parser),
+            "logprobs": self._logprobs(answer.logprobs),
+            "finish_reason": self._finish_reason(answer.finish),
         }
 
-    async def events(self) -> AsyncGenerator[str, None]:
-        try:
-            parsers = [self._new_parser() for _ in range(self._body.num_choices)]
-            for index in range(self._body.num_choices):
-                yield self._chunk(index, {"role": "assistant", "content": ""})
-            async for index, output in self._generation.outputs():
-                parts = parsers[index].feed(output.text)
-                if output.finish_reason is not None:
-                    parts += parsers[index].finish()
-                deltas = [delta for part in parts if (delta := delta_of(part))]
-                logprobs = self._logprobs(list(output.logprobs))
-                if output.logprobs and not deltas:
-                    deltas = [{"content": ""}]
-                for delta in deltas:
-                    yield self._chunk(index, delta, logprobs=logprobs)
-                    logprobs = None
-                if output.finish_reason is not None:
-                    reason = self._finish_reason(output.finish_reason.value, parsers[index])
-                    yield self._chunk(index, {}, finish_reason=reason)
-            last = self._generation.last_chunk(self._body.include_usage)
-            if last is not None:
-                yield event(self._envelope("chat.completion.chunk") | last)
-            yield "data: [DONE]\n\n"
-        except Exception as error:
-            yield event(from_engine(error).body())
+    def begin(self) -> Iterator[str]:
+        for index in range(self.answers.num_choices):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None) -> str:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage = {"usage": None} if self._body.include_usage else {}
-        return event(self._envelope("chat.completion.chunk") | {"choices": [choice]} | usage)
+    def events(self, update: Update) -> Iterator[str]:
+        deltas = [fields for delta in update.deltas if (fields := delta_fields(delta))]
+        if update.logprobs and not deltas:
+            deltas = [{"content": ""}]
+        logprobs = self._logprobs(update.logprobs)
+        for fields in deltas:
+            yield self._chunk(update.choice, fields, logprobs)
+            logprobs = None
+        if update.finish is not None:
+            yield self._chunk(update.choice, {}, finish_reason=self._finish_reason(update.finish))
 
-    def _finish_reason(self, reason: str | None, parser: AnswerParser) -> str | None:
-        """A call that the request itself named is an answer like any other, to OpenAI: it ends with "stop"."""
-        calls = parser.calls_made and not self._body.names_tool
-        return "tool_calls" if reason == "stop" and calls else reason
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None) -> str:
+        return self.chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
-    def _logprobs(self, tokens: list[Any]) -> dict[str, Any] | None:
-        return chat_logprobs(self._info.tokenizer, tokens) if self._body.logprobs else None
+    def _finish_reason(self, finish: Finish) -> str:
+        """OpenAI ends a call that the request itself named with "stop", like any other answer."""
+        calls = finish.num_calls and not self._names_tool
+        return "tool_calls" if finish.reason == "stop" and calls else finish.reason
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return chat_logprobs(self.answers.info.tokenizer, tokens) if self._shows_logprobs else None
 
 
-def delta_of(part: Part) -> dict[str, Any]:
-    """What a part adds to a message; {} for nothing."""
-    match part:
+def delta_fields(delta: Delta) -> dict[str, Any]:
+    """What a delta adds to a message; {} for nothing."""
+    match delta:
         case Text(text) | CallBroken(_, text):
             return {"content": text}
         case Thinking(text):
             return {"reasoning_content": text}
         case CallStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+            return {"tool_calls": [{"index": index, **called(call_id, name, "")}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
     return {}
+
+
+def called(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -16,13 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mlxpaged.api.access.caller import caller_of
-from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import bad_parameter, model_not_found
-from mlxpaged.api.openai.body import Body
+from mlxpaged.api.generation.request_context import choose_id
 from mlxpaged.api.openai.schema import PromptText, PromptTokens, Seconds, texts_or_tokens
-from mlxpaged.api.openai.terms import choose_id
+from mlxpaged.api.schema import Body
 from mlxpaged.api.server import Server, server_of
-from mlxpaged.api.streaming import answer
+from mlxpaged.api.streaming import handler
 from mlxpaged.engine import EmbeddingRequest, EngineInfo, RequestCancelledError
 from mlxpaged.models import EmbeddingModel
 
@@ -74,11 +73,6 @@ class EmbeddingsResponse(Body):
     usage: EmbeddingsUsage
 
 
-async def create(request: Request) -> Response:
-    body = await read_json(request, EmbeddingsRequest)
-    return await answer(request, respond(request, body))
-
-
 async def respond(request: Request, body: EmbeddingsRequest) -> Response:
     server = server_of(request)
     engine, info = server.ready(None)
@@ -102,6 +96,9 @@ async def respond(request: Request, body: EmbeddingsRequest) -> Response:
     logger.info("%s embeddings=%d prompt_tokens=%d seconds=%.3f", opened.request_id, len(inputs), num_tokens, seconds)
     pieces = in_pieces(model.name, vectors, num_tokens, body.encoding_format == "base64")
     return StreamingResponse(pieces, media_type="application/json")
+
+
+create = handler(EmbeddingsRequest, respond)
 
 
 def embedding_model(server: Server, info: EngineInfo, name: str | None) -> EmbeddingModel:

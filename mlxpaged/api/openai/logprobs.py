@@ -1,4 +1,4 @@
-"""Log-probabilities in the two formats of the two completion routes."""
+"""Log-probabilities in the formats of chat completions and of completions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], o
     return {
         "tokens": texts,
         "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
-        # OpenAI adds the sampled token where it is not among the most likely ones.
+        # OpenAI adds the sampled token if it is not among the most likely ones.
         "top_logprobs": [
             {
                 tokenizer.token_text(candidate): max(logprob, MIN_LOGPROB)

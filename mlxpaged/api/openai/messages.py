@@ -6,11 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mlxpaged.api.openai.body import Body
 from mlxpaged.api.openai.tools import Call
-
-MAX_LIST = 10_000
-"""Messages of a conversation, or parts of a message."""
+from mlxpaged.api.schema import MAX_LIST, Body
 
 
 class TextPart(Body):
@@ -44,7 +41,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it: plain text, and `system` for what OpenAI calls `developer` since its o1 models."""
+        """As chat templates know it: plain text, and `system` for OpenAI's `developer`."""
         parts = [] if self.content is None else self.content
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         fields: dict[str, Any] = {

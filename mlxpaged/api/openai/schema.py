@@ -1,4 +1,4 @@
-"""Request bodies. A field is either honoured, or listed here with the only values that ask for nothing, or refused."""
+"""Request bodies. A field has an effect, or is listed with the only values that change nothing, or is refused."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body, Labels, until_first_fault
-from mlxpaged.api.openai.messages import MAX_LIST, Message
+from mlxpaged.api.openai.messages import Message
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
-from mlxpaged.api.openai.tools import MAX_TOOLS, AllowedChoice, NamedTool, Tool, ToolChoice
-from mlxpaged.engine import Constraint, SamplingParams
+from mlxpaged.api.openai.tools import Tool, ToolChoice
+from mlxpaged.api.schema import (
+    MAX_LIST,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_TOOLS,
+    Body,
+    Labels,
+    StopString,
+    until_first_fault,
+)
+from mlxpaged.engine import Constraint
 
 MAX_TOP_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1024
 MAX_BIAS = 100
 MAX_TOKEN_ID_DIGITS = 9
 MAX_CHOICES = 16
-"""Answers to one prompt."""
+"""The most answers to one prompt."""
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -32,9 +39,8 @@ def fits_bias(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= MAX_BIAS
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopInput = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None
-"""What the API's description says of `stop`; its validator says it in fewer words when it refuses."""
+"""The type of `stop` in the API's description. The field's validator has shorter errors than pydantic."""
 
 
 class StreamOptions(Body):
@@ -43,7 +49,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(StructuredFields):
-    """What chat completions and completions have in common."""
+    """The fields that chat completions and completions share. SamplingParams takes its own from here, by name."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -62,14 +68,14 @@ class SamplingFields(StructuredFields):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    # Accepted for what they are: labels that change nothing.
+    # Labels that change nothing.
     user: str | None = None
     metadata: Labels | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    # Not OpenAI's: the server's own limits, whatever the client's patience.
+    # Not OpenAI's: deadlines that the server keeps.
     timeout: Seconds | None = None
     ttft_timeout: Seconds | None = None
 
@@ -104,49 +110,23 @@ class SamplingFields(StructuredFields):
         return self
 
     @property
-    def num_choices(self) -> int:
-        """Answers that are shown, per prompt."""
-        return 1 if self.n is None else self.n
-
-    @property
     def num_candidates(self) -> int:
         """Answers that are generated, per prompt."""
-        return self.num_choices
+        return self.n or 1
 
     @property
     def multiplier(self) -> str | None:
-        """The field that asks for more than one sequence per prompt, if any does."""
+        """The field that asks for more than one sequence per prompt, if any."""
         return "n" if self.num_candidates > 1 else None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters; OpenAI's defaults where a field is missing."""
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(0, self.top_k or 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            seed=self.seed,
-            logprobs=logprobs,
-            stop=tuple(self.stop or ()),
-            stop_token_ids=frozenset(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            min_tokens=self.min_tokens or 0,
-            constraint=self.constraint(),
-        )
-
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORT_TOKENS = {"none": None, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None, "max": None}
-"""The most that a model thinks, by reasoning_effort. "none" is for the chat template, which keeps it from thinking."""
+"""The most tokens that a model thinks, by reasoning_effort. With "none", the chat template keeps it from thinking."""
 
 
 class ChatRequest(SamplingFields):
@@ -158,13 +138,13 @@ class ChatRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    # Not OpenAI's, but vLLM's: how the chat template is rendered.
+    # vLLM's: how the chat template is rendered.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     thinking_budget: Annotated[int, Field(ge=1)] | None = None
     continue_final_message: bool | None = None
     response_format: ResponseFormat | None = None
-    # Not supported beyond the value that asks for nothing.
+    # Only the values that change nothing are accepted.
     store: Literal[False] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, fail_fast=True)] | None = None
     verbosity: Literal["medium"] | None = None
@@ -177,8 +157,6 @@ class ChatRequest(SamplingFields):
             raise bad_parameter("top_logprobs", "needs logprobs to be true")
         if self.thinking_budget is not None and self.reasoning_effort is not None:
             raise bad_parameter("thinking_budget", "and reasoning_effort both limit the thinking; give one of them")
-        if self.thinking_limit is not None and self.logprobs:
-            raise bad_parameter("logprobs", "cannot be had with a limit on the thinking: its end is not drawn")
         if self.continue_final_message and self.add_generation_prompt:
             raise bad_parameter("add_generation_prompt", "would end the message that continue_final_message continues")
         called: set[str] = set()
@@ -186,60 +164,12 @@ class ChatRequest(SamplingFields):
             called.update(call.id for call in message.tool_calls or ())
             if message.tool_call_id is not None and message.tool_call_id not in called:
                 raise bad_parameter(f"messages.{i}.tool_call_id", "no message before this one has a call with this id")
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise bad_parameter("tools", "two of them have the same name")
-        if self.chosen_tool not in (None, "none", "auto") and not names:
-            raise bad_parameter("tool_choice", "asks for a call, but there are no tools")
-        if self.names_tool and self.chosen_tool not in names:
-            raise bad_parameter("tool_choice", f"no tool has the name {self.chosen_tool!r}")
         return self
-
-    @model_validator(mode="after")
-    def _allowed_tools_exist(self) -> ChatRequest:
-        names = {tool.function.name for tool in self.tools or ()}
-        for name in self.allowed_names:
-            if name not in names:
-                raise bad_parameter("tool_choice", f"no tool has the name {name!r}")
-        return self
-
-    @property
-    def thinking_limit(self) -> int | None:
-        """In tokens; None for any number."""
-        return self.thinking_budget if self.reasoning_effort is None else EFFORT_TOKENS[self.reasoning_effort]
-
-    @property
-    def chosen_tool(self) -> str | None:
-        """ "none", "auto", "required" or the name of a tool; None where the request does not say."""
-        if isinstance(self.tool_choice, AllowedChoice):
-            return self.tool_choice.allowed_tools.mode
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-
-    @property
-    def allowed_names(self) -> list[str]:
-        """Of the tools that the model may call."""
-        if isinstance(self.tool_choice, AllowedChoice):
-            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
-        return [] if self.tool_choice == "none" else [tool.function.name for tool in self.tools or ()]
-
-    @property
-    def names_tool(self) -> bool:
-        return isinstance(self.tool_choice, NamedTool)
-
-    @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        """Those that the model is told of: those that it may call."""
-        allowed = set(self.allowed_names)
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or () if tool.function.name in allowed]
 
     def constraints(self) -> Iterator[Constraint]:
         if self.response_format is not None:
             yield from self.response_format.constraints()
         yield from super().constraints()
-
-    def params(self) -> SamplingParams:
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling_params(self.max_completion_tokens or self.max_tokens, logprobs)
 
 
 MAX_PROMPTS = 128
@@ -286,7 +216,7 @@ PromptInput = (
     | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS)]
     | Annotated[list[PromptTokens], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
-"""What the API's description says of `prompt`."""
+"""The type of `prompt` in the API's description."""
 
 
 class CompletionRequest(SamplingFields):
@@ -294,7 +224,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
-    # Not supported beyond the value that asks for nothing.
+    # Only the values that change nothing are accepted.
     suffix: Literal[""] | None = None
 
     @field_validator("prompt", mode="plain", json_schema_input_type=PromptInput)
@@ -303,29 +233,22 @@ class CompletionRequest(SamplingFields):
         return texts_or_tokens("prompt", value, MAX_PROMPTS)
 
     @model_validator(mode="after")
-    def _echo_has_no_logprobs(self) -> CompletionRequest:
+    def _fields_agree(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
             raise bad_parameter("echo", "cannot be combined with logprobs: the prompt's are not computed")
-        return self
-
-    @model_validator(mode="after")
-    def _best_of_fits(self) -> CompletionRequest:
-        if self.num_candidates < self.num_choices:
-            raise bad_parameter("best_of", f"must be at least n, which is {self.num_choices}")
-        if self.num_candidates > self.num_choices and self.stream:
+        if self.num_candidates < (self.n or 1):
+            raise bad_parameter("best_of", f"must be at least n, which is {self.n}")
+        if self.num_candidates > (self.n or 1) and self.stream:
             raise bad_parameter("best_of", "must be n in a stream: the best are known only at the end")
         return self
 
     @property
     def num_candidates(self) -> int:
-        return self.num_choices if self.best_of is None else self.best_of
+        return self.best_of or self.n or 1
 
     @property
     def multiplier(self) -> str | None:
-        return "best_of" if self.num_candidates > self.num_choices else super().multiplier
+        return "best_of" if self.num_candidates > (self.n or 1) else super().multiplier
 
     def prompts(self) -> list[str] | list[list[int]]:
         return self.prompt
-
-    def params(self) -> SamplingParams:
-        return self.sampling_params(self.max_tokens, self.logprobs)

@@ -1,6 +1,6 @@
-"""Structured output: the fields that say what an answer must be, OpenAI's and vLLM's, and the constraint they ask for.
+"""The fields for structured output, OpenAI's and vLLM's, and the constraint that they ask for.
 
-Whether a schema, regular expression or grammar can be enforced is found out by compiling it (api/server.py).
+Compiling a schema, regular expression or grammar shows whether it can be enforced (api/server.py).
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body
-from mlxpaged.engine import Constraint
+from mlxpaged.api.schema import Body
+from mlxpaged.engine import Constraint, ConstraintKind
 
 MAX_ALTERNATIVES = 1000
-"""Of a choice."""
+"""The most alternatives of a choice."""
 
 Schema = dict[str, Any] | str
 """A JSON schema, or the JSON text of one."""
@@ -24,6 +24,7 @@ Alternatives = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)
 ]
 
+KINDS: dict[str, ConstraintKind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 ANY_OBJECT = '{"type":"object"}'
 
 
@@ -45,7 +46,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _schema_goes_with_its_type(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
-            raise bad_parameter("response_format.json_schema", "is required where type is 'json_schema'")
+            raise bad_parameter("response_format.json_schema", "is required if type is 'json_schema'")
         if self.type != "json_schema" and self.json_schema is not None:
             raise bad_parameter("response_format.json_schema", f"needs type to be 'json_schema', not {self.type!r}")
         return self
@@ -54,11 +55,11 @@ class ResponseFormat(Body):
         if self.type == "json_object":
             yield Constraint("json_schema", ANY_OBJECT, "response_format")
         elif self.json_schema is not None:
-            yield schema_constraint(self.json_schema.schema_, "response_format.json_schema.schema")
+            yield Constraint("json_schema", json.dumps(self.json_schema.schema_), "response_format.json_schema.schema")
 
 
 class StructuredOutputs(Body):
-    """vLLM's."""
+    """vLLM's field for structured output."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: str | None = None
@@ -69,7 +70,7 @@ class StructuredOutputs(Body):
     def constraints(self) -> Iterator[Constraint]:
         if self.json_object:
             yield Constraint("json_schema", ANY_OBJECT, "structured_outputs.json_object")
-        yield from constraints(self.json_, self.regex, self.choice, self.grammar, "structured_outputs.")
+        yield from constraints(self, "", "structured_outputs.")
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> StructuredOutputs:
@@ -79,41 +80,33 @@ class StructuredOutputs(Body):
 
 
 class StructuredFields(Body):
-    """What chat completions and completions have in common of it."""
+    """The fields that chat completions and completions share."""
 
     structured_outputs: StructuredOutputs | None = None
-    # The names that vLLM had for them before.
+    # vLLM's earlier names.
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Alternatives | None = None
     guided_grammar: str | None = None
 
     def constraints(self) -> Iterator[Constraint]:
-        """All that the request asks for; a request may ask for one."""
+        """All constraints of the request. Only one is allowed."""
         if self.structured_outputs is not None:
             yield from self.structured_outputs.constraints()
-        yield from constraints(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, "guided_")
+        yield from constraints(self, "guided_", "guided_")
 
     def constraint(self) -> Constraint | None:
-        """Raises ApiError where there is more than one."""
+        """Raises ApiError if there is more than one."""
         first, *others = [*self.constraints(), None]
         if first is not None and others[0] is not None:
             raise bad_parameter(others[0].param, f"cannot be combined with {first.param}; give one of them")
         return first
 
 
-def constraints(
-    schema: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None, prefix: str
-) -> Iterator[Constraint]:
-    if schema is not None:
-        yield schema_constraint(schema, f"{prefix}json")
-    if regex is not None:
-        yield Constraint("regex", regex, f"{prefix}regex")
-    if choice is not None:
-        yield Constraint("choice", json.dumps(choice), f"{prefix}choice")
-    if grammar is not None:
-        yield Constraint("grammar", grammar, f"{prefix}grammar")
-
-
-def schema_constraint(schema: Schema, param: str) -> Constraint:
-    return Constraint("json_schema", schema if isinstance(schema, str) else json.dumps(schema), param)
+def constraints(body: BaseModel, prefix: str, shown_prefix: str) -> Iterator[Constraint]:
+    """The constraints of the fields that begin with a prefix. shown_prefix: begins their names for the client."""
+    fields = {name.rstrip("_"): value for name, value in body if value is not None}
+    for name, kind in KINDS.items():
+        if (value := fields.get(prefix + name)) is not None:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield Constraint(kind, text, shown_prefix + name)

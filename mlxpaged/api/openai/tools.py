@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from mlxpaged.api.openai.body import Body, one_of
-
-MAX_TOOLS = 1024
-
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+from mlxpaged.api.generation import request
+from mlxpaged.api.schema import MAX_TOOLS, Body, ToolName, one_of
 
 
 class Function(Body):
@@ -24,6 +20,10 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
+
+    def translated(self, index: int) -> request.Tool:
+        function = self.function
+        return request.Tool(function.name, function.description, function.parameters, function.strict, f"tools.{index}")
 
 
 class FunctionName(Body):
@@ -56,17 +56,18 @@ ToolChoice = (
 )
 
 
+def translated_choice(choice: ToolChoice | None) -> request.ToolChoice:
+    match choice:
+        case NamedTool():
+            return request.ToolChoice("required", named=choice.function.name)
+        case AllowedChoice(allowed_tools=allowed):
+            return request.ToolChoice(allowed.mode, allowed=[tool.function.name for tool in allowed.tools])
+    return request.ToolChoice(choice or "auto")
+
+
 class CalledFunction(Body):
     name: str
     arguments: str
-
-    def for_template(self) -> dict[str, Any]:
-        """Templates write arguments as JSON themselves. What is not a JSON object stays the text that it is."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = self.arguments
-        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 
 class Call(Body):
@@ -78,4 +79,4 @@ class Call(Body):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": self.function.for_template()}
+        return request.called_function(self.id, self.function.name, self.function.arguments)

@@ -1,1 +1,1 @@
-"""OpenAI's responses API: conversations of messages, thoughts, calls and their results, remembered for a while."""
+"""OpenAI's responses API: conversations of messages, thinking, calls and their results, stored for a while."""

@@ -6,14 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from mlxpaged.api.openai.body import Body
-from mlxpaged.api.openai.messages import MAX_LIST
+from mlxpaged.api.schema import MAX_LIST, Body
 
 KINDS = "message, function_call, function_call_output, reasoning and item_reference"
 
 
 class ContentPart(Body):
-    """annotations, logprobs: of an earlier answer that is sent back; they are not for the model."""
+    """annotations, logprobs: of an earlier answer that the client sends back. They are not shown to the model."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -29,18 +28,18 @@ def text_of(content: Content) -> str:
 
 
 class StoredItem(Body):
-    """id, status: of an item that is sent back as it came; the order says what they say."""
+    """id, status: of an item that the client sends back. They change nothing."""
 
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
     def shown(self, item_id: str) -> dict[str, Any]:
-        """As the list of a response's input items has it."""
+        """This item in the list of a response's input items."""
         return {"status": "completed"} | self.model_dump(exclude_none=True) | {"id": item_id}
 
 
 class MessageItem(StoredItem):
-    """phase: a label of OpenAI's models; it is no part of any chat template."""
+    """phase: a label of OpenAI's models. No chat template shows it."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -57,7 +56,7 @@ class MessageItem(StoredItem):
 
 
 class FunctionCall(StoredItem):
-    """arguments: as the model wrote them, JSON. namespace: that of the tool, if it has one."""
+    """arguments: JSON, as the model wrote them. namespace: that of the tool, if it has one."""
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
@@ -68,7 +67,7 @@ class FunctionCall(StoredItem):
 
 
 class FunctionCallOutput(StoredItem):
-    """name, namespace: of the tool, as its call says already."""
+    """name, namespace: of the tool. The call has them too."""
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
@@ -89,7 +88,7 @@ class SummaryText(Body):
 
 
 class ReasoningItem(StoredItem):
-    """encrypted_content: what other servers have for themselves of what content says."""
+    """encrypted_content: the thinking in a form that only another server can read."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[SummaryText], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
@@ -104,7 +103,7 @@ class ReasoningItem(StoredItem):
 
     @property
     def text(self) -> str:
-        """The thoughts themselves, or their summary where there is nothing else."""
+        """The thinking itself, or its summary if there is nothing else."""
         return "\n".join(part.text for part in self.content or self.summary or ())
 
 
@@ -118,7 +117,7 @@ class ItemReference(Body):
 def kind_of(value: Any) -> str:
     """A union's branch, in brackets, as pydantic writes branches in an error's path."""
     fields = value if isinstance(value, dict) else vars(value) if isinstance(value, Body) else {}
-    # Two may leave it out.
+    # Messages and references may leave the type out.
     return f"[{fields.get('type') or ('message' if 'role' in fields else 'item_reference')}]"
 
 

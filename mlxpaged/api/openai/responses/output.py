@@ -1,23 +1,22 @@
-"""The items of a response, and the events of their making: each is announced, added to and done before the next one."""
+"""The items of a response, and their events: each item is announced, grows, and is done before the next one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlxpaged.api.parts import CallArguments, CallBroken, CallEnd, CallStart, Part, Text, Thinking
+from mlxpaged.api.generation.deltas import CallArguments, CallBroken, CallEnd, CallStart, Delta, Text, Thinking
 from mlxpaged.api.request_id import new_id
 
 Event = tuple[str, dict[str, Any]]
-"""What follows "response." in its type, and its fields."""
+"""Its type without "response.", and its fields."""
 
 
 class OutputItems:
-    """Makes them from the parts of an answer. Whoever reads an event does so before asking for the next one: its item
-    is still growing."""
+    """Makes them from the deltas of an answer. Read an event before asking for the next one: its item still grows."""
 
     def __init__(self, called_as: Mapping[str, dict[str, str]]) -> None:
-        """called_as: by a tool's name for the model, the fields that name it in a call."""
+        """called_as: by a tool's name for the model, the fields that name it in the API's calls."""
         self._called_as = called_as
         self.items: list[dict[str, Any]] = []
         """Those that are done."""
@@ -25,11 +24,11 @@ class OutputItems:
         self._index = -1  # of the open one, among all that were announced
         self._logprobs: list[dict[str, Any]] = []  # of tokens that have not become text
 
-    def add(self, parts: list[Part], logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        """logprobs: of the tokens that came with these parts; they stay with the text that the tokens become."""
+    def add(self, deltas: list[Delta], logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        """logprobs: of the tokens that came with these deltas. They stay with the text that the tokens become."""
         self._logprobs += logprobs
-        for part in parts:
-            match part:
+        for delta in deltas:
+            match delta:
                 case Text(text):
                     yield from self._add_text(text)
                 case Thinking(text):
@@ -49,14 +48,14 @@ class OutputItems:
                     self._logprobs = []
                     yield from self._end("completed")
                 case CallBroken(_, text):
-                    # What was announced cannot be taken back: it ends unfinished, and the response does not have it.
+                    # The announced item cannot be taken back: it ends incomplete, and the response does not have it.
                     self._open["status"] = "incomplete"
                     yield "output_item.done", {"output_index": self._index, "item": self._open}
                     self._open = {}
                     yield from self._add_text(text)
 
     def finish(self, complete: bool) -> Iterator[Event]:
-        """complete: whether the answer came to its end. One without anything in it is an empty message."""
+        """complete: whether the answer came to its end. An answer without items is an empty message."""
         if (self._open.get("type") == "message" and self._logprobs) or not (self.items or self._open):
             yield from self._add_text("")
         yield from self._end("completed" if complete else "incomplete")

@@ -1,4 +1,4 @@
-"""POST /v1/responses and its input_tokens; GET and DELETE /v1/responses/{id}, its input items, and its cancelling."""
+"""POST /v1/responses and /v1/responses/input_tokens; GET and DELETE /v1/responses/{id}, its input_items and cancel."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.access.caller import may_use, owner_of
-from mlxpaged.api.body import read_json, read_query
-from mlxpaged.api.conversation import render, start
+from mlxpaged.api.body import read_query
 from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.generation.prompt import count_tokens
+from mlxpaged.api.generation.reply import reply
+from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.responses.items import Item, ItemReference
-from mlxpaged.api.openai.responses.reply import ResponseReply
+from mlxpaged.api.openai.responses.renderer import ResponseRenderer
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.responses.store import ResponseStore, StoredResponse
-from mlxpaged.api.openai.responses.translation import chat_request, check_calls, own_names
+from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import HEADER
-from mlxpaged.api.server import server_of
-from mlxpaged.api.streaming import EventStream, answer
+from mlxpaged.api.streaming import handler
 from mlxpaged.engine import DuplicateRequestError
 
 
@@ -29,47 +30,35 @@ def store_of(request: Request) -> ResponseStore:
     return store
 
 
-async def create(request: Request) -> Response:
-    body = await read_json(request, ResponseRequest)
-    return await answer(request, respond(request, body))
-
-
 async def respond(request: Request, body: ResponseRequest) -> Response:
     store = store_of(request)
     given = request.headers.get(HEADER, "")
     if given in store:
         raise DuplicateRequestError(f"a response with the id {given} is stored")
     earlier, items = whole_conversation(request, body)
-    with own_names(body):
-        conversation = await start(request, lambda: chat_request(body, [*earlier, *items]), "resp")
+    answers = await start(request, lambda: translate(body, [*earlier, *items]), "resp")
 
     def keep(response: dict[str, Any]) -> None:
         if body.kept:
             store.add(owner_of(request), response, earlier, items)
 
-    reply = ResponseReply(conversation, body, keep)
-    if body.stream:
-        return EventStream(reply.events(), conversation.generation.close)
-    return JSONResponse(await reply.complete())
+    return await reply(answers, ResponseRenderer(answers, body, keep), bool(body.stream))
 
 
-async def input_tokens(request: Request) -> Response:
-    body = await read_json(request, InputTokensRequest)
-    return await answer(request, count(request, body))
+create = handler(ResponseRequest, respond)
 
 
 async def count(request: Request, body: InputTokensRequest) -> Response:
-    server = server_of(request)
-    _, info = server.ready(body.model)
     earlier, items = whole_conversation(request, body)
-    with own_names(body):
-        asked = await server.prepare(request, lambda: chat_request(body, [*earlier, *items]))
-        prompt = await render(request, info, asked)
-    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt)})
+    num_tokens = await count_tokens(request, lambda: translate(body, [*earlier, *items]))
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+input_tokens = handler(InputTokensRequest, count)
 
 
 def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:
-    """The items before the request's own, and those."""
+    """The items before the request's own, and its own."""
     earlier = conversation_before(request, body.previous_response_id)
     items = [referred(request, i, item) for i, item in enumerate(body.items)]
     check_calls(earlier, items)
@@ -111,7 +100,7 @@ async def delete(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """OpenAI's is for responses that are made in the background."""
+    """Refused: OpenAI cancels only responses that are made in the background."""
     response_id = request.path_params["response_id"]
     message = f"no response is made in the background here; DELETE /v1/requests/{response_id} ends one that is made now"
     raise bad_parameter("response_id", message, code="not_cancellable")

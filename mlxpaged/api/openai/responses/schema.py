@@ -7,13 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body, Labels, one_of
-from mlxpaged.api.openai.messages import MAX_LIST
 from mlxpaged.api.openai.responses.items import InputItem, MessageItem
 from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
 from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, Seconds
 from mlxpaged.api.openai.structured import JsonSchema
-from mlxpaged.api.openai.tools import MAX_TOOLS
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, one_of
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -45,8 +43,8 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    """summary: "auto" is the best one that there is, here none: the thoughts themselves are shown. context, mode: as
-    the chat template has it."""
+    """summary: "auto" asks for the best that there is; here it is none, since the thinking itself is shown. context,
+    mode: the chat template decides them."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
@@ -55,7 +53,7 @@ class Reasoning(Body):
 
 
 class InputTokensRequest(Body):
-    """What a prompt is made of."""
+    """The fields that make the prompt."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
@@ -66,7 +64,7 @@ class InputTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    # Not supported beyond the value that asks for nothing.
+    # Only the values that change nothing are accepted.
     truncation: Literal["disabled"] | None = None
 
     @field_validator("tools", mode="before")
@@ -91,20 +89,20 @@ class ResponseRequest(InputTokensRequest):
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    # Accepted for what they are: labels that change nothing, and a limit on the calls of tools that are not here.
+    # Labels that change nothing, and a limit on the calls of OpenAI's own tools, which are not here.
     metadata: Labels | None = None
     client_metadata: Labels | None = None  # Codex's
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
-    # Not supported beyond the value that asks for nothing.
+    # Only the values that change nothing are accepted.
     background: Literal[False] | None = None
-    # Not OpenAI's: the server's own limits, whatever the client's patience.
+    # Not OpenAI's: deadlines that the server keeps.
     timeout: Seconds | None = None
     ttft_timeout: Seconds | None = None
 
-    # As other requests for text have them: one prompt, one answer.
+    # As in the other requests for text: here one prompt has one answer.
     num_candidates: ClassVar[int] = 1
     multiplier: ClassVar[str | None] = None
 
@@ -122,7 +120,7 @@ class ResponseRequest(InputTokensRequest):
 
     @property
     def kept(self) -> bool:
-        """Whether the answer can be asked for again, and continued; the default is OpenAI's."""
+        """Whether the response is stored. The default is OpenAI's."""
         return self.store is not False
 
 

@@ -1,4 +1,4 @@
-"""Answers that can be asked for again and continued: in memory, the newest ones."""
+"""The newest responses, in memory, so that clients can read and continue them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mlxpaged.api.openai.responses.items import Item, OutputItem
 
 MAX_RESPONSES = 1000
 MAX_CHARS = 64 * 1024 * 1024
-"""Of all that is new in them: a conversation's earlier items are shared with the answers before."""
+"""The most characters of all responses and inputs. Items that a response shares with earlier ones count once."""
 
 OUTPUT: TypeAdapter[list[OutputItem]] = TypeAdapter(list[OutputItem])
 
 
 @dataclass(frozen=True)
 class StoredItem:
-    """owner: the name of the key that it belongs to, if any."""
+    """owner: the name of its API key, if any."""
 
     owner: str | None
     item: Item
@@ -28,7 +28,7 @@ class StoredItem:
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """conversation: all items up to and with those of the answer, but for instructions. inputs: the request's items, by
+    """conversation: all items, those of the answer included, without the instructions. inputs: the request's items, by
     their ids."""
 
     owner: str | None
@@ -54,7 +54,7 @@ class ResponseStore:
         return self._items.get(item_id)
 
     def add(self, owner: str | None, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item]) -> None:
-        """items: those of the request. Forgets the oldest responses where there are too many."""
+        """items: those of the request. Deletes the oldest responses if there are too many."""
         inputs = {f"{response['id']}-input-{index}": item for index, item in enumerate(items)}
         output = OUTPUT.validate_python(response["output"])
         num_chars = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)

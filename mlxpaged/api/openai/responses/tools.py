@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.body import Body, one_of
-from mlxpaged.api.openai.tools import MAX_TOOLS, ToolName
+from mlxpaged.api.generation import request
+from mlxpaged.api.schema import MAX_TOOLS, Body, ToolName, one_of
 
 Half = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,63}$")]
-"""Of the name that a tool of a namespace has for the model, which is as long as any tool's may be."""
+"""A namespace, or a tool in one: the model sees both as one name, which has the length limit of any tool's name."""
 
 
 class FunctionTool(Body):
-    """strict: enforced where it is true, and only there. The last three are what every tool here is."""
+    """strict: whether its calls must fit the parameters. The last three fields have the only value that they can have
+    here."""
 
     type: Literal["function"]
     name: ToolName
@@ -34,7 +34,7 @@ class NamespacedTool(FunctionTool):
 
 
 class NamespaceTool(Body):
-    """Functions whose calls say where they belong. description: of all of them."""
+    """Functions whose calls name the namespace. description: of all of them."""
 
     type: Literal["namespace"]
     name: Half
@@ -43,7 +43,7 @@ class NamespaceTool(Body):
 
 
 class WebSearchTool(Body):
-    """OpenAI's own, which a model may leave unused. Here it always does: it is not told of it."""
+    """OpenAI's own tool, which a model may leave unused. The models here are not told of it."""
 
     type: Literal["web_search"]
     external_web_access: bool | None = None
@@ -78,8 +78,8 @@ ToolChoice = (
 
 
 def check_kinds(tools: Any) -> None:
-    """Raises ApiError for tools that the server would have to have itself. Web search may stand beside functions, as
-    Codex always sends it; a request that has nothing else is for it. tools: before anything of them is checked."""
+    """Raises ApiError for tools that the server would have to run itself. Web search is accepted beside functions,
+    because Codex always sends it. tools: not validated yet."""
     kinds = [
         tool.get("type") if isinstance(tool, dict) else None for tool in (tools if isinstance(tools, list) else ())
     ]
@@ -91,65 +91,32 @@ def check_kinds(tools: Any) -> None:
             raise bad_parameter(f"tools.{i}.type", f"{kind!r} is no tool of this server, which has none of its own")
 
 
-@dataclass(frozen=True)
-class Function:
-    """A tool that can be called. param: where it stands in the request. name: what the model calls it."""
-
-    param: str
-    namespace: str | None
-    name: str
-    description: str | None
-    tool: FunctionTool
-
-
-def functions(tools: Sequence[Tool] | None) -> Iterator[Function]:
+def functions(tools: Sequence[Tool] | None) -> Iterator[tuple[request.Tool, dict[str, str]]]:
+    """Each tool that can be called, under its name for the model, and the fields that name it in the API's calls."""
     for i, tool in enumerate(tools or ()):
         if isinstance(tool, FunctionTool):
-            yield Function(f"tools.{i}", None, tool.name, tool.description, tool)
+            yield translated(tool, tool.name, tool.description, f"tools.{i}"), {"name": tool.name}
         elif isinstance(tool, NamespaceTool):
             for j, each in enumerate(tool.tools):
                 description = "\n".join(filter(None, (tool.description, each.description)))
-                yield Function(f"tools.{i}.tools.{j}", tool.name, full_name(tool.name, each.name), description, each)
+                name = full_name(tool.name, each.name)
+                called_as = {"name": each.name, "namespace": tool.name}
+                yield translated(each, name, description, f"tools.{i}.tools.{j}"), called_as
+
+
+def translated(tool: FunctionTool, name: str, description: str | None, param: str) -> request.Tool:
+    return request.Tool(name, description, tool.parameters, tool.strict, param)
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """What the model calls a tool."""
+    """The name of a tool for the model."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def named(tool: NamedTool) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.name}}
-
-
-def chat_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
-    """As a chat request has them."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": each.name,
-                "description": each.description,
-                "parameters": each.tool.parameters,
-                "strict": each.tool.strict,
-            },
-        }
-        for each in functions(tools)
-    ]
-
-
-def chat_choice(choice: str | NamedTool | AllowedTools | None) -> str | dict[str, Any] | None:
-    """As a chat request has it."""
-    if isinstance(choice, NamedTool):
-        return named(choice)
-    if isinstance(choice, AllowedTools):
-        allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
-    return choice
-
-
-def called_as(tools: Sequence[Tool] | None) -> dict[str, dict[str, str]]:
-    """By a tool's name for the model: the fields that name it in a call."""
-    return {
-        each.name: {"name": each.tool.name} | ({} if each.namespace is None else {"namespace": each.namespace})
-        for each in functions(tools)
-    }
+def translated_choice(choice: ToolChoice | None) -> request.ToolChoice:
+    match choice:
+        case NamedTool(name=name):
+            return request.ToolChoice("required", named=name)
+        case AllowedTools(mode=mode, tools=tools):
+            return request.ToolChoice(mode, allowed=[tool.name for tool in tools])
+    return request.ToolChoice(choice or "auto")

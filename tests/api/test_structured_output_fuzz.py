@@ -1,4 +1,4 @@
-"""Random tools and schemas, together in a batch that is too large for its blocks: whatever is demanded is there."""
+"""Random tools and schemas in a batch that is too large for its blocks: each answer is what its request requires."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def check(body: dict[str, Any], got: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 80), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [demo_with_tools, thinking_model])
-def test_every_answer_is_what_was_demanded(tmp_path: Path, make: Any, seeds: range) -> None:
+def test_every_answer_is_what_its_request_requires(tmp_path: Path, make: Any, seeds: range) -> None:
     bodies = {seed: random_request(seed, make) for seed in seeds}
     with crowded_server(make(tmp_path), BLOCKS[make]) as server:
         for seed, got in answers(server, bodies).items():

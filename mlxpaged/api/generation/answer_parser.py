@@ -1,4 +1,4 @@
-"""The text of an answer, divided into its parts as it comes. However it is cut into pieces, the parts are the same."""
+"""Divides the text of an answer into deltas as it comes. How the text is cut into pieces does not change them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from mlxpaged.api.parts import CallEnd, Part, Text, Thinking
-from mlxpaged.api.tool_calls import CallReader
+from mlxpaged.api.generation.deltas import CallEnd, Delta, Text, Thinking
+from mlxpaged.api.generation.tool_calls import CallReader
 from mlxpaged.engine import Constraint, StructuredOutput
 from mlxpaged.engine.stop_strings import overlap
 from mlxpaged.models import Tags
@@ -15,23 +15,23 @@ from mlxpaged.models import Tags
 
 class Section(Enum):
     OPENING = auto()
-    """Where a grammar holds the answer's text: a tag, which has to come at once, or the text, to its end."""
+    """With structured output: a tag comes at once, or all of the answer is text."""
     VERBATIM = auto()
     TEXT = auto()
     THINKING = auto()
     CALL = auto()
     DONE = auto()
-    """All that was wanted is there; what follows is dropped."""
+    """The only call is complete. What follows is dropped."""
 
 
 class AnswerParser:
-    """Feeds on one answer.
+    """Parses one answer.
 
-    White space at a tag only separates parts, and is dropped, but for what separates one text from the next.
+    White space at a tag is dropped, unless it separates one text from the next.
 
-    thinking: whether the answer begins inside a think block. tools: those that may be called; without any, calls are
-    not looked for. one_call: whether no more than one is wanted; what follows it is dropped. form: what a grammar holds
-    the answer to, if one does: then a tag in a string of JSON is none.
+    thinking: whether the answer begins inside a think block. tools: those that may be called, as OpenAI defines them;
+    without any, the parser does not look for calls. one_call: whether to drop what follows the first call. form: the
+    answer's structured output, if any; a tag inside a string of its JSON is no tag.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class AnswerParser:
         form: StructuredOutput | None = None,
     ) -> None:
         self.calls_made = 0
-        """Those that are complete."""
+        """The number of complete calls."""
         self._tags = tags
         self._tools = tools
         self._one_call = one_call
@@ -55,8 +55,8 @@ class AnswerParser:
         self._section = Section.THINKING if thinking else self._text
         self._buffer = ""
         self._space = ""  # the end of the section so far, held back until something follows it
-        self._trim = thinking  # nothing but white space has come since a tag
-        self._texts = False  # there was text: what comes after a tag is set apart from it
+        self._trim = thinking  # only white space has come since a tag
+        self._texts = False  # there was text: white space separates it from text after a tag
         self._call: CallReader | None = None
         self._next_index = 0
 
@@ -65,12 +65,12 @@ class AnswerParser:
         """Whether what comes next is inside a think block, as far as is known."""
         return self._section is Section.THINKING
 
-    def feed(self, text: str) -> list[Part]:
-        """The parts that are certain by now."""
+    def feed(self, text: str) -> list[Delta]:
+        """The deltas that no further text can change."""
         if not self._tags.think_start and self._form is None:
             return [Text(text)] if text else []
         self._buffer += text
-        parts: list[Part] = []
+        deltas: list[Delta] = []
         while True:
             marks = self._marks()
             if self._section is Section.OPENING:
@@ -83,26 +83,26 @@ class AnswerParser:
                 break
             at, mark = found
             before, self._buffer = self._buffer[:at], self._buffer[at + len(mark) :]
-            self._take(before, parts)
-            self._pass(mark, parts)
+            self._take(before, deltas)
+            self._pass(mark, deltas)
         keep = max((overlap(self._buffer, mark) for mark in marks), default=0)
         certain = self._buffer[: len(self._buffer) - keep]
         self._buffer = self._buffer[len(certain) :]
-        self._take(certain, parts)
-        return parts
+        self._take(certain, deltas)
+        return deltas
 
-    def finish(self) -> list[Part]:
-        """What was held back, at the end of the answer."""
-        parts: list[Part] = []
-        self._take(self._buffer, parts)
+    def finish(self) -> list[Delta]:
+        """The deltas of the text that was held back, at the end of the answer."""
+        deltas: list[Delta] = []
+        self._take(self._buffer, deltas)
         if self._call is not None and self._form is not None:
-            self._end_call(self._call, "", not self._form.end, parts)
+            self._end_call(self._call, "", not self._form.end, deltas)
         elif self._section is Section.TEXT and not self._trim:
-            parts += [Text(self._space)] if self._space else []
-        return parts
+            deltas += [Text(self._space)] if self._space else []
+        return deltas
 
     def _marks(self) -> list[str]:
-        """The tags that end the section."""
+        """The tags that end this section."""
         form = self._form
         if self._section is Section.TEXT:
             marks = [self._tags.think_start, form.start if form else ""]
@@ -116,11 +116,11 @@ class AnswerParser:
             marks = []
         return [mark for mark in marks if mark]
 
-    def _pass(self, mark: str, parts: list[Part]) -> None:
-        """Over a tag into the next section."""
+    def _pass(self, mark: str, deltas: list[Delta]) -> None:
+        """Go over a tag into the next section."""
         form = self._form
         if self._call is not None and form is not None:
-            self._end_call(self._call, form.end, True, parts)
+            self._end_call(self._call, form.end, True, deltas)
         elif self._section is Section.THINKING:
             self._may_think = False
             self._begin(self._text)
@@ -134,22 +134,22 @@ class AnswerParser:
     def _begin(self, section: Section) -> None:
         self._section, self._space, self._trim = section, "", True
 
-    def _end_call(self, call: CallReader, end: str, closed: bool, parts: list[Part]) -> None:
+    def _end_call(self, call: CallReader, end: str, closed: bool, deltas: list[Delta]) -> None:
         last = call.finish(end, closed)
-        parts += last
-        made = sum(isinstance(part, CallEnd) for part in last)
+        deltas += last
+        made = sum(isinstance(delta, CallEnd) for delta in last)
         self._call = None
         self._next_index = call.next_index
         self.calls_made += made
         self._begin(Section.DONE if self._one_call and made else Section.TEXT)
         self._trim = made > 0  # a broken call is text like that around it
 
-    def _take(self, text: str, parts: list[Part]) -> None:
-        """Text of the section."""
+    def _take(self, text: str, deltas: list[Delta]) -> None:
+        """Add text of this section."""
         if self._call is not None:
-            parts += self._call.feed(text)
+            deltas += self._call.feed(text)
         elif self._section in (Section.OPENING, Section.VERBATIM):
-            parts += [Text(text)] if text else []
+            deltas += [Text(text)] if text else []
         elif self._section is not Section.DONE:
             text = self._space + text
             if self._trim and not (self._texts and self._section is Section.TEXT):
@@ -159,7 +159,7 @@ class AnswerParser:
             if said:
                 self._trim = False
                 self._texts |= self._section is Section.TEXT
-                parts.append(Thinking(said) if self._section is Section.THINKING else Text(said))
+                deltas.append(Thinking(said) if self._section is Section.THINKING else Text(said))
 
 
 def alike(text: str, mark: str) -> bool:

@@ -1,11 +1,20 @@
-"""What all objects in request bodies have in common."""
+"""What the request bodies of all APIs have in common: their base class, and the limits of what they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
+
+MAX_LIST = 10_000
+"""Messages of a conversation, or parts of a message."""
+MAX_TOOLS = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class Body(BaseModel):
@@ -14,8 +23,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, value: Any) -> Any:
-        """The first one is as good as a million, each of which pydantic would describe: five seconds, in which no
-        other thread gets to run."""
+        """Keep only the first unknown field: pydantic describes each, which takes five seconds for a million of them,
+        and no other thread runs meanwhile."""
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             unknown = next((name for name in value if name not in known), None)
@@ -24,7 +33,7 @@ class Body(BaseModel):
 
 
 def until_first_fault(fits: Callable[[Any], bool]) -> BeforeValidator:
-    """Of an object whose values do not all fit only the first that does not, for the same reason."""
+    """Of an object with values that do not fit, keep only the first of these, for the same reason."""
 
     def cut(value: Any) -> Any:
         faulty = next((key for key, each in value.items() if not fits(each)), None) if isinstance(value, dict) else None

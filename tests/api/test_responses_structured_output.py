@@ -1,5 +1,5 @@
-"""/v1/responses where a grammar makes sure of calls and forms, with the official client, on a model that would rather
-do something else."""
+"""/v1/responses with structured output and required calls, with the official client, on a model that tends to something
+else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from openai import BadRequestError, OpenAI, pydantic_function_tool
 from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel
 
-from tests.api.test_demands import CITY, SCRIPT, THOUGHT  # noqa: F401  (SCRIPT is for the server)
+from tests.api.test_structured_output import CITY, SCRIPT, THOUGHT  # noqa: F401  (SCRIPT is for the server)
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""One tool call, from the text between its tags. mlx-lm's parser decides what it says; where a format writes the
-arguments as JSON, behind the name, they go out before it is complete."""
+"""Reads one tool call from the text between its tags. mlx-lm's parser has the last word. Arguments that a format writes
+as JSON after the name are passed on before the call is complete."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from mlxpaged.api.parts import CallArguments, CallBroken, CallEnd, CallStart, Part, Text
+from mlxpaged.api.generation.deltas import CallArguments, CallBroken, CallEnd, CallStart, Delta, Text
 from mlxpaged.models import ToolFormat
 
 HEADERS = {
     "json_tools": re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'),
     "mistral": re.compile(r"\s*([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
-"""By format: the call's name, up to where its arguments begin. Other formats are read once they are complete."""
+"""By format: the text up to the arguments, with the call's name. Calls in other formats are read when complete."""
 
 AROUND_ARGUMENTS = {"json_tools": ('\n{{"name": "{}", "arguments": ', "}\n"), "mistral": ("{}[ARGS]", "")}
-"""What models write between a call's opening tag and its arguments, with its name in it, and from there to the closing
-tag. The formats that can be enforced: in others, arguments are not JSON."""
+"""By format: the text between a call's opening tag and its arguments, with the name in it, and the text between the
+arguments and the closing tag. Only these formats can be enforced: in others, arguments are not JSON."""
 
 CALL_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
 class CallReader:
-    """Feeds on the text between the tags.
+    """Parses the text between the tags.
 
-    start: what stood before, and returns to the text where this is no call. index: of the first call. limit: calls that
-    are wanted, None for any number.
+    start: the tag and the space before it, which become text if this is no call. index: of the first call. limit: the
+    most calls to make, None for any number.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class CallReader:
         self._names = {tool["function"]["name"] for tool in tools}
         self._start = start
         self.next_index = index
-        """That of the first call of the next reader."""
+        """The index of the next reader's first call."""
         self._index = index
         self._limit = limit
         self._payload = ""
-        self._name: str | None = None  # once the call has begun to go out
+        self._name: str | None = None  # set once a CallStart was passed on
         self._arguments = ""
         self._object = ObjectScanner()
         self._read = 0  # characters of the payload that the scanner has seen
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[Delta]:
         self._payload += text
-        parts: list[Part] = [] if self._name else self._begin()
+        deltas: list[Delta] = [] if self._name else self._begin()
         if self._name and not self._object.complete:
             end = self._object.scan(self._payload, self._read)
             piece, self._read = self._payload[self._read : end], end
             self._arguments += piece
-            parts += [CallArguments(self._index, piece)] if piece else []
-        return parts
+            deltas += [CallArguments(self._index, piece)] if piece else []
+        return deltas
 
     def ahead(self, text: str) -> int:
         """Characters of `text`, which comes next, up to the end of the arguments: a tag among them is part of a
@@ -70,7 +70,7 @@ class CallReader:
         end = len(payload) if header is None else ObjectScanner().scan(payload, header.end())
         return max(0, end - len(self._payload))
 
-    def _begin(self) -> list[Part]:
+    def _begin(self) -> list[Delta]:
         header = HEADERS.get(self._form.name)
         match = header.match(self._payload) if header else None
         if match is None or match[1] not in self._names:
@@ -79,8 +79,8 @@ class CallReader:
         self.next_index = self._index + 1
         return [CallStart(self._index, new_call_id(), self._name)]
 
-    def finish(self, end: str, closed: bool) -> list[Part]:
-        """end: what stood behind. closed: whether that was the end of a call, not of the answer in its middle."""
+    def finish(self, end: str, closed: bool) -> list[Delta]:
+        """end: the closing tag. closed: whether the call is complete; False if the answer ended in its middle."""
         try:
             calls = self._calls() if closed else None
         except Exception:  # whatever mlx-lm's parsers raise for what a model writes
@@ -88,16 +88,16 @@ class CallReader:
         if calls is None:
             text = self._start + self._payload + end
             return [CallBroken(self._index, text) if self._name else Text(text)]
-        parts: list[Part] = []
+        deltas: list[Delta] = []
         for index, (call_id, name, arguments) in enumerate(calls[: self._limit], self._index):
             if index > self._index or self._name is None:
-                parts += [CallStart(index, call_id, name), CallArguments(index, arguments)]
-            parts.append(CallEnd(index))
+                deltas += [CallStart(index, call_id, name), CallArguments(index, arguments)]
+            deltas.append(CallEnd(index))
             self.next_index = index + 1
-        return parts
+        return deltas
 
     def _calls(self) -> list[tuple[str, str, str]]:
-        """(id, name, arguments) of every call. Raises where one is malformed, or not of the request's tools."""
+        """(id, name, arguments) of every call. Raises if one is malformed, or calls none of the request's tools."""
         parsed = self._form.parse(self._payload, self._tools)
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not calls:
@@ -110,7 +110,7 @@ class CallReader:
         return checked
 
     def _checked(self, call: Any, sent: bool) -> tuple[str, str, str]:
-        """sent: whether its arguments are out, as they were written: a number too large for a float is still JSON."""
+        """sent: whether its arguments were passed on, as written: a number too large for a float is still JSON."""
         name, arguments = call["name"], call.get("arguments", {})
         if isinstance(arguments, str):  # some models write the JSON object as a string
             arguments = json.loads(arguments)
@@ -131,7 +131,7 @@ class ObjectScanner:
         self._in_string = self._escaped = False
 
     def scan(self, text: str, start: int) -> int:
-        """Position behind the object, or behind the text where it goes on."""
+        """The position after the object, or after the text if the object goes on."""
         for position in range(start, len(text)):
             char = text[position]
             if self._in_string:

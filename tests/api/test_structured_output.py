@@ -1,5 +1,5 @@
-"""What only a grammar can promise, on models that would rather do something else: calls where `tool_choice` wants them,
-arguments that fit strict tools' schemas, structured output beside tools and behind thinking."""
+"""What only a grammar can promise, on models that tend to something else: the calls that `tool_choice` requires,
+arguments that fit the schemas of strict tools, structured output beside tools and after thinking."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_beside_a_required_call_there_is_no_structured_text(client: OpenAI) -> N
         ("Json?", {}, ""),
     ],
 )
-def test_the_text_behind_the_thoughts_fits(client: OpenAI, text: str, extra: dict[str, Any], thought: str) -> None:
+def test_the_text_after_the_thinking_fits(client: OpenAI, text: str, extra: dict[str, Any], thought: str) -> None:
     for tools in ([], TOOLS):
         answer = both_ways(client, ask(text, response_format=JSON, tools=tools, extra_body=extra))
         assert answer["thinking"] == thought
@@ -259,7 +259,7 @@ def test_an_answer_does_not_end_in_thought(client: OpenAI) -> None:
 
 
 def test_a_closing_tag_that_is_spelled_closes_too(client: OpenAI) -> None:
-    """The client sees no difference, so the text behind it is the answer."""
+    """The client sees no difference, so the text after it is the answer."""
     answer = both_ways(client, ask("Spelled thought?", response_format=JSON))
     assert answer["thinking"].startswith("x</think")
     jsonschema.validate(json.loads(answer["content"]), CITY)
@@ -390,7 +390,7 @@ def message_body(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def uses(message: Any) -> list[tuple[str, Any]]:
-    """The calls of a message, of which nothing else but thinking may come behind the text."""
+    """The calls of a message. Only they and thinking may come after its text."""
     return [(block.name, block.input) for block in message.content if block.type == "tool_use"]
 
 

@@ -1,0 +1,158 @@
+"""A message in Anthropic's format: whole, or as events. Each block of a stream starts, grows and stops before the next
+one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mlxpaged.api.anthropic.errors import error_body
+from mlxpaged.api.anthropic.signature import seal, signature
+from mlxpaged.api.errors import ApiError
+from mlxpaged.api.generation.answers import Answer, Answers, timeline_field
+from mlxpaged.api.generation.deltas import (
+    CallArguments,
+    CallBroken,
+    CallStart,
+    Delta,
+    Finish,
+    Part,
+    Text,
+    Thinking,
+    Update,
+)
+from mlxpaged.api.generation.reply import Renderer
+from mlxpaged.api.streaming import event
+
+
+class MessageRenderer(Renderer):
+    """omit_thinking: whether thinking blocks are without their text."""
+
+    def __init__(self, answers: Answers, omit_thinking: bool) -> None:
+        self._answers = answers
+        self._omit_thinking = omit_thinking
+        self._started = False
+        self._blocks = BlockEvents(omit_thinking)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        finish = answers[0].finish
+        blocks = [content_block(part, self._omit_thinking) for part in answers[0].parts]
+        return self._message(blocks, stop_reason(finish)) | timeline_field([finish.timeline])
+
+    def events(self, update: Update) -> Iterator[str]:
+        if not self._started:  # not earlier: the first output says how much of the prompt was cached
+            self._started = True
+            message = self._message([], {"stop_reason": None, "stop_sequence": None})
+            yield named_event({"type": "message_start", "message": message})
+        for delta in update.deltas:
+            yield from map(named_event, self._blocks.add(delta))
+        if update.finish is not None:
+            yield from map(named_event, self._blocks.close())
+            last = {"type": "message_delta", "delta": stop_reason(update.finish), "usage": self._usage()}
+            yield named_event(last | timeline_field([update.finish.timeline]))
+
+    def end(self) -> Iterator[str]:
+        yield named_event({"type": "message_stop"})
+
+    def error(self, error: ApiError) -> str:
+        return named_event(error_body(error, self._answers.context.request_id))
+
+    def _message(self, content: list[dict[str, Any]], reason: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self._answers.context.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._answers.info.model,
+            "content": content,
+            **reason,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """As far as the answer has come. A token of the prompt counts either as read from the cache, or as input."""
+        usage = self._answers.usage
+        return {
+            "input_tokens": usage.prompt - usage.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached,
+            "output_tokens": usage.completion,
+        }
+
+
+def named_event(data: dict[str, Any]) -> str:
+    return f"event: {data['type']}\n{event(data)}"
+
+
+def stop_reason(finish: Finish) -> dict[str, Any]:
+    if finish.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_string}
+    ended = "tool_use" if finish.num_calls else "end_turn"
+    return {"stop_reason": "max_tokens" if finish.reason == "length" else ended, "stop_sequence": None}
+
+
+def content_block(part: Part, omit_thinking: bool) -> dict[str, Any]:
+    if isinstance(part.kind, CallStart):
+        arguments = json.loads(part.text, parse_float=finite)
+        return {"type": "tool_use", "id": part.kind.call_id, "name": part.kind.name, "input": arguments}
+    if part.kind is Text:
+        return {"type": "text", "text": part.text}
+    sign, shown = (seal, "") if omit_thinking else (signature, part.text)
+    return {"type": "thinking", "thinking": shown, "signature": sign(part.text)}
+
+
+def finite(number: str) -> float:
+    """A number that JSON can hold again: it has no infinity."""
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
+
+
+class BlockEvents:
+    """Makes the events of one message from its deltas."""
+
+    def __init__(self, omit_thinking: bool) -> None:
+        self._omit_thinking = omit_thinking
+        self._index = -1
+        self._open: str | None = None  # the type of the block that has started
+        self._thinking = ""
+
+    def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        match delta:
+            case Text(text) | CallBroken(_, text):
+                yield from self._start("text", {"text": ""})
+                yield self._delta({"type": "text_delta", "text": text})
+            case Thinking(text):
+                yield from self._start("thinking", {"thinking": "", "signature": ""})
+                self._thinking += text
+                if not self._omit_thinking:
+                    yield self._delta({"type": "thinking_delta", "thinking": text})
+            case CallStart(_, call_id, name):
+                yield from self.close()
+                yield from self._start("tool_use", {"id": call_id, "name": name, "input": {}})
+            case CallArguments(_, text):
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def close(self) -> Iterator[dict[str, Any]]:
+        """Stop the block that has started, if any."""
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            sign = seal if self._omit_thinking else signature
+            yield self._delta({"type": "signature_delta", "signature": sign(self._thinking)})
+            self._thinking = ""
+        self._open = None
+        yield {"type": "content_block_stop", "index": self._index}
+
+    def _start(self, kind: str, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Start a block of that type, unless one has started."""
+        if self._open == kind:
+            return
+        yield from self.close()
+        self._open = kind
+        self._index += 1
+        yield {"type": "content_block_start", "index": self._index, "content_block": {"type": kind} | content}
+        if self._index == 0:
+            yield {"type": "ping"}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}

@@ -1,0 +1,177 @@
+"""The answers to one request: read as deltas, or collected whole."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxpaged.api.generation.answer_parser import AnswerParser
+from mlxpaged.api.generation.deltas import Delta, Finish, Part, Text, Update, Usage, joined
+from mlxpaged.api.generation.prompt import Prompts
+from mlxpaged.api.generation.request import GenerationRequest
+from mlxpaged.api.generation.request_context import RequestContext
+from mlxpaged.engine import EngineInfo, RequestOutput, RequestStream, Timeline, TokenLogprobs
+
+
+class Answers:
+    """streams: `candidates` for the first prompt, then those for the next one. forget: called when the answers end, in
+    any case."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        context: RequestContext,
+        request: GenerationRequest,
+        prompts: Prompts,
+        streams: Sequence[RequestStream],
+        forget: Callable[[], None],
+    ) -> None:
+        self.info = info
+        self.context = context
+        self._request = request
+        self._prompts = prompts
+        self._streams = streams
+        self._forget = forget
+        self._last: dict[int, RequestOutput] = {}
+        self._thinking_tokens = 0
+
+    def close(self) -> None:
+        """End what still runs. Closing twice is no error."""
+        for stream in self._streams:
+            stream.close()
+        self._forget()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._streams)
+
+    async def updates(self) -> AsyncGenerator[Update, None]:
+        """The deltas of all choices as they come. The first failure ends them all; so does leaving early."""
+        new_parser, echoes = self._prompts.new_parser, self._prompts.echoes
+        parsers = [None if new_parser is None else new_parser() for _ in self._streams]
+        try:
+            for choice in range(len(self._streams) if echoes else 0):
+                yield Update(choice, [Text(echoes[choice // self._request.candidates])])
+            async with aclosing(self._merged() if len(self._streams) > 1 else self._single()) as outputs:
+                async for choice, output in outputs:
+                    self._last[choice] = output
+                    yield self._update(choice, output, parsers[choice])
+        finally:
+            self.close()
+
+    def _update(self, choice: int, output: RequestOutput, parser: AnswerParser | None) -> Update:
+        thinking, finish, num_calls = False, None, 0
+        if parser is None:
+            deltas: list[Delta] = [Text(output.text)] if output.text else []
+        else:
+            thinking = parser.thinks
+            deltas = parser.feed(output.text)
+            thinking |= parser.thinks
+            if output.finish_reason is not None:
+                deltas += parser.finish()
+            num_calls = parser.calls_made
+        if thinking:
+            self._thinking_tokens += len(output.token_ids)
+        if output.finish_reason is not None:
+            finish = Finish(output.finish_reason.value, output.stop_string, num_calls, output.timeline)
+        return Update(choice, deltas, output.logprobs, thinking, finish)
+
+    async def _single(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        async for output in self._streams[0]:
+            yield 0, output
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        merged: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
+
+        async def pump(index: int, stream: RequestStream) -> None:
+            try:
+                async for output in stream:
+                    merged.put_nowait((index, output))
+                merged.put_nowait(None)
+            except Exception as error:
+                merged.put_nowait(error)
+
+        tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(self._streams)]
+        open_streams = len(tasks)
+        try:
+            while open_streams:
+                item = await merged.get()
+                if item is None:
+                    open_streams -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def collect(self) -> list[Answer]:
+        """The answers to show, by their index. Raises what `updates` raises if one of them fails."""
+        candidates = [Answer() for _ in self._streams]
+        async for update in self.updates():
+            candidates[update.choice].updates.append(update)
+        n, per_prompt = self._request.n, self._request.candidates
+        if n == per_prompt:
+            return candidates
+        chosen = []
+        for start in range(0, len(candidates), per_prompt):
+            of_prompt = candidates[start : start + per_prompt]
+            chosen += sorted(of_prompt, key=lambda answer: answer.mean_logprob, reverse=True)[:n]
+        return chosen
+
+    @property
+    def usage(self) -> Usage:
+        """As far as the answers have come."""
+        firsts = range(0, len(self._streams), self._request.candidates)
+        return Usage(
+            prompt=sum(len(self._streams[index].request.prompt_token_ids) for index in firsts),
+            cached=sum(self._last[index].num_cached_tokens for index in firsts),
+            completion=sum(output.num_output_tokens for output in self._last.values()),
+            thinking=self._thinking_tokens,
+        )
+
+    @property
+    def timelines(self) -> list[Timeline | None]:
+        """Those of all choices, once they have ended."""
+        return [self._last[index].timeline for index in range(len(self._streams))]
+
+
+@dataclass
+class Answer:
+    """One answer, collected to its end."""
+
+    updates: list[Update] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[Part]:
+        return joined(delta for update in self.updates for delta in update.deltas)
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        return [token for update in self.updates for token in update.logprobs]
+
+    @property
+    def finish(self) -> Finish:
+        finish = self.updates[-1].finish
+        assert finish is not None
+        return finish
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per token of the text. An answer without any is the worst."""
+        tokens = self.logprobs
+        return sum(token.logprob for token in tokens) / len(tokens) if tokens else -math.inf
+
+
+def timeline_field(timelines: Sequence[Timeline | None]) -> dict[str, Any]:
+    """{"timeline": an object, or a list of them if there are several choices}; {} if none was recorded."""
+    objects = [dataclasses.asdict(timeline) for timeline in timelines if timeline is not None]
+    if not objects:
+        return {}
+    return {"timeline": objects[0] if len(objects) == 1 else objects}

@@ -1,0 +1,107 @@
+"""What a request is checked against before it is submitted: itself, the model, and the model's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.generation.request import Chat, GenerationRequest
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS
+from mlxpaged.engine import EngineInfo
+from mlxpaged.models.tokenizer import RENDERING_OPTIONS
+from mlxpaged.scheduler import PromptTooLongError
+
+
+class ContextLengthError(ApiError):
+    """cause: has the numbers, for APIs that say them in other words."""
+
+    def __init__(self, param: str, cause: PromptTooLongError) -> None:
+        super().__init__(400, f"{param}: {cause}", param=param, code="context_length_exceeded")
+        self.cause = cause
+
+
+def check_request(request: GenerationRequest) -> GenerationRequest:
+    """Whether its fields agree. Raises ApiError."""
+    chat, name = request.prompt, request.client_name
+    if not isinstance(chat, Chat):
+        return request
+    if request.params.thinking_budget is not None and request.params.logprobs is not None:
+        message = "cannot be had with a limit on the thinking: the token that ends it is not sampled"
+        raise bad_parameter(name("logprobs"), message)
+    if len(chat.messages) > MAX_LIST:
+        raise bad_parameter(name("messages"), f"make {len(chat.messages)} messages; the limit is {MAX_LIST}")
+    if len(chat.tools) > MAX_TOOLS:
+        raise bad_parameter(name("tools"), f"are {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
+    tools, choice = {tool.name for tool in chat.tools}, chat.tool_choice
+    if len(tools) < len(chat.tools):
+        raise bad_parameter(name("tools"), "two of them have the same name")
+    if choice.mode == "required" and not tools:
+        raise bad_parameter(name("tool_choice"), "asks for a call, but there are no tools")
+    for wanted in (*([] if choice.named is None else [choice.named]), *(choice.allowed or ())):
+        if wanted not in tools:
+            raise bad_parameter(name("tool_choice"), f"no tool has the name {wanted!r}")
+    return request
+
+
+def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> None:
+    """Raises ApiError for what this model's chat template would silently ignore, or its answers not show."""
+    tokenizer, name = info.tokenizer, request.client_name
+    for variable in chat.chat_template_kwargs:
+        param = f"{name('chat_template_kwargs')}.{variable}"
+        if variable in RENDERING_OPTIONS:
+            raise bad_parameter(param, "is not a variable of a chat template")
+        if not tokenizer.template_reads(variable):
+            raise bad_parameter(param, "this model's chat template has no such variable")
+    if chat.needs_thinking and not tokenizer.tags.think_start:
+        raise bad_parameter(name("thinking"), "this model does not think, as far as its vocabulary shows")
+    if any(message.get("tool_calls") for message in chat.messages) and not tokenizer.template_reads("tool_calls"):
+        raise bad_parameter(name("messages"), "this model's chat template does not show tool_calls to the model")
+    if chat.offered_tools:
+        if not tokenizer.template_reads("tools"):
+            raise bad_parameter(name("tools"), "this model's chat template does not show tools to the model")
+        if tokenizer.tags.tools is None:
+            message = "how this model writes its calls is not known; --tool-parser can tell the server"
+            raise bad_parameter(name("tools"), message)
+
+
+def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) -> dict[str, Any]:
+    """The template's variable for `enable_thinking`; {} if there is nothing to switch. Raises ApiError if the model
+    cannot be kept from thinking."""
+    if chat.enable_thinking is None or not info.tokenizer.tags.think_start:
+        return {}
+    switchable = info.tokenizer.template_reads("enable_thinking")
+    if not chat.enable_thinking:
+        if not switchable:
+            message = "this model's chat template has no enable_thinking to keep it from thinking"
+            raise bad_parameter(request.client_name("thinking"), message)
+        if chat.chat_template_kwargs.get("enable_thinking"):
+            message = "is 'none', but chat_template_kwargs has enable_thinking"
+            raise bad_parameter(request.client_name("thinking"), message)
+    return {"enable_thinking": chat.enable_thinking} if switchable else {}
+
+
+def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:
+    """Raises ContextLengthError for a text that cannot fit the context however it is tokenized.
+
+    Tokenizing megabytes only to refuse them would keep the prompts of other requests waiting.
+    """
+    tokens = info.tokenizer.least_tokens(num_chars)
+    if tokens > info.context_length:
+        limit = f"this model's context length is {info.context_length} tokens"
+        message = f"the prompt has at least {tokens} tokens; {limit}"
+        raise ContextLengthError(param, PromptTooLongError(message, tokens, None, info.context_length))
+
+
+def check_token_ids(request: GenerationRequest, param: str, prompts: Sequence[Sequence[int]], info: EngineInfo) -> None:
+    """Raises ApiError for a prompt without tokens, and for a token id that the model has no embedding for: no later
+    check would. param: the client's field that holds the prompts."""
+    fields = [(request.client_name(name), list(getattr(request.params, name))) for name in TOKEN_ID_FIELDS]
+    for name, ids in (*fields, *((param, ids) for ids in prompts)):
+        if ids and max(ids) >= info.vocab_size:
+            raise bad_parameter(name, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size} tokens")
+    if not all(prompts):
+        raise bad_parameter(param, "a prompt without tokens cannot be continued")
+
+
+TOKEN_ID_FIELDS = ("logit_bias", "stop_token_ids")

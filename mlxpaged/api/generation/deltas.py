@@ -1,0 +1,126 @@
+"""An answer as it grows: the deltas of its text, its thinking and its tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mlxpaged.engine import Timeline, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Thinking:
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    """index: counts the calls of an answer from 0, the broken ones included."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """The next piece of the arguments' JSON."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    """The call is complete. Its arguments are a JSON object."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class CallBroken:
+    """What began as a call is none. text: all of it, as the model wrote it."""
+
+    index: int
+    text: str
+
+
+Delta = Text | Thinking | CallStart | CallArguments | CallEnd | CallBroken
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why an answer ended. reason: "stop" or "length". stop_string: the one that ended it, if any. num_calls: those
+    that are complete."""
+
+    reason: str
+    stop_string: str | None = None
+    num_calls: int = 0
+    timeline: Timeline | None = None
+
+
+class Update(NamedTuple):
+    """What one step adds to one choice. thinking: whether its tokens are part of the thinking. A tuple, since there is
+    one for every token."""
+
+    choice: int
+    deltas: list[Delta]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    thinking: bool = False
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request so far. A prompt counts once, however many answers it gets; every generated token counts.
+    cached: of the prompt. thinking: of the completion."""
+
+    prompt: int
+    cached: int
+    completion: int
+    thinking: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a whole answer: text, thinking, or the arguments of a call."""
+
+    kind: type[Text] | type[Thinking] | CallStart
+    pieces: list[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+def joined(deltas: Iterable[Delta]) -> list[Part]:
+    """A whole answer in the order in which the model wrote it. Calls that broke are part of its text."""
+    parts: list[Part] = []
+    calls: dict[int, Part] = {}
+
+    def add(kind: type[Text] | type[Thinking], text: str) -> None:
+        if not parts or parts[-1].kind is not kind:
+            parts.append(Part(kind, []))
+        parts[-1].pieces.append(text)
+
+    for delta in deltas:
+        match delta:
+            case Text(text):
+                add(Text, text)
+            case Thinking(text):
+                add(Thinking, text)
+            case CallStart(index):
+                calls[index] = Part(delta, [])
+                parts.append(calls[index])
+            case CallArguments(index, text):
+                calls[index].pieces.append(text)
+            case CallBroken(index, text):
+                parts.remove(calls.pop(index))
+                add(Text, text)
+    return parts

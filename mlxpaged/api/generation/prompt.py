@@ -1,0 +1,119 @@
+"""From a request's prompts to tokens and the engine's parameters. Conversations are rendered by the chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.generation import check
+from mlxpaged.api.generation.answer_parser import AnswerParser
+from mlxpaged.api.generation.request import Chat, GenerationRequest
+from mlxpaged.api.generation.structured_output import structured_output
+from mlxpaged.api.server import server_of
+from mlxpaged.engine import EngineInfo, SamplingParams, Thinking
+from mlxpaged.models.tokenizer import ChatTemplateError
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A request's prompts, ready for the engine. param: the client's field that holds them. echoes: their texts, if the
+    answers begin with them. new_parser: makes a parser for one answer; None if all of it is text."""
+
+    param: str
+    token_ids: list[list[int]]
+    params: SamplingParams
+    echoes: Sequence[str] = ()
+    new_parser: Callable[[], AnswerParser] | None = None
+
+
+async def prepare(http: Request, request: GenerationRequest, info: EngineInfo) -> Prompts:
+    """Raises ApiError for prompts and parameters that this model cannot take."""
+    chat = request.prompt
+    prompts = await (of_chat(http, request, chat, info) if isinstance(chat, Chat) else of_texts(http, request, info))
+    await server_of(http).compile(info, prompts.params.constraint)
+    return prompts
+
+
+async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> Prompts:
+    tags, param = info.tokenizer.tags, request.client_name("messages")
+    tokens = await render(http, request, chat, info)
+    check.check_token_ids(request, param, [tokens], info)
+    thinking = thinking_of(info, chat, tokens)
+    form = await server_of(http).prepare(http, lambda: structured_output(request, chat, tags, thinking))
+    tools = [tool.for_template() for tool in chat.offered_tools]
+    opened = thinking == "open"
+    params = dataclasses.replace(
+        request.params, think_tags=True, tool_tags=bool(tools), begins_thinking=opened, constraint=form
+    )
+    return Prompts(param, [tokens], params, new_parser=lambda: AnswerParser(tags, opened, tools, chat.one_call, form))
+
+
+async def of_texts(http: Request, request: GenerationRequest, info: EngineInfo) -> Prompts:
+    prompts, param = request.prompt, request.client_name("prompt")
+    assert isinstance(prompts, list)
+    longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
+    check.check_text_length(param, longest, info)
+
+    def encode() -> Prompts:
+        tokens = [info.tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
+        check.check_token_ids(request, param, tokens, info)
+        if not request.echo:
+            return Prompts(param, tokens, request.params)
+        texts = [each if isinstance(each, str) else info.tokenizer.decode(each) for each in prompts]
+        return Prompts(param, tokens, request.params, texts)
+
+    return await server_of(http).tokenize(encode)
+
+
+async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]) -> int:
+    """The number of tokens of a conversation. Raises what `submission.start` raises."""
+    server = server_of(http)
+    request = await server.prepare(http, lambda: check.check_request(translate()))
+    _, info = server.ready(request.model)
+    assert isinstance(request.prompt, Chat)
+    return len(await render(http, request, request.prompt, info))
+
+
+async def render(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> list[int]:
+    """The tokens of a conversation, up to where the answer begins. Raises ApiError."""
+    server = server_of(http)
+    rendered = await server.prepare(http, lambda: rendering(request, chat, info))
+    try:
+        return await server.tokenize(rendered)
+    except ChatTemplateError as error:
+        raise bad_parameter(request.client_name("messages"), str(error)) from None
+
+
+def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Callable[[], list[int]]:
+    """A function that renders the prompt, for the tokenizer's thread. Raises ApiError."""
+    check.check_template(request, chat, info)
+    options = {**chat.chat_template_kwargs, **check.thinking_switch(request, chat, info)}
+    tools = [tool.for_template() for tool in chat.offered_tools]
+    num_chars = sum(len(message["content"]) for message in chat.messages) + sum(len(json.dumps(tool)) for tool in tools)
+    check.check_text_length(request.client_name("messages"), num_chars, info)
+    if tools:
+        options["tools"] = tools
+    if chat.continue_final_message:
+        options["continue_final_message"] = True
+    opens_answer = chat.add_generation_prompt
+    if opens_answer is None:
+        opens_answer = not chat.continue_final_message
+    return lambda: info.tokenizer.apply_chat_template(chat.messages, opens_answer, **options)
+
+
+def thinking_of(info: EngineInfo, chat: Chat, prompt: list[int]) -> Thinking:
+    """Whether the prompt ends inside a think block, or the model may open one."""
+    tags = info.tokenizer.tags
+    if not tags.think_start:
+        return "never"
+    if chat.continue_final_message:
+        last = str(chat.messages[-1]["content"])
+        return "open" if last.rfind(tags.think_start) > last.rfind(tags.think_end) else "never"
+    if info.tokenizer.ends_with(prompt, tags.think_start):
+        return "open"
+    return "never" if info.tokenizer.ends_with(prompt, tags.think_end) else "may"

@@ -1,0 +1,130 @@
+"""A request for text, whichever API it came over."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from mlxpaged.engine import SamplingParams
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. param: the client's field that defines it."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+    param: str
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates and mlx-lm's parsers know it: OpenAI's form, without what is missing."""
+        fields = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return {"type": "function", "function": {"name": self.name} | given}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """mode: whether the model may or must call. named: the only tool that it may call; the mode is then "required".
+    allowed: the tools that it is told of, by name; None for all."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    named: str | None = None
+    allowed: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation to be answered.
+
+    messages: as chat templates know them. enable_thinking: the template's switch; None leaves it as it is.
+    needs_thinking: refuse a model that does not think. one_call: end the answer after its first call.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    one_call: bool = False
+    enable_thinking: bool | None = None
+    needs_thinking: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        if self.tool_choice.mode == "none":
+            return []
+        if self.tool_choice.allowed is None:
+            return list(self.tools)
+        allowed = set(self.tool_choice.allowed)
+        return [tool for tool in self.tools if tool.name in allowed]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """prompt: a conversation, or texts or token ids to continue. n: answers to show per prompt. candidates: answers to
+    generate per prompt, of which the likeliest n are shown. echo: the answers begin with their prompts.
+    default_max_tokens: a limit, as far as there is room, if `params` has none. timeout, ttft_timeout: seconds; None for
+    the server's default. client_names: what the client calls a field, if not as here."""
+
+    prompt: Chat | list[str] | list[list[int]]
+    params: SamplingParams
+    model: str | None = None
+    n: int = 1
+    candidates: int = 1
+    echo: bool = False
+    default_max_tokens: int | None = None
+    service_tier: str | None = None
+    timeout: float | None = None
+    ttft_timeout: float | None = None
+    client_names: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, body: BaseModel, **others: Any) -> GenerationRequest:
+        """others: fields that the body has under another name, or in another meaning."""
+        return cls(**given_fields(body, cls) | others)
+
+    def client_name(self, name: str) -> str:
+        """The field of the client's request that the field `name` came from."""
+        return self.client_names.get(name, name)
+
+
+def called_function(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in a conversation, as chat templates know it: with its arguments parsed, if they are a JSON object."""
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        parsed = arguments
+    function = {"name": name, "arguments": parsed if isinstance(parsed, dict) else arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+ENGINE_TYPES: dict[str, Callable[[Any], Any]] = {
+    "top_k": lambda value: max(0, value),
+    "logit_bias": lambda value: {int(token): bias for token, bias in value.items()},
+    "stop": tuple,
+    "stop_token_ids": frozenset,
+}
+"""Conversions of fields that the engine has in another type than JSON."""
+
+
+def sampling_params(body: BaseModel, **others: Any) -> SamplingParams:
+    """others: parameters that the body has under another name, or in another meaning."""
+    fields = given_fields(body, SamplingParams)
+    converted = {name: ENGINE_TYPES[name](value) for name, value in fields.items() if name in ENGINE_TYPES}
+    return SamplingParams(**fields | converted | others)
+
+
+def given_fields(body: BaseModel, kind: type[SamplingParams] | type[GenerationRequest]) -> dict[str, Any]:
+    """The fields of a body that `kind` has by the same name, without those that are missing."""
+    names = {each.name for each in dataclasses.fields(kind)} & set(type(body).model_fields)
+    return {name: value for name in names if (value := getattr(body, name)) is not None}

@@ -1,0 +1,66 @@
+"""What only a grammar can promise of an answer: the calls that `tool_choice` requires, arguments that fit the schemas
+of strict tools, and text of a given form. Thinking comes first and is free."""
+
+from __future__ import annotations
+
+import json
+
+from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
+from mlxpaged.api.generation.tool_calls import AROUND_ARGUMENTS
+from mlxpaged.engine import Constraint, StructuredOutput, Thinking, ToolCallForm
+from mlxpaged.models import Tags, ToolFormat
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a tool without parameters, as OpenAI defines it."""
+
+
+def structured_output(
+    request: GenerationRequest, chat: Chat, tags: Tags, thinking: Thinking
+) -> StructuredOutput | None:
+    """None if any text will do. Raises ApiError for what cannot be promised.
+
+    Required calls, and the calls of strict tools, fit the tool's schema. Other calls have any JSON object.
+    """
+    text = request.params.constraint
+    assert not isinstance(text, StructuredOutput)
+    tools, choice = chat.offered_tools, chat.tool_choice
+    required = choice.mode == "required"
+    strict = any(tool.strict for tool in tools)
+    if not (required or strict or text):
+        return None
+    calls: tuple[ToolCallForm, ...] = ()
+    param = request.client_name("tool_choice" if required else "tools")
+    if text and not (required or strict):
+        param = text.param
+    if tools and tags.tools is not None:
+        if tags.tools.name not in AROUND_ARGUMENTS:
+            known = " and ".join(AROUND_ARGUMENTS)
+            message = f"calls in this model's format, {tags.tools.name}, cannot be enforced; those in {known} can"
+            raise bad_parameter(param, message)
+        calls = tuple(
+            call_form(tags.tools, tool, enforced=required or bool(tool.strict))
+            for tool in tools
+            if choice.named in (None, tool.name)
+        )
+    return StructuredOutput(
+        thinking=thinking,
+        think_start=tags.think_start,
+        think_end=tags.think_end,
+        text=None if required else text or "free",
+        call_start=tags.tools.start if tags.tools is not None else "",
+        calls=calls,
+        one_call=choice.named is not None or chat.one_call,
+        param=param,
+    )
+
+
+def call_form(form: ToolFormat, tool: Tool, enforced: bool) -> ToolCallForm:
+    before, after = AROUND_ARGUMENTS[form.name]
+    schema = NO_ARGUMENTS if tool.parameters is None else tool.parameters
+    given = schema.get("type", "object")
+    if enforced and given != "object":
+        raise bad_parameter(tool.param, f"arguments are an object; the type of the parameters is {given!r}")
+    schema = {**schema, "type": "object"} if enforced else {"type": "object"}
+    arguments = Constraint("json_schema", json.dumps(schema), tool.param)
+    return ToolCallForm(before.format(tool.name), arguments, after + form.end)

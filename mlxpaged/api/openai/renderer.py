@@ -1,0 +1,66 @@
+"""What the answers of chat completions and completions have in common: their envelope, usage, last chunk and errors."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mlxpaged.api.errors import ApiError
+from mlxpaged.api.generation.answers import Answer, Answers, timeline_field
+from mlxpaged.api.generation.deltas import Usage
+from mlxpaged.api.generation.reply import Renderer
+from mlxpaged.api.openai.schema import SamplingFields
+from mlxpaged.api.streaming import event
+
+
+class CompletionsRenderer(Renderer):
+    """kind, chunk_kind: the "object" of a whole answer, and of a chunk."""
+
+    def __init__(self, answers: Answers, body: SamplingFields, kind: str, chunk_kind: str) -> None:
+        self.answers = answers
+        self._kind = kind
+        self._include_usage = body.include_usage
+        self._envelope = {
+            "id": answers.context.request_id,
+            "object": chunk_kind,
+            "created": int(time.time()),
+            "model": answers.info.model,
+            "service_tier": answers.context.service_tier,
+        }
+
+    @abstractmethod
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """A whole answer."""
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        return self._envelope | {
+            "object": self._kind,
+            "choices": [self.choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": usage_field(self.answers.usage),
+            **timeline_field([answer.finish.timeline for answer in answers]),
+        }
+
+    def chunk(self, choice: dict[str, Any]) -> str:
+        usage = {"usage": None} if self._include_usage else {}
+        return event(self._envelope | {"choices": [choice]} | usage)
+
+    def end(self) -> Iterator[str]:
+        last = {"usage": usage_field(self.answers.usage)} if self._include_usage else {}
+        last |= timeline_field(self.answers.timelines)
+        if last:
+            yield event(self._envelope | {"choices": []} | last)
+        yield "data: [DONE]\n\n"
+
+    def error(self, error: ApiError) -> str:
+        return event(error.body())
+
+
+def usage_field(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
