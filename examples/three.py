@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from mlxpaged.engine import EngineConfig, Request, SamplingParams, build_engine
+from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
 from mlxpaged.models import DEMO_MODEL, load_model
 
 QUESTIONS = ("Repeat: blue river stone", "What is 17 + 25?", "Reverse: a b c")
