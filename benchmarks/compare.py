@@ -15,8 +15,8 @@ from comparison.options import parse
 
 
 def interrupt_on_signals() -> None:
-    """Whatever ends this process ends the servers that it started: they are in sessions of their own, and hear neither
-    Ctrl-C nor the terminal's end. Under nohup, where the latter is ignored, it stays so."""
+    """Turn the signals that end this process into KeyboardInterrupt, so that it ends the servers it started. They are
+    in sessions of their own and get neither Ctrl-C nor SIGHUP. Under nohup, SIGHUP stays ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)

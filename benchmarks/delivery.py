@@ -43,8 +43,8 @@ class HandOver:
 
 def delivery_seconds(config: EngineConfig, streams: int, steps: int) -> tuple[float, float]:
     """For each of `steps` decode steps: seconds of the engine's thread to hand its tokens over, and CPU seconds of the
-    event loop's thread for all that is behind that, to the sockets. `streams` chats run at once; their clients are
-    another process. Raises RuntimeError where they end before that."""
+    event loop's thread from there to the sockets. `streams` chats run at once; their clients are
+    another process. Raises RuntimeError if they end before that."""
     with contextlib.redirect_stdout(io.StringIO()):  # the server's banner
         return uvloop.run(served(config, streams, steps))
 
@@ -97,7 +97,7 @@ def stats_of(engine: AsyncEngine) -> EngineStats:
 
 
 def all_decode(engine: AsyncEngine, streams: int) -> bool:
-    """All have their prompts behind them, as far as the tokens show."""
+    """Whether all prompts are computed, as far as the tokens show."""
     stats = stats_of(engine)
     return stats.scheduler.running == streams and stats.generated_tokens_total >= 2 * streams
 

@@ -1,15 +1,14 @@
-"""What a step of the engine costs beside the bare forward pass of the same model, and where the rest of it goes.
+"""The cost of an engine step beside the bare forward pass of the same model, and the parts of the rest.
 
     python benchmarks/engine.py [--model DIR] [--batch 1 4 16] [--context 128] [--steps 64]
 
 Decode: a step of the engine and a step of plain mlx-lm (its own KV cache, a static batch, greedy) on the same weights,
-in turn, so that whatever else the machine does falls on both. Prefill: one prompt, in turn as well. Attention: one
-layer of the pool beside MLX's attention over keys that lie in one piece. The figure to quote is the median of the
-ratios; at 1 both take as long, above it the engine is faster. The profile has the parts of a decode step at the largest
-batch. Then the host's work alone, in CPU time, which other work on the machine hardly changes. At last what it takes to
-bring that many streams their tokens over HTTP, with clients in another process, and with it all that a server adds to
-the forward pass. Without --model: the model of the comparison with other servers (80 million parameters, float32), made
-where it is missing.
+in turn, so that other load on the machine falls on both. Prefill: one prompt, in turn as well. Attention: one layer of
+the pool beside MLX's attention over contiguous keys. The figure to quote is the median of the ratios; above 1 the
+engine is faster. The profile has the parts of a decode step at the largest batch. The host's work alone is given in CPU
+time, which other load hardly changes. The last table has the cost of bringing that many streams their tokens over HTTP,
+with clients in another process, and all that a server adds to the forward pass. Without --model: the model of the
+comparison with other servers (80 million parameters, float32), which is made if it is missing.
 """
 
 from __future__ import annotations
@@ -323,7 +322,7 @@ def main() -> None:
     print(f"\nprofile of a decode step at batch {batch}: {1e3 * step:.2f} ms")
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         print(share(part, seconds, step))
-    print("\nCPU time of the engine's thread, where the model computes nothing:")
+    print("\nCPU time of the engine's thread, with a model that computes nothing:")
     for size in args.host:
         median = statistics.median(host_times(served, size, args.context, args.steps))
         print(f"  decode, batch {size:<10} {1e3 * median:8.3f} ms")

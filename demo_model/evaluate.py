@@ -1,7 +1,7 @@
 """Greedy accuracy of the demo model on held-out cases: ``python demo_model/evaluate.py [--model DIR]``.
 
 Cases go the way of any chat request: messages through the saved chat template, generation through mlx-lm
-until the model ends its turn.  A case is right where the stripped text equals the answer.
+until the model ends its turn.  A case is right if the stripped text equals the answer.
 """
 
 from __future__ import annotations

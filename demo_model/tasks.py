@@ -4,7 +4,7 @@ Standard library only, so that the server's tests can ``import demo_model.tasks`
 
 Each generator takes a ``random.Random`` and returns an :class:`Example`, whose ``key`` names what is asked
 apart from its phrasing (the pair of summands, the text to repeat, the passkey, ...).  A key belongs either to
-training or to the held-out set, by its CRC-32: held out where ``crc32(key) % 10 == 0``.
+training or to the held-out set, by its CRC-32: held out if ``crc32(key) % 10 == 0``.
 :func:`training_example` never returns a held-out key and :func:`held_out` returns nothing else, so the two
 are disjoint for all seeds.  Filler of held-out passkey cases also has sentences that training never sees.
 """

@@ -15,7 +15,7 @@ PANELS = (
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """A PNG; a cross where a server has no figure."""
+    """A PNG; a cross if a server has no figure."""
     from matplotlib.figure import Figure  # only here: nothing else needs it
 
     servers, loads = list(results["servers"]), loads_of(results)

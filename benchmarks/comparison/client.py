@@ -39,7 +39,7 @@ class Answer:
     output_tokens: int = 0
     """As the server's usage has it; of an answer without usage, the number of its chunks."""
     cached_tokens: int | None = None
-    """None where the server does not tell."""
+    """None if the server does not tell."""
     retries: int = 0
     error: str | None = None
     gave_up: bool = False
@@ -103,7 +103,7 @@ class Client:
         return answer
 
     def _stream_or_reset(self, body: dict[str, Any], answer: Answer, give_up: float) -> bool:
-        """False where the connection was reset and may be tried again."""
+        """False if the connection was reset and may be tried again."""
         try:
             self._stream(body, answer, give_up)
         except ConnectionResetError:

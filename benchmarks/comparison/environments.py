@@ -124,7 +124,7 @@ def server_variables(name: str | None = None) -> dict[str, str]:
 
 
 def check_system() -> None:
-    """Raises SetupError where memory could not be measured, or it would be a comparison of reference BLAS routines."""
+    """Raises SetupError if memory could not be measured, or it would be a comparison of reference BLAS routines."""
     if shutil.which("ps") is None:
         raise SetupError("ps is not installed (Debian, Ubuntu: apt install procps)")
     if not LINUX:

@@ -145,8 +145,8 @@ class Question:
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads that ask. Left by an interrupt, nobody asks for anything more and nobody is waited for: what is under way
-    ends with the server."""
+    """Threads that send requests. An interrupt ends the waiting: no more requests are sent, and those in flight end
+    with the server."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -287,7 +287,7 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """A Poisson process: the pauses between requests are exponential. Nobody waits for an answer before asking."""
+    """A Poisson process: the pauses between requests are exponential. No client waits for an answer before it sends the next request."""
 
     sizes: Sizes
     words: TextsOf

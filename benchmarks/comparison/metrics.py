@@ -40,10 +40,10 @@ class Figures:
     input_tokens: int
     """Of prompts whose answer began, from the server's own count; of prompts without one, nothing."""
     computed_tokens: int | None
-    """input_tokens without those from a prefix cache; None where the server does not tell."""
+    """input_tokens without those from a prefix cache; None if the server does not tell."""
     cached_tokens: int | None
     recomputed_beyond_new: int | None
-    """D: the most tokens that a turn computed beside those that are new in it; None where that cannot be told."""
+    """D: the most tokens that a turn computed beside those that are new in it; None if that cannot be told."""
     output_tokens_per_second: float
     input_tokens_per_second: float
     ttft_p50: float | None
@@ -53,7 +53,7 @@ class Figures:
     e2e_p50: float | None
     e2e_p99: float | None
     tokens_per_event: float | None
-    """More than 1 where a server streams several tokens at once, which makes its inter-token times larger and fewer."""
+    """More than 1 if a server streams several tokens at once, which makes its inter-token times larger and fewer."""
     peak_memory_mb: float
     load_average: float
     """Of the machine over the minute before the load."""
@@ -125,7 +125,7 @@ def count_by(errors: Iterable[str]) -> dict[str, int]:
 
 def recomputed_beyond_new(answers: Sequence[Answer]) -> int | None:
     """Of conversations, by user and in order: new in a turn is what the last turn's prompt and answer did not have.
-    None where answers had thinking, of which the next prompt has nothing: what is new cannot be told then."""
+    None if answers had thinking, of which the next prompt has nothing: what is new cannot be told then."""
     if any(answer.has_thinking for answer in answers):
         return None
     known: dict[str, int] = {}

@@ -219,7 +219,7 @@ def most_computed_once(row: Row, sizes: dict[str, Any]) -> float:
 
 
 def describe(figures: Figures | None, problem: str | None) -> str:
-    """One line, for whoever watches."""
+    """One line of progress."""
     if figures is None:
         return problem or "not run"
     line = (

@@ -48,7 +48,7 @@ class Budget:
 
 
 def compare(options: Options) -> None:
-    """Raises SetupError where nothing can be measured, or kept; a server that fails is a row that says so."""
+    """Raises SetupError if nothing can be measured, or kept; a server that fails is a row that says so."""
     check_writable(options.out)
     check_system()
     model = find_model(options)
@@ -186,7 +186,7 @@ def one_load(
 
 
 def best_capacity(results: Results) -> float | None:
-    """Requests per second of the fastest server with CAPACITY; None where none answered everything."""
+    """Requests per second of the fastest server with CAPACITY; None if none answered everything."""
     figures = [run["figures"] for run in results["runs"] if run["load"] == CAPACITY and run["figures"]]
     return max(
         (one["answered"] / one["seconds"] for one in figures if one["answered"] == one["requests"]), default=None
@@ -239,14 +239,14 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of this checkout, with a + where files differ from it."""
+    """Of this checkout, with a + if files differ from it."""
     name = output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     changed = output_of("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return name + ("+" if changed else "")
 
 
 def output_of(*command: str) -> str:
-    """Empty where the command fails or is not there."""
+    """Empty if the command fails or is not there."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -254,7 +254,7 @@ def output_of(*command: str) -> str:
 
 
 def save(results: Results, out: Path) -> None:
-    """Print the results and write them to files. Raises SetupError where that fails."""
+    """Print the results and write them to files. Raises SetupError if that fails."""
     text = markdown(results)
     print(f"\n{text}")
     try:

@@ -20,7 +20,7 @@ from .environments import LINUX, server_variables, telling_line
 READY_SECONDS = 300
 STOP_SECONDS = 20
 INTERRUPTED_STOP_SECONDS = 2
-"""Somebody waits for the end, and what the server still answers is of no use."""
+"""After an interrupt, the answers that a server still gives are not needed."""
 MEMORY_INTERVAL = 0.5
 
 # Everything that is not named here is the server's default.
@@ -62,7 +62,7 @@ class Server:
         return sum(1024 * int(rss) for group, rss in rows if int(group) == self.process.pid)
 
     def uses_openblas(self) -> bool | None:
-        """Whether OpenBLAS is mapped into the server's process; None where there is none to look for."""
+        """Whether OpenBLAS is mapped into the server's process; None if there is none to look for."""
         if not LINUX:
             return None
         maps = Path(f"/proc/{self.process.pid}/maps")
@@ -77,7 +77,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(name: str, python: Path, model: Path, log: Path, ready_seconds: float = READY_SECONDS) -> Iterator[Server]:
-    """Raises ServerError where it ends or is not ready in time."""
+    """Raises ServerError if it ends or is not ready in time."""
     port = free_port()
     program, *arguments = (part.format(model=model, port=port) for part in COMMANDS[name])
     command = [str(python.parent / program), *arguments]
