@@ -287,7 +287,8 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """A Poisson process: the pauses between requests are exponential. No client waits for an answer before it sends the next request."""
+    """A Poisson process: the pauses between requests are exponential. No client waits for an answer before it sends the
+    next request."""
 
     sizes: Sizes
     words: TextsOf
