@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 MAX_LIST = 10_000
 """Messages of a conversation, or parts of a message."""
@@ -45,11 +58,23 @@ def until_first_fault(fits: Callable[[Any], bool]) -> BeforeValidator:
 Labels = Annotated[dict[str, str], until_first_fault(lambda value: isinstance(value, str))]
 
 
-def one_of(key: str, known: str) -> Discriminator:
-    """Chooses a union's branch by the value of `key`, in brackets, as pydantic writes branches in an error's path."""
+@dataclass(frozen=True)
+class OneOf:
+    """Chooses the branch of a union whose literal type of `key` has the value. An error's path has the branch in
+    brackets, as pydantic writes those of other unions. hidden: a value that the error does not show."""
 
-    def tag(value: Any) -> str:
-        return f"[{value.get(key)}]" if isinstance(value, dict) else f"[{getattr(value, key, None)}]"
+    key: str
+    hidden: str = ""
 
-    message = f"{key}: only {known} are supported here"
-    return Discriminator(tag, custom_error_type="unsupported_type", custom_error_message=message)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        branches = {
+            value: branch for branch in get_args(source) for value in get_args(branch.model_fields[self.key].annotation)
+        }
+        *first, last = (value for value in branches if value != self.hidden)
+        discriminator = Discriminator(
+            lambda value: f"[{value.get(self.key) if isinstance(value, dict) else getattr(value, self.key, None)}]",
+            custom_error_type="unsupported_type",
+            custom_error_message=f"{self.key}: only {', '.join(first)} and {last} are supported here",
+        )
+        tagged: Any = reduce(or_, (Annotated[branch, Tag(f"[{value}]")] for value, branch in branches.items()))
+        return handler.generate_schema(Annotated[tagged, discriminator])

@@ -17,6 +17,7 @@ from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST
 
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
+Respond = Callable[[Request, Model], Coroutine[Any, Any, Response]]
 
 
 async def disconnected(receive: Receive) -> None:
@@ -38,9 +39,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-def handler(
-    model: type[Model], respond: Callable[[Request, Model], Coroutine[Any, Any, Response]]
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def handler(model: type[Model], respond: Respond[Model]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """A route that reads a body and responds to it, and ends when the client leaves."""
 
     async def handle(request: Request) -> Response:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.schema import MAX_LIST, MAX_STOP_STRINGS, MAX_TOOLS, Body, StopString, ToolName, one_of
+from mlxpaged.api.schema import MAX_LIST, MAX_STOP_STRINGS, MAX_TOOLS, Body, OneOf, StopString, ToolName
 
 
 class CacheControl(Body):
@@ -52,10 +52,7 @@ class ToolReference(Body):
     tool_name: ToolName
 
 
-ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("[text]")] | Annotated[ToolReference, Tag("[tool_reference]")],
-    one_of("type", "text and tool_reference"),
-]
+ResultBlock = Annotated[TextBlock | ToolReference, OneOf("type")]
 
 
 class ToolResultBlock(Block):
@@ -65,16 +62,8 @@ class ToolResultBlock(Block):
     is_error: bool | None = None
 
 
-UserBlock = Annotated[
-    Annotated[TextBlock, Tag("[text]")] | Annotated[ToolResultBlock, Tag("[tool_result]")],
-    one_of("type", "text and tool_result"),
-]
-AssistantBlock = Annotated[
-    Annotated[TextBlock, Tag("[text]")]
-    | Annotated[ThinkingBlock, Tag("[thinking]")]
-    | Annotated[ToolUseBlock, Tag("[tool_use]")],
-    one_of("type", "text, thinking and tool_use"),
-]
+UserBlock = Annotated[TextBlock | ToolResultBlock, OneOf("type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, OneOf("type")]
 
 
 class UserMessage(Body):
@@ -94,6 +83,9 @@ class SystemMessage(Body):
     content: str | Annotated[Texts, Field(min_length=1)]
 
 
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, OneOf("role")]
+
+
 class Tool(Block):
     """defer_loading: the model does not see the tool until a tool_reference names it."""
 
@@ -107,12 +99,7 @@ class Tool(Block):
 
 
 class AutoChoice(Body):
-    type: Literal["auto"]
-    disable_parallel_tool_use: bool | None = None
-
-
-class AnyChoice(Body):
-    type: Literal["any"]
+    type: Literal["auto", "any"]
     disable_parallel_tool_use: bool | None = None
 
 
@@ -145,19 +132,8 @@ class ThinkingDisabled(Body):
     type: Literal["disabled"]
 
 
-ToolChoice = Annotated[
-    Annotated[AutoChoice, Tag("[auto]")]
-    | Annotated[AnyChoice, Tag("[any]")]
-    | Annotated[NoChoice, Tag("[none]")]
-    | Annotated[NamedChoice, Tag("[tool]")],
-    one_of("type", "auto, any, none and tool"),
-]
-Thinking = Annotated[
-    Annotated[ThinkingEnabled, Tag("[enabled]")]
-    | Annotated[ThinkingAdaptive, Tag("[adaptive]")]
-    | Annotated[ThinkingDisabled, Tag("[disabled]")],
-    one_of("type", "enabled, adaptive and disabled"),
-]
+ToolChoice = Annotated[AutoChoice | NoChoice | NamedChoice, OneOf("type")]
+Thinking = Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, OneOf("type")]
 
 
 class Metadata(Body):
@@ -191,17 +167,7 @@ class CountTokensRequest(Body):
     """The fields that make the prompt."""
 
     model: str
-    messages: Annotated[
-        list[
-            Annotated[
-                Annotated[UserMessage, Tag("[user]")]
-                | Annotated[AssistantMessage, Tag("[assistant]")]
-                | Annotated[SystemMessage, Tag("[system]")],
-                one_of("role", "user, assistant and system"),
-            ]
-        ],
-        Field(min_length=1, max_length=MAX_LIST, fail_fast=True),
-    ]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     system: str | Texts | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None

@@ -17,16 +17,12 @@ from mlxpaged.api.openai.logprobs import chat_logprobs
 from mlxpaged.api.openai.renderer import CompletionsRenderer
 from mlxpaged.api.openai.schema import EFFORT_TOKENS, ChatRequest
 from mlxpaged.api.openai.tools import NamedTool, translated_choice
-from mlxpaged.api.streaming import handler
 from mlxpaged.engine import TokenLogprobs
 
 
 async def respond(request: Request, body: ChatRequest) -> Response:
     answers = await start(request, lambda: translate(body), "chatcmpl")
     return await reply(answers, ChatRenderer(answers, body), bool(body.stream))
-
-
-create = handler(ChatRequest, respond)
 
 
 def translate(body: ChatRequest) -> GenerationRequest:

@@ -21,7 +21,6 @@ from mlxpaged.api.generation.request_context import choose_id
 from mlxpaged.api.openai.schema import PromptText, PromptTokens, Seconds, texts_or_tokens
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import Server, server_of
-from mlxpaged.api.streaming import handler
 from mlxpaged.engine import EmbeddingRequest, EngineInfo, RequestCancelledError
 from mlxpaged.models import EmbeddingModel
 
@@ -96,9 +95,6 @@ async def respond(request: Request, body: EmbeddingsRequest) -> Response:
     logger.info("%s embeddings=%d prompt_tokens=%d seconds=%.3f", opened.request_id, len(inputs), num_tokens, seconds)
     pieces = in_pieces(model.name, vectors, num_tokens, body.encoding_format == "base64")
     return StreamingResponse(pieces, media_type="application/json")
-
-
-create = handler(EmbeddingsRequest, respond)
 
 
 def embedding_model(server: Server, info: EngineInfo, name: str | None) -> EmbeddingModel:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from mlxpaged.api.generation import request
-from mlxpaged.api.schema import MAX_TOOLS, Body, ToolName, one_of
+from mlxpaged.api.schema import MAX_TOOLS, Body, OneOf, ToolName
 
 
 class Function(Body):
@@ -47,13 +47,7 @@ class AllowedChoice(Body):
     allowed_tools: AllowedTools
 
 
-ToolChoice = (
-    Literal["none", "auto", "required"]
-    | Annotated[
-        Annotated[NamedTool, Tag("[function]")] | Annotated[AllowedChoice, Tag("[allowed_tools]")],
-        one_of("type", "function and allowed_tools"),
-    ]
-)
+ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedChoice, OneOf("type")]
 
 
 def translated_choice(choice: ToolChoice | None) -> request.ToolChoice:

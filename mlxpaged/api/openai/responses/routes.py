@@ -21,7 +21,6 @@ from mlxpaged.api.openai.responses.store import ResponseStore, StoredResponse
 from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import HEADER
-from mlxpaged.api.streaming import handler
 from mlxpaged.engine import DuplicateRequestError
 
 
@@ -45,16 +44,10 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     return await reply(answers, ResponseRenderer(answers, body, keep), bool(body.stream))
 
 
-create = handler(ResponseRequest, respond)
-
-
-async def count(request: Request, body: InputTokensRequest) -> Response:
+async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
     earlier, items = whole_conversation(request, body)
     num_tokens = await count_tokens(request, lambda: translate(body, [*earlier, *items]))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
-
-
-input_tokens = handler(InputTokensRequest, count)
 
 
 def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.responses.items import InputItem, MessageItem
 from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
 from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, Seconds
 from mlxpaged.api.openai.structured import JsonSchema
-from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, one_of
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, OneOf
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -30,15 +30,7 @@ class SchemaFormat(JsonSchema):
 
 
 class TextOptions(Body):
-    format: (
-        Annotated[
-            Annotated[TextFormat, Tag("[text]")]
-            | Annotated[TextFormat, Tag("[json_object]")]
-            | Annotated[SchemaFormat, Tag("[json_schema]")],
-            one_of("type", "text, json_object and json_schema"),
-        ]
-        | None
-    ) = None
+    format: Annotated[TextFormat | SchemaFormat, OneOf("type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation import request
-from mlxpaged.api.schema import MAX_TOOLS, Body, ToolName, one_of
+from mlxpaged.api.schema import MAX_TOOLS, Body, OneOf, ToolName
 
 Half = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,63}$")]
 """A namespace, or a tool in one: the model sees both as one name, which has the length limit of any tool's name."""
@@ -49,12 +49,7 @@ class WebSearchTool(Body):
     external_web_access: bool | None = None
 
 
-Tool = Annotated[
-    Annotated[FunctionTool, Tag("[function]")]
-    | Annotated[NamespaceTool, Tag("[namespace]")]
-    | Annotated[WebSearchTool, Tag("[web_search]")],
-    one_of("type", "function and namespace"),
-]
+Tool = Annotated[FunctionTool | NamespaceTool | WebSearchTool, OneOf("type", hidden="web_search")]
 
 
 class NamedTool(Body):
@@ -68,13 +63,7 @@ class AllowedTools(Body):
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-ToolChoice = (
-    Literal["none", "auto", "required"]
-    | Annotated[
-        Annotated[NamedTool, Tag("[function]")] | Annotated[AllowedTools, Tag("[allowed_tools]")],
-        one_of("type", "function and allowed_tools"),
-    ]
-)
+ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, OneOf("type")]
 
 
 def check_kinds(tools: Any) -> None:
