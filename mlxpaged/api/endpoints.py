@@ -10,13 +10,14 @@ from mlxpaged.api.anthropic import messages
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
-from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
+from mlxpaged.api.batches.routes import BatchCreate, FileList, FileUpload
 from mlxpaged.api.endpoint import BYTES, FORM, TEXT, Access, Endpoint
 from mlxpaged.api.openai import chat, completions, embeddings, models
 from mlxpaged.api.openai.embeddings import EmbeddingsRequest, EmbeddingsResponse
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
+from mlxpaged.api.page import PageQuery
 from mlxpaged.api.streaming import Model, Respond, handler
 from mlxpaged.api.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
@@ -63,7 +64,7 @@ ENDPOINTS = (
     delete("/v1/files/{file_id}", batches.delete_file, "Delete a file"),
     get("/v1/files/{file_id}/content", batches.get_content, "The content of a file", answer_type=BYTES),
     post("/v1/batches", batches.create_batch, "Run the requests of a file", BatchCreate, BatchRecord),
-    get("/v1/batches", batches.list_batches, "Batches, the newest first", query=BatchList),
+    get("/v1/batches", batches.list_batches, "Batches, the newest first", query=PageQuery),
     get("/v1/batches/{batch_id}", batches.get_batch, "One batch", answer=BatchRecord),
     post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch", answer=BatchRecord),
     get("/v1/status", status.status, "Requests and memory in the engine", access=Access.ADMIN),

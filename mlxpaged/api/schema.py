@@ -8,17 +8,11 @@ from functools import reduce
 from operator import or_
 from typing import Annotated, Any, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    GetCoreSchemaHandler,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic.annotated_handlers import GetCoreSchemaHandler
 from pydantic_core import CoreSchema
+
+from mlxpaged.api.errors import bad_parameter
 
 MAX_LIST = 10_000
 """Messages of a conversation, or parts of a message."""
@@ -28,6 +22,26 @@ MAX_STOP_LENGTH = 1024
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+
+
+def stop_strings(value: Any) -> list[str] | None:
+    """A string or a list of them, as a list. Raises ApiError, with shorter messages than pydantic has for a union."""
+    if value is None:
+        return None
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list):
+        raise bad_parameter("stop", "must be a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise bad_parameter("stop", f"has {len(strings)} strings; the limit is {MAX_STOP_STRINGS}")
+    for i, text in enumerate(strings):
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+            field = "stop" if isinstance(value, str) else f"stop.{i}"
+            raise bad_parameter(field, f"must be a string of 1 to {MAX_STOP_LENGTH} characters")
+    return strings
+
+
+Stop = Annotated[list[str] | None, PlainValidator(stop_strings, json_schema_input_type=StopString | StopStrings | None)]
 
 
 class Body(BaseModel):

@@ -55,6 +55,11 @@ def event(data: Any) -> str:
     return f"data: {to_json(data).decode()}\n\n"
 
 
+def named_event(data: dict[str, Any]) -> str:
+    """An event whose name is its type."""
+    return f"event: {data['type']}\n{event(data)}"
+
+
 class EventStream(Response):
     """Server-sent events, sent as they come. The iterator is closed as soon as the client leaves, even if nothing has
     been sent: a request without a client must not stay in the queue."""

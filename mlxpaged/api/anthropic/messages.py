@@ -13,8 +13,8 @@ from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.anthropic.translation import translate
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation import prompt
+from mlxpaged.api.generation.answers import reply
 from mlxpaged.api.generation.check import ContextLengthError
-from mlxpaged.api.generation.reply import reply
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.server import server_of
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.schema import MAX_LIST, MAX_STOP_STRINGS, MAX_TOOLS, Body, OneOf, StopString, ToolName
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, OneOf, StopStrings, ToolName
 
 
 class CacheControl(Body):
@@ -181,8 +182,7 @@ class CountTokensRequest(Body):
         open_calls: set[str] = set()
         tools = {tool.name for tool in self.tools or ()}
         for i, message in enumerate(self.messages):
-            blocks = [] if isinstance(message.content, str) else message.content
-            for j, block in enumerate(blocks):
+            for j, block in enumerate(blocks_of(message)):
                 if isinstance(block, ToolUseBlock):
                     open_calls.add(block.id)
                 elif isinstance(block, ToolResultBlock) and block.tool_use_id not in open_calls:
@@ -191,41 +191,34 @@ class CountTokensRequest(Body):
                 for name in references(block):
                     if name not in tools:
                         raise bad_parameter(f"messages.{i}.content.{j}.content", f"no tool has the name {name!r}")
-        last = self.messages[-1]
-        if not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content):
+        if any(isinstance(block, ToolUseBlock) for block in blocks_of(self.messages[-1])):
             raise bad_parameter("messages", "the last message has tool_use blocks without their tool_result")
         return self
 
     def offered_tools(self) -> list[tuple[int, Tool]]:
         """With their places in `tools`. Deferred tools that no result has referred to are left out."""
-        blocks = [
-            block for message in self.messages if not isinstance(message.content, str) for block in message.content
-        ]
-        loaded = {name for block in blocks for name in references(block)}
-        return [
-            (index, tool)
-            for index, tool in enumerate(self.tools or ())
-            if not tool.defer_loading or tool.name in loaded
-        ]
+        loaded = {name for message in self.messages for block in blocks_of(message) for name in references(block)}
+        tools = enumerate(self.tools or ())
+        return [(index, tool) for index, tool in tools if not tool.defer_loading or tool.name in loaded]
 
     @property
     def omits_thinking(self) -> bool:
         return getattr(self.thinking, "display", None) == "omitted"
 
 
+def blocks_of(message: UserMessage | AssistantMessage | SystemMessage) -> Sequence[Body]:
+    return [] if isinstance(message.content, str) else message.content
+
+
 def references(block: Body) -> list[str]:
     """The tools that a block makes callable."""
-    content = block.content if isinstance(block, ToolResultBlock) else None
-    return (
-        []
-        if content is None or isinstance(content, str)
-        else [part.tool_name for part in content if isinstance(part, ToolReference)]
-    )
+    parts = block.content if isinstance(block, ToolResultBlock) and isinstance(block.content, list) else []
+    return [part.tool_name for part in parts if isinstance(part, ToolReference)]
 
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_sequences: StopStrings | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None

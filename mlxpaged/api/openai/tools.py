@@ -16,14 +16,13 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def translated(self, param: str) -> request.Tool:
+        return request.Tool(self.name, self.description, self.parameters, self.strict, param)
+
 
 class Tool(Body):
     type: Literal["function"]
     function: Function
-
-    def translated(self, index: int) -> request.Tool:
-        function = self.function
-        return request.Tool(function.name, function.description, function.parameters, function.strict, f"tools.{index}")
 
 
 class FunctionName(Body):
@@ -73,4 +72,4 @@ class Call(Body):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        return request.called_function(self.id, self.function.name, self.function.arguments)
+        return request.function_call(self.id, self.function.name, request.parsed(self.function.arguments))
