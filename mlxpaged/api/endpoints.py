@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 from functools import partial
-
-from pydantic import BaseModel
+from typing import Any
 
 from mlxpaged.api import health, openapi, requests, status, tokenize
 from mlxpaged.api.anthropic import messages
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
-from mlxpaged.api.batches.routes import BatchCreate, BatchList, FileList, FileUpload
-from mlxpaged.api.endpoint import BYTES, FORM, TEXT, Access, Endpoint, Handler
+from mlxpaged.api.batches.routes import BatchCreate, FileList, FileUpload
+from mlxpaged.api.endpoint import BYTES, FORM, TEXT, Access, Endpoint
 from mlxpaged.api.openai import chat, completions, embeddings, models
 from mlxpaged.api.openai.embeddings import EmbeddingsRequest, EmbeddingsResponse
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
+from mlxpaged.api.page import PageQuery
+from mlxpaged.api.streaming import Model, Respond, handler
 from mlxpaged.api.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
 get, post, delete = (partial(Endpoint, method) for method in ("GET", "POST", "DELETE"))
 
 
-def generates(path: str, handler: Handler, summary: str, body: type[BaseModel]) -> Endpoint:
-    return post(path, handler, summary, body, streams=True, cancellable=True)
+def reads(path: str, respond: Respond[Model], summary: str, body: type[Model], **options: Any) -> Endpoint:
+    """An endpoint that reads a body, and ends when the client leaves."""
+    return post(path, handler(body, respond), summary, body, **options)
+
+
+generates = partial(reads, streams=True, cancellable=True)
 
 
 ENDPOINTS = (
-    generates("/v1/chat/completions", chat.create, "Answer a conversation", ChatRequest),
-    generates("/v1/completions", completions.create, "Continue one or more prompts", CompletionRequest),
-    generates("/v1/responses", responses.create, "Answer, and remember the conversation", ResponseRequest),
-    post("/v1/responses/input_tokens", responses.input_tokens, "Count a conversation's tokens", InputTokensRequest),
+    generates("/v1/chat/completions", chat.respond, "Answer a conversation", ChatRequest),
+    generates("/v1/completions", completions.respond, "Continue one or more prompts", CompletionRequest),
+    generates("/v1/responses", responses.respond, "Answer, and remember the conversation", ResponseRequest),
+    reads("/v1/responses/input_tokens", responses.input_tokens, "Count a conversation's tokens", InputTokensRequest),
     get("/v1/responses/{response_id}", responses.retrieve, "A stored response"),
     delete("/v1/responses/{response_id}", responses.delete, "Forget a response"),
     get("/v1/responses/{response_id}/input_items", responses.input_items, "The input of a response", query=ItemList),
     post("/v1/responses/{response_id}/cancel", responses.cancel, "Refused: nothing runs in the background"),
-    generates("/v1/messages", messages.create, "Answer a conversation, as Anthropic's API does", MessagesRequest),
-    post("/v1/messages/count_tokens", messages.count_tokens, "Count a conversation's tokens", CountTokensRequest),
-    post(
+    generates("/v1/messages", messages.respond, "Answer a conversation, as Anthropic's API does", MessagesRequest),
+    reads("/v1/messages/count_tokens", messages.count_tokens, "Count a conversation's tokens", CountTokensRequest),
+    reads(
         "/v1/embeddings",
-        embeddings.create,
+        embeddings.respond,
         "Embed texts or tokens",
         EmbeddingsRequest,
-        EmbeddingsResponse,
+        answer=EmbeddingsResponse,
         cancellable=True,
     ),
     get("/v1/models", models.list_models, "The models that are served"),
@@ -59,7 +64,7 @@ ENDPOINTS = (
     delete("/v1/files/{file_id}", batches.delete_file, "Delete a file"),
     get("/v1/files/{file_id}/content", batches.get_content, "The content of a file", answer_type=BYTES),
     post("/v1/batches", batches.create_batch, "Run the requests of a file", BatchCreate, BatchRecord),
-    get("/v1/batches", batches.list_batches, "Batches, the newest first", query=BatchList),
+    get("/v1/batches", batches.list_batches, "Batches, the newest first", query=PageQuery),
     get("/v1/batches/{batch_id}", batches.get_batch, "One batch", answer=BatchRecord),
     post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch", answer=BatchRecord),
     get("/v1/status", status.status, "Requests and memory in the engine", access=Access.ADMIN),

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import bad_parameter
+
+
+class PageQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = None  # an id: those that follow it are listed
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
 
 
 def page(items: Sequence[dict[str, Any]], after: str | None, limit: int) -> Response:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic.annotated_handlers import GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+from mlxpaged.api.errors import bad_parameter
 
 MAX_LIST = 10_000
 """Messages of a conversation, or parts of a message."""
@@ -15,6 +22,26 @@ MAX_STOP_LENGTH = 1024
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+
+
+def stop_strings(value: Any) -> list[str] | None:
+    """A string or a list of them, as a list. Raises ApiError, with shorter messages than pydantic has for a union."""
+    if value is None:
+        return None
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list):
+        raise bad_parameter("stop", "must be a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise bad_parameter("stop", f"has {len(strings)} strings; the limit is {MAX_STOP_STRINGS}")
+    for i, text in enumerate(strings):
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+            field = "stop" if isinstance(value, str) else f"stop.{i}"
+            raise bad_parameter(field, f"must be a string of 1 to {MAX_STOP_LENGTH} characters")
+    return strings
+
+
+Stop = Annotated[list[str] | None, PlainValidator(stop_strings, json_schema_input_type=StopString | StopStrings | None)]
 
 
 class Body(BaseModel):
@@ -45,11 +72,23 @@ def until_first_fault(fits: Callable[[Any], bool]) -> BeforeValidator:
 Labels = Annotated[dict[str, str], until_first_fault(lambda value: isinstance(value, str))]
 
 
-def one_of(key: str, known: str) -> Discriminator:
-    """Chooses a union's branch by the value of `key`, in brackets, as pydantic writes branches in an error's path."""
+@dataclass(frozen=True)
+class OneOf:
+    """Chooses the branch of a union whose literal type of `key` has the value. An error's path has the branch in
+    brackets, as pydantic writes those of other unions. hidden: a value that the error does not show."""
 
-    def tag(value: Any) -> str:
-        return f"[{value.get(key)}]" if isinstance(value, dict) else f"[{getattr(value, key, None)}]"
+    key: str
+    hidden: str = ""
 
-    message = f"{key}: only {known} are supported here"
-    return Discriminator(tag, custom_error_type="unsupported_type", custom_error_message=message)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        branches = {
+            value: branch for branch in get_args(source) for value in get_args(branch.model_fields[self.key].annotation)
+        }
+        *first, last = (value for value in branches if value != self.hidden)
+        discriminator = Discriminator(
+            lambda value: f"[{value.get(self.key) if isinstance(value, dict) else getattr(value, self.key, None)}]",
+            custom_error_type="unsupported_type",
+            custom_error_message=f"{self.key}: only {', '.join(first)} and {last} are supported here",
+        )
+        tagged: Any = reduce(or_, (Annotated[branch, Tag(f"[{value}]")] for value, branch in branches.items()))
+        return handler.generate_schema(Annotated[tagged, discriminator])

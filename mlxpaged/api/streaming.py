@@ -17,6 +17,7 @@ from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST
 
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
+Respond = Callable[[Request, Model], Coroutine[Any, Any, Response]]
 
 
 async def disconnected(receive: Receive) -> None:
@@ -38,9 +39,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-def handler(
-    model: type[Model], respond: Callable[[Request, Model], Coroutine[Any, Any, Response]]
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def handler(model: type[Model], respond: Respond[Model]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """A route that reads a body and responds to it, and ends when the client leaves."""
 
     async def handle(request: Request) -> Response:
@@ -54,6 +53,11 @@ def handler(
 def event(data: Any) -> str:
     """One server-sent event with `data` as JSON."""
     return f"data: {to_json(data).decode()}\n\n"
+
+
+def named_event(data: dict[str, Any]) -> str:
+    """An event whose name is its type."""
+    return f"event: {data['type']}\n{event(data)}"
 
 
 class EventStream(Response):

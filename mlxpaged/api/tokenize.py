@@ -10,8 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.messages import Message
-from mlxpaged.api.openai.schema import MAX_TOKEN_ID
+from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
 

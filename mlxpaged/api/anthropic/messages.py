@@ -13,11 +13,10 @@ from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.anthropic.translation import translate
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation import prompt
+from mlxpaged.api.generation.answers import reply
 from mlxpaged.api.generation.check import ContextLengthError
-from mlxpaged.api.generation.reply import reply
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.server import server_of
-from mlxpaged.api.streaming import handler
 
 
 async def respond(request: Request, body: MessagesRequest) -> Response:
@@ -27,17 +26,11 @@ async def respond(request: Request, body: MessagesRequest) -> Response:
     return await reply(answers, MessageRenderer(answers, body.omits_thinking), bool(body.stream))
 
 
-create = handler(MessagesRequest, respond)
-
-
-async def count(request: Request, body: CountTokensRequest) -> Response:
+async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     _, info = server_of(request).ready(body.model)
     with anthropics_length_errors():
         num_tokens = await prompt.count_tokens(request, lambda: translate(body, info.tokenizer))
     return JSONResponse({"input_tokens": num_tokens})
-
-
-count_tokens = handler(CountTokensRequest, count)
 
 
 @contextlib.contextmanager

@@ -11,45 +11,36 @@ from typing import Any
 from mlxpaged.api.anthropic.errors import error_body
 from mlxpaged.api.anthropic.signature import seal, signature
 from mlxpaged.api.errors import ApiError
-from mlxpaged.api.generation.answers import Answer, Answers, timeline_field
-from mlxpaged.api.generation.deltas import (
-    CallArguments,
-    CallBroken,
-    CallStart,
-    Delta,
-    Finish,
-    Part,
-    Text,
-    Thinking,
-    Update,
-)
-from mlxpaged.api.generation.reply import Renderer
-from mlxpaged.api.streaming import event
+from mlxpaged.api.generation import deltas
+from mlxpaged.api.generation.answers import Answer, Answers, Renderer, timeline_field
+from mlxpaged.api.streaming import named_event
 
 
 class MessageRenderer(Renderer):
-    """omit_thinking: whether thinking blocks are without their text."""
+    """Of one answer. omit_thinking: whether thinking blocks are without their text."""
 
     def __init__(self, answers: Answers, omit_thinking: bool) -> None:
         self._answers = answers
         self._omit_thinking = omit_thinking
         self._started = False
-        self._blocks = BlockEvents(omit_thinking)
+        self._index = -1
+        self._open: str | None = None  # the type of the block that has started
+        self._thinking = ""
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         finish = answers[0].finish
         blocks = [content_block(part, self._omit_thinking) for part in answers[0].parts]
         return self._message(blocks, stop_reason(finish)) | timeline_field([finish.timeline])
 
-    def events(self, update: Update) -> Iterator[str]:
+    def events(self, update: deltas.Update) -> Iterator[str]:
         if not self._started:  # not earlier: the first output says how much of the prompt was cached
             self._started = True
             message = self._message([], {"stop_reason": None, "stop_sequence": None})
             yield named_event({"type": "message_start", "message": message})
         for delta in update.deltas:
-            yield from map(named_event, self._blocks.add(delta))
+            yield from map(named_event, self._add(delta))
         if update.finish is not None:
-            yield from map(named_event, self._blocks.close())
+            yield from map(named_event, self._close())
             last = {"type": "message_delta", "delta": stop_reason(update.finish), "usage": self._usage()}
             yield named_event(last | timeline_field([update.finish.timeline]))
 
@@ -58,6 +49,47 @@ class MessageRenderer(Renderer):
 
     def error(self, error: ApiError) -> str:
         return named_event(error_body(error, self._answers.context.request_id))
+
+    def _add(self, delta: deltas.Delta) -> Iterator[dict[str, Any]]:
+        match delta:
+            case deltas.Text(text) | deltas.CallBroken(_, text):
+                yield from self._start("text", {"text": ""})
+                yield self._delta({"type": "text_delta", "text": text})
+            case deltas.Thinking(text):
+                yield from self._start("thinking", {"thinking": "", "signature": ""})
+                self._thinking += text
+                if not self._omit_thinking:
+                    yield self._delta({"type": "thinking_delta", "thinking": text})
+            case deltas.CallStart(_, call_id, name):
+                yield from self._close()
+                yield from self._start("tool_use", {"id": call_id, "name": name, "input": {}})
+            case deltas.CallArguments(_, text):
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """Stop the block that has started, if any."""
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            sign = seal if self._omit_thinking else signature
+            yield self._delta({"type": "signature_delta", "signature": sign(self._thinking)})
+            self._thinking = ""
+        self._open = None
+        yield {"type": "content_block_stop", "index": self._index}
+
+    def _start(self, kind: str, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Start a block of that type, unless one has started."""
+        if self._open == kind:
+            return
+        yield from self._close()
+        self._open = kind
+        self._index += 1
+        yield {"type": "content_block_start", "index": self._index, "content_block": {"type": kind} | content}
+        if self._index == 0:
+            yield {"type": "ping"}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _message(self, content: list[dict[str, Any]], reason: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -81,22 +113,18 @@ class MessageRenderer(Renderer):
         }
 
 
-def named_event(data: dict[str, Any]) -> str:
-    return f"event: {data['type']}\n{event(data)}"
-
-
-def stop_reason(finish: Finish) -> dict[str, Any]:
+def stop_reason(finish: deltas.Finish) -> dict[str, Any]:
     if finish.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_string}
     ended = "tool_use" if finish.num_calls else "end_turn"
     return {"stop_reason": "max_tokens" if finish.reason == "length" else ended, "stop_sequence": None}
 
 
-def content_block(part: Part, omit_thinking: bool) -> dict[str, Any]:
-    if isinstance(part.kind, CallStart):
+def content_block(part: deltas.Part, omit_thinking: bool) -> dict[str, Any]:
+    if isinstance(part.kind, deltas.CallStart):
         arguments = json.loads(part.text, parse_float=finite)
         return {"type": "tool_use", "id": part.kind.call_id, "name": part.kind.name, "input": arguments}
-    if part.kind is Text:
+    if part.kind is deltas.Text:
         return {"type": "text", "text": part.text}
     sign, shown = (seal, "") if omit_thinking else (signature, part.text)
     return {"type": "thinking", "thinking": shown, "signature": sign(part.text)}
@@ -105,54 +133,3 @@ def content_block(part: Part, omit_thinking: bool) -> dict[str, Any]:
 def finite(number: str) -> float:
     """A number that JSON can hold again: it has no infinity."""
     return max(-sys.float_info.max, min(float(number), sys.float_info.max))
-
-
-class BlockEvents:
-    """Makes the events of one message from its deltas."""
-
-    def __init__(self, omit_thinking: bool) -> None:
-        self._omit_thinking = omit_thinking
-        self._index = -1
-        self._open: str | None = None  # the type of the block that has started
-        self._thinking = ""
-
-    def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        match delta:
-            case Text(text) | CallBroken(_, text):
-                yield from self._start("text", {"text": ""})
-                yield self._delta({"type": "text_delta", "text": text})
-            case Thinking(text):
-                yield from self._start("thinking", {"thinking": "", "signature": ""})
-                self._thinking += text
-                if not self._omit_thinking:
-                    yield self._delta({"type": "thinking_delta", "thinking": text})
-            case CallStart(_, call_id, name):
-                yield from self.close()
-                yield from self._start("tool_use", {"id": call_id, "name": name, "input": {}})
-            case CallArguments(_, text):
-                yield self._delta({"type": "input_json_delta", "partial_json": text})
-
-    def close(self) -> Iterator[dict[str, Any]]:
-        """Stop the block that has started, if any."""
-        if self._open is None:
-            return
-        if self._open == "thinking":
-            sign = seal if self._omit_thinking else signature
-            yield self._delta({"type": "signature_delta", "signature": sign(self._thinking)})
-            self._thinking = ""
-        self._open = None
-        yield {"type": "content_block_stop", "index": self._index}
-
-    def _start(self, kind: str, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Start a block of that type, unless one has started."""
-        if self._open == kind:
-            return
-        yield from self.close()
-        self._open = kind
-        self._index += 1
-        yield {"type": "content_block_start", "index": self._index, "content_block": {"type": kind} | content}
-        if self._index == 0:
-            yield {"type": "ping"}
-
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}

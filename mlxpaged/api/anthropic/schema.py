@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.schema import MAX_LIST, MAX_STOP_STRINGS, MAX_TOOLS, Body, StopString, ToolName, one_of
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, OneOf, StopStrings, ToolName
 
 
 class CacheControl(Body):
@@ -52,10 +53,7 @@ class ToolReference(Body):
     tool_name: ToolName
 
 
-ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("[text]")] | Annotated[ToolReference, Tag("[tool_reference]")],
-    one_of("type", "text and tool_reference"),
-]
+ResultBlock = Annotated[TextBlock | ToolReference, OneOf("type")]
 
 
 class ToolResultBlock(Block):
@@ -65,16 +63,8 @@ class ToolResultBlock(Block):
     is_error: bool | None = None
 
 
-UserBlock = Annotated[
-    Annotated[TextBlock, Tag("[text]")] | Annotated[ToolResultBlock, Tag("[tool_result]")],
-    one_of("type", "text and tool_result"),
-]
-AssistantBlock = Annotated[
-    Annotated[TextBlock, Tag("[text]")]
-    | Annotated[ThinkingBlock, Tag("[thinking]")]
-    | Annotated[ToolUseBlock, Tag("[tool_use]")],
-    one_of("type", "text, thinking and tool_use"),
-]
+UserBlock = Annotated[TextBlock | ToolResultBlock, OneOf("type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, OneOf("type")]
 
 
 class UserMessage(Body):
@@ -94,6 +84,9 @@ class SystemMessage(Body):
     content: str | Annotated[Texts, Field(min_length=1)]
 
 
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, OneOf("role")]
+
+
 class Tool(Block):
     """defer_loading: the model does not see the tool until a tool_reference names it."""
 
@@ -107,12 +100,7 @@ class Tool(Block):
 
 
 class AutoChoice(Body):
-    type: Literal["auto"]
-    disable_parallel_tool_use: bool | None = None
-
-
-class AnyChoice(Body):
-    type: Literal["any"]
+    type: Literal["auto", "any"]
     disable_parallel_tool_use: bool | None = None
 
 
@@ -145,19 +133,8 @@ class ThinkingDisabled(Body):
     type: Literal["disabled"]
 
 
-ToolChoice = Annotated[
-    Annotated[AutoChoice, Tag("[auto]")]
-    | Annotated[AnyChoice, Tag("[any]")]
-    | Annotated[NoChoice, Tag("[none]")]
-    | Annotated[NamedChoice, Tag("[tool]")],
-    one_of("type", "auto, any, none and tool"),
-]
-Thinking = Annotated[
-    Annotated[ThinkingEnabled, Tag("[enabled]")]
-    | Annotated[ThinkingAdaptive, Tag("[adaptive]")]
-    | Annotated[ThinkingDisabled, Tag("[disabled]")],
-    one_of("type", "enabled, adaptive and disabled"),
-]
+ToolChoice = Annotated[AutoChoice | NoChoice | NamedChoice, OneOf("type")]
+Thinking = Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, OneOf("type")]
 
 
 class Metadata(Body):
@@ -191,17 +168,7 @@ class CountTokensRequest(Body):
     """The fields that make the prompt."""
 
     model: str
-    messages: Annotated[
-        list[
-            Annotated[
-                Annotated[UserMessage, Tag("[user]")]
-                | Annotated[AssistantMessage, Tag("[assistant]")]
-                | Annotated[SystemMessage, Tag("[system]")],
-                one_of("role", "user, assistant and system"),
-            ]
-        ],
-        Field(min_length=1, max_length=MAX_LIST, fail_fast=True),
-    ]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     system: str | Texts | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
@@ -215,8 +182,7 @@ class CountTokensRequest(Body):
         open_calls: set[str] = set()
         tools = {tool.name for tool in self.tools or ()}
         for i, message in enumerate(self.messages):
-            blocks = [] if isinstance(message.content, str) else message.content
-            for j, block in enumerate(blocks):
+            for j, block in enumerate(blocks_of(message)):
                 if isinstance(block, ToolUseBlock):
                     open_calls.add(block.id)
                 elif isinstance(block, ToolResultBlock) and block.tool_use_id not in open_calls:
@@ -225,41 +191,34 @@ class CountTokensRequest(Body):
                 for name in references(block):
                     if name not in tools:
                         raise bad_parameter(f"messages.{i}.content.{j}.content", f"no tool has the name {name!r}")
-        last = self.messages[-1]
-        if not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content):
+        if any(isinstance(block, ToolUseBlock) for block in blocks_of(self.messages[-1])):
             raise bad_parameter("messages", "the last message has tool_use blocks without their tool_result")
         return self
 
     def offered_tools(self) -> list[tuple[int, Tool]]:
         """With their places in `tools`. Deferred tools that no result has referred to are left out."""
-        blocks = [
-            block for message in self.messages if not isinstance(message.content, str) for block in message.content
-        ]
-        loaded = {name for block in blocks for name in references(block)}
-        return [
-            (index, tool)
-            for index, tool in enumerate(self.tools or ())
-            if not tool.defer_loading or tool.name in loaded
-        ]
+        loaded = {name for message in self.messages for block in blocks_of(message) for name in references(block)}
+        tools = enumerate(self.tools or ())
+        return [(index, tool) for index, tool in tools if not tool.defer_loading or tool.name in loaded]
 
     @property
     def omits_thinking(self) -> bool:
         return getattr(self.thinking, "display", None) == "omitted"
 
 
+def blocks_of(message: UserMessage | AssistantMessage | SystemMessage) -> Sequence[Body]:
+    return [] if isinstance(message.content, str) else message.content
+
+
 def references(block: Body) -> list[str]:
     """The tools that a block makes callable."""
-    content = block.content if isinstance(block, ToolResultBlock) else None
-    return (
-        []
-        if content is None or isinstance(content, str)
-        else [part.tool_name for part in content if isinstance(part, ToolReference)]
-    )
+    parts = block.content if isinstance(block, ToolResultBlock) and isinstance(block.content, list) else []
+    return [part.tool_name for part in parts if isinstance(part, ToolReference)]
 
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_sequences: StopStrings | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None

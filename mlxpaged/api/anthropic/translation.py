@@ -6,23 +6,9 @@ import json
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from mlxpaged.api.anthropic.schema import (
-    AssistantMessage,
-    CountTokensRequest,
-    MessagesRequest,
-    NamedChoice,
-    SystemMessage,
-    TextBlock,
-    ThinkingBlock,
-    ThinkingDisabled,
-    ThinkingEnabled,
-    ToolReference,
-    ToolResultBlock,
-    ToolUseBlock,
-    UserMessage,
-)
+from mlxpaged.api.anthropic import schema
 from mlxpaged.api.anthropic.signature import unseal
-from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool, ToolChoice, sampling_params
+from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool, ToolChoice, function_call, sampling_params
 from mlxpaged.engine import Constraint
 from mlxpaged.models import Tokenizer
 
@@ -37,7 +23,7 @@ BILLING = "x-anthropic-billing-header:"
 the prompt it would keep conversations from sharing the prefix that follows it."""
 
 
-def translate(body: CountTokensRequest, tokenizer: Tokenizer) -> GenerationRequest:
+def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> GenerationRequest:
     choice = body.tool_choice
     thinking = body.thinking
     chat = Chat(
@@ -48,12 +34,12 @@ def translate(body: CountTokensRequest, tokenizer: Tokenizer) -> GenerationReque
         ],
         tool_choice=tool_choice(body),
         one_call=bool(getattr(choice, "disable_parallel_tool_use", None)),
-        enable_thinking=None if thinking is None else not isinstance(thinking, ThinkingDisabled),
-        needs_thinking=isinstance(thinking, ThinkingEnabled),
+        enable_thinking=None if thinking is None else not isinstance(thinking, schema.ThinkingDisabled),
+        needs_thinking=isinstance(thinking, schema.ThinkingEnabled),
         # As Anthropic defines it: the answer goes on where the assistant's last message ends.
-        continue_final_message=isinstance(body.messages[-1], AssistantMessage),
+        continue_final_message=isinstance(body.messages[-1], schema.AssistantMessage),
     )
-    answered = body if isinstance(body, MessagesRequest) else None
+    answered = body if isinstance(body, schema.MessagesRequest) else None
     params = sampling_params(
         body,
         stop=tuple(answered.stop_sequences or ()) if answered else (),
@@ -64,36 +50,36 @@ def translate(body: CountTokensRequest, tokenizer: Tokenizer) -> GenerationReque
     return GenerationRequest.of(body, prompt=chat, params=params, service_tier=tier)
 
 
-def tool_choice(body: CountTokensRequest) -> ToolChoice:
+def tool_choice(body: schema.CountTokensRequest) -> ToolChoice:
     choice = body.tool_choice
-    if isinstance(choice, NamedChoice):
+    if isinstance(choice, schema.NamedChoice):
         return ToolChoice("required", named=choice.name)
     return ToolChoice() if choice is None else ToolChoice(CHOICES[choice.type])
 
 
-def constraint_of(body: CountTokensRequest) -> Constraint | None:
+def constraint_of(body: schema.CountTokensRequest) -> Constraint | None:
     if body.output_config is None or body.output_config.format is None:
         return None
     return Constraint("json_schema", json.dumps(body.output_config.format.schema_), "output_config.format.schema")
 
 
-def thinking_budget(body: CountTokensRequest, tokenizer: Tokenizer) -> int | None:
+def thinking_budget(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> int | None:
     """Clients send an effort to every model: it limits nothing if the model does not think."""
-    thinks = tokenizer.tags.think_start and not isinstance(body.thinking, ThinkingDisabled)
+    thinks = tokenizer.tags.think_start and not isinstance(body.thinking, schema.ThinkingDisabled)
     effort = body.output_config.effort if body.output_config is not None else None
     limits = [EFFORT_TOKENS.get(effort or "high") if thinks else None, getattr(body.thinking, "budget_tokens", None)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def messages_of(body: CountTokensRequest, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def messages_of(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The messages for the chat template."""
     messages: list[dict[str, Any]] = []
     if body.system is not None:
         messages.append({"role": "system", "content": system_text(body.system)})
     for message in body.messages:
-        if isinstance(message, UserMessage):
+        if isinstance(message, schema.UserMessage):
             add_user(messages, message)
-        elif isinstance(message, SystemMessage):
+        elif isinstance(message, schema.SystemMessage):
             add_system(messages, message, tokenizer)
         else:
             messages.append(assistant(message))
@@ -103,34 +89,36 @@ def messages_of(body: CountTokensRequest, tokenizer: Tokenizer) -> list[dict[str
     return messages
 
 
-def text_of(content: str | Iterable[TextBlock | ToolReference] | None) -> str:
+def text_of(content: str | Iterable[schema.TextBlock | schema.ToolReference] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(
-        block.text if isinstance(block, TextBlock) else f"The tool {block.tool_name} can be called now."
+        block.text if isinstance(block, schema.TextBlock) else f"The tool {block.tool_name} can be called now."
         for block in content
     )
 
 
-def system_text(system: str | list[TextBlock]) -> str:
+def system_text(system: str | list[schema.TextBlock]) -> str:
     return system if isinstance(system, str) else text_of(b for b in system if not b.text.startswith(BILLING))
 
 
-def add_system(messages: list[dict[str, Any]], message: SystemMessage, tokenizer: Tokenizer) -> None:
+def add_system(messages: list[dict[str, Any]], message: schema.SystemMessage, tokenizer: Tokenizer) -> None:
     """As it is, if the chat template shows system messages after the first message; else in the user's words."""
     text = text_of(message.content)
     if tokenizer.takes_late_system:
         messages.append({"role": "system", "content": text})
     else:
-        add_user(messages, UserMessage(role="user", content=f"<system>\n{text}\n</system>"))
+        add_user(messages, schema.UserMessage(role="user", content=f"<system>\n{text}\n</system>"))
 
 
-def add_user(messages: list[dict[str, Any]], message: UserMessage) -> None:
+def add_user(messages: list[dict[str, Any]], message: schema.UserMessage) -> None:
     """Results become messages of their tools. Texts that follow each other, also over several messages, become one
     message. A user's texts stay a list for now: appending half a million strings one by one takes seconds."""
-    blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+    blocks = (
+        [schema.TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+    )
     for block in blocks:
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, schema.ToolResultBlock):
             text = (ERROR if block.is_error else "") + text_of(block.content)
             messages.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id})
         elif messages and messages[-1]["role"] == "user":
@@ -139,17 +127,19 @@ def add_user(messages: list[dict[str, Any]], message: UserMessage) -> None:
             messages.append({"role": "user", "content": [block.text]})
 
 
-def assistant(message: AssistantMessage) -> dict[str, Any]:
+def assistant(message: schema.AssistantMessage) -> dict[str, Any]:
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
-    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    texts = [block for block in message.content if isinstance(block, schema.TextBlock)]
     calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        function_call(block.id, block.name, block.input)
         for block in message.content
-        if isinstance(block, ToolUseBlock)
+        if isinstance(block, schema.ToolUseBlock)
     ]
     thoughts = [
-        block.thinking or unseal(block.signature) for block in message.content if isinstance(block, ThinkingBlock)
+        block.thinking or unseal(block.signature)
+        for block in message.content
+        if isinstance(block, schema.ThinkingBlock)
     ]
     said: dict[str, Any] = {"role": "assistant", "content": text_of(texts)}
     if calls:

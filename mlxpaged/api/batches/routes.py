@@ -18,7 +18,7 @@ from mlxpaged.api.batches.runner import BatchRunner, now
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.body import pieces, read_json, read_query, validate
 from mlxpaged.api.errors import ApiError, bad_parameter
-from mlxpaged.api.page import page
+from mlxpaged.api.page import PageQuery, page
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.schema import Body, Labels
 from mlxpaged.api.server import server_of
@@ -43,14 +43,7 @@ class BatchCreate(Body):
     metadata: Labels | None = None
 
 
-class BatchList(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    after: str | None = None  # an id: those that follow it are listed
-    limit: Annotated[int, Field(ge=1, le=100)] = 20
-
-
-class FileList(BatchList):
+class FileList(PageQuery):
     limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
     order: Literal["asc", "desc"] = "desc"
     purpose: str | None = None
@@ -154,7 +147,7 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    query = read_query(request, BatchList)
+    query = read_query(request, PageQuery)
     return listed(request, list(store_of(request).batches.values())[::-1], query)
 
 
@@ -179,6 +172,6 @@ def find(records: Mapping[str, Record], request: Request, kind: str) -> Record:
     return record
 
 
-def listed(request: Request, records: Sequence[FileRecord] | Sequence[BatchRecord], query: BatchList) -> Response:
+def listed(request: Request, records: Sequence[FileRecord] | Sequence[BatchRecord], query: PageQuery) -> Response:
     theirs = [record.shown() for record in records if may_use(request, record.owner)]
     return page(theirs, query.after, query.limit)

@@ -280,7 +280,7 @@ def failure_line(place: LinePlace, code: str, message: str) -> OutputLine:
 
 def num_sequences(body: LineBody) -> int:
     """How many sequences a request takes in the engine."""
-    return body.num_candidates * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1)
+    return body.num_candidates * (len(body.prompt) if isinstance(body, CompletionRequest) else 1)
 
 
 def now() -> int:

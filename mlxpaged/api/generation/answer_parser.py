@@ -103,18 +103,14 @@ class AnswerParser:
 
     def _marks(self) -> list[str]:
         """The tags that end this section."""
-        form = self._form
-        if self._section is Section.TEXT:
-            marks = [self._tags.think_start, form.start if form else ""]
-        elif self._section is Section.OPENING:
-            marks = [self._tags.think_start if self._may_think else "", form.start if form else ""]
-        elif self._section is Section.THINKING:
-            marks = [self._tags.think_end]
-        elif self._section is Section.CALL and form is not None:
-            marks = [form.end or form.start]
-        else:
-            marks = []
-        return [mark for mark in marks if mark]
+        think_start, call_start = self._tags.think_start, self._form.start if self._form else ""
+        marks = {
+            Section.TEXT: [think_start, call_start],
+            Section.OPENING: [think_start if self._may_think else "", call_start],
+            Section.THINKING: [self._tags.think_end],
+            Section.CALL: [self._form.end or call_start] if self._form else [],
+        }
+        return [mark for mark in marks.get(self._section, ()) if mark]
 
     def _pass(self, mark: str, deltas: list[Delta]) -> None:
         """Go over a tag into the next section."""

@@ -1,44 +1,41 @@
-"""The answers to one request: read as deltas, or collected whole."""
+"""The answers to one request: read as deltas, collected whole, or as the response that an API's renderer makes."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.responses import JSONResponse, Response
+
+from mlxpaged.api.errors import ApiError, from_engine
 from mlxpaged.api.generation.answer_parser import AnswerParser
 from mlxpaged.api.generation.deltas import Delta, Finish, Part, Text, Update, Usage, joined
 from mlxpaged.api.generation.prompt import Prompts
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext
+from mlxpaged.api.streaming import EventStream
 from mlxpaged.engine import EngineInfo, RequestOutput, RequestStream, Timeline, TokenLogprobs
 
 
+@dataclass
 class Answers:
     """streams: `candidates` for the first prompt, then those for the next one. forget: called when the answers end, in
     any case."""
 
-    def __init__(
-        self,
-        info: EngineInfo,
-        context: RequestContext,
-        request: GenerationRequest,
-        prompts: Prompts,
-        streams: Sequence[RequestStream],
-        forget: Callable[[], None],
-    ) -> None:
-        self.info = info
-        self.context = context
-        self._request = request
-        self._prompts = prompts
-        self._streams = streams
-        self._forget = forget
-        self._last: dict[int, RequestOutput] = {}
-        self._thinking_tokens = 0
+    info: EngineInfo
+    context: RequestContext
+    _request: GenerationRequest
+    _prompts: Prompts
+    _streams: Sequence[RequestStream]
+    _forget: Callable[[], None]
+    _last: dict[int, RequestOutput] = field(default_factory=dict, init=False)
+    _thinking_tokens: int = field(default=0, init=False)
 
     def close(self) -> None:
         """End what still runs. Closing twice is no error."""
@@ -175,3 +172,47 @@ def timeline_field(timelines: Sequence[Timeline | None]) -> dict[str, Any]:
     if not objects:
         return {}
     return {"timeline": objects[0] if len(objects) == 1 else objects}
+
+
+class Renderer(ABC):
+    """What one API's answers look like. Events are texts of server-sent events."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+
+    def begin(self) -> Iterable[str]:
+        """The events before the first update."""
+        return ()
+
+    @abstractmethod
+    def events(self, update: Update) -> Iterable[str]:
+        """The events of an update."""
+
+    def end(self) -> Iterable[str]:
+        """The events after the last update."""
+        return ()
+
+    @abstractmethod
+    def error(self, error: ApiError) -> str:
+        """The event that ends a stream that failed."""
+
+
+async def reply(answers: Answers, renderer: Renderer, stream: bool) -> Response:
+    if stream:
+        return EventStream(events(answers, renderer), answers.close)
+    return JSONResponse(renderer.whole(await answers.collect()))
+
+
+async def events(answers: Answers, renderer: Renderer) -> AsyncGenerator[str, None]:
+    try:
+        for event in renderer.begin():
+            yield event
+        async with aclosing(answers.updates()) as updates:
+            async for update in updates:
+                for event in renderer.events(update):
+                    yield event
+        for event in renderer.end():
+            yield event
+    except Exception as error:
+        yield renderer.error(from_engine(error))

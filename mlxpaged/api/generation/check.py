@@ -23,24 +23,25 @@ class ContextLengthError(ApiError):
 
 def check_request(request: GenerationRequest) -> GenerationRequest:
     """Whether its fields agree. Raises ApiError."""
-    chat, name = request.prompt, request.client_name
+    chat = request.prompt
     if not isinstance(chat, Chat):
         return request
     if request.params.thinking_budget is not None and request.params.logprobs is not None:
-        message = "cannot be had with a limit on the thinking: the token that ends it is not sampled"
-        raise bad_parameter(name("logprobs"), message)
+        raise request.refusal(
+            "logprobs", "cannot be had with a limit on the thinking: the token that ends it is not sampled"
+        )
     if len(chat.messages) > MAX_LIST:
-        raise bad_parameter(name("messages"), f"make {len(chat.messages)} messages; the limit is {MAX_LIST}")
+        raise request.refusal("messages", f"make {len(chat.messages)} messages; the limit is {MAX_LIST}")
     if len(chat.tools) > MAX_TOOLS:
-        raise bad_parameter(name("tools"), f"are {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
+        raise request.refusal("tools", f"are {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
     tools, choice = {tool.name for tool in chat.tools}, chat.tool_choice
     if len(tools) < len(chat.tools):
-        raise bad_parameter(name("tools"), "two of them have the same name")
+        raise request.refusal("tools", "two of them have the same name")
     if choice.mode == "required" and not tools:
-        raise bad_parameter(name("tool_choice"), "asks for a call, but there are no tools")
+        raise request.refusal("tool_choice", "asks for a call, but there are no tools")
     for wanted in (*([] if choice.named is None else [choice.named]), *(choice.allowed or ())):
         if wanted not in tools:
-            raise bad_parameter(name("tool_choice"), f"no tool has the name {wanted!r}")
+            raise request.refusal("tool_choice", f"no tool has the name {wanted!r}")
     return request
 
 
@@ -54,15 +55,15 @@ def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> 
         if not tokenizer.template_reads(variable):
             raise bad_parameter(param, "this model's chat template has no such variable")
     if chat.needs_thinking and not tokenizer.tags.think_start:
-        raise bad_parameter(name("thinking"), "this model does not think, as far as its vocabulary shows")
+        raise request.refusal("thinking", "this model does not think, as far as its vocabulary shows")
     if any(message.get("tool_calls") for message in chat.messages) and not tokenizer.template_reads("tool_calls"):
-        raise bad_parameter(name("messages"), "this model's chat template does not show tool_calls to the model")
+        raise request.refusal("messages", "this model's chat template does not show tool_calls to the model")
     if chat.offered_tools:
         if not tokenizer.template_reads("tools"):
-            raise bad_parameter(name("tools"), "this model's chat template does not show tools to the model")
+            raise request.refusal("tools", "this model's chat template does not show tools to the model")
         if tokenizer.tags.tools is None:
             message = "how this model writes its calls is not known; --tool-parser can tell the server"
-            raise bad_parameter(name("tools"), message)
+            raise request.refusal("tools", message)
 
 
 def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) -> dict[str, Any]:
@@ -74,10 +75,10 @@ def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) ->
     if not chat.enable_thinking:
         if not switchable:
             message = "this model's chat template has no enable_thinking to keep it from thinking"
-            raise bad_parameter(request.client_name("thinking"), message)
+            raise request.refusal("thinking", message)
         if chat.chat_template_kwargs.get("enable_thinking"):
             message = "is 'none', but chat_template_kwargs has enable_thinking"
-            raise bad_parameter(request.client_name("thinking"), message)
+            raise request.refusal("thinking", message)
     return {"enable_thinking": chat.enable_thinking} if switchable else {}
 
 
@@ -96,12 +97,10 @@ def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:
 def check_token_ids(request: GenerationRequest, param: str, prompts: Sequence[Sequence[int]], info: EngineInfo) -> None:
     """Raises ApiError for a prompt without tokens, and for a token id that the model has no embedding for: no later
     check would. param: the client's field that holds the prompts."""
-    fields = [(request.client_name(name), list(getattr(request.params, name))) for name in TOKEN_ID_FIELDS]
+    by_name = {"logit_bias": list(request.params.logit_bias), "stop_token_ids": list(request.params.stop_token_ids)}
+    fields = [(request.client_name(name), ids) for name, ids in by_name.items()]
     for name, ids in (*fields, *((param, ids) for ids in prompts)):
         if ids and max(ids) >= info.vocab_size:
             raise bad_parameter(name, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size} tokens")
     if not all(prompts):
         raise bad_parameter(param, "a prompt without tokens cannot be continued")
-
-
-TOKEN_ID_FIELDS = ("logit_bias", "stop_token_ids")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.engine import SamplingParams
 
 
@@ -97,15 +98,23 @@ class GenerationRequest:
         """The field of the client's request that the field `name` came from."""
         return self.client_names.get(name, name)
 
+    def refusal(self, name: str, message: str, code: str | None = None) -> ApiError:
+        """The error that says what is wrong with the field `name`."""
+        return bad_parameter(self.client_name(name), message, code)
 
-def called_function(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in a conversation, as chat templates know it: with its arguments parsed, if they are a JSON object."""
+
+def function_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """A call in OpenAI's form, which chat templates know too. There the arguments are an object."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def parsed(arguments: str) -> str | dict[str, Any]:
+    """The arguments of a call, as an object if they are one."""
     try:
-        parsed = json.loads(arguments or "{}")
+        value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        parsed = arguments
-    function = {"name": name, "arguments": parsed if isinstance(parsed, dict) else arguments}
-    return {"id": call_id, "type": "function", "function": function}
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 ENGINE_TYPES: dict[str, Callable[[Any], Any]] = {

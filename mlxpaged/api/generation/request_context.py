@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from mlxpaged.api.access.caller import Caller, caller_of
-from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.request_id import HEADER, VALID, new_id
-from mlxpaged.api.tiers import Tier, tier_of
 from mlxpaged.engine import EngineConfig, Priority
 
 TIMELINE_HEADER = "X-Mlxpaged-Timeline"
@@ -32,10 +31,11 @@ class RequestContext:
 
 def context_of(http: Request, request: GenerationRequest, config: EngineConfig, id_prefix: str) -> RequestContext:
     """Raises ApiError for a header or a field that asks for what the server does not grant."""
-    priority, service_tier = priority_of(request, tier_of(http, config))
+    caller = caller_of(http)
+    priority, service_tier = priority_of(request, caller, config)
     return RequestContext(
         request_id=choose_id(http, id_prefix),
-        caller=caller_of(http),
+        caller=caller,
         priority=priority,
         service_tier=service_tier,
         timeout=config.request_timeout if request.timeout is None else request.timeout,
@@ -55,16 +55,22 @@ def choose_id(http: Request, prefix: str) -> str:
     return request_id
 
 
-def priority_of(request: GenerationRequest, tier: Tier) -> tuple[Priority, str]:
-    """The priority, and the response's name for it. A client may always lower its own."""
+def priority_of(request: GenerationRequest, caller: Caller | None, config: EngineConfig) -> tuple[Priority, str]:
+    """The priority, and the response's name for it. A client may always lower its own.
+
+    The caller's key has a default priority and the highest one. Without keys, no request may ask for more than the
+    server's default.
+    """
+    default = config.default_priority if caller is None else caller.default
+    highest = default if caller is None else caller.highest
     if request.service_tier == "flex":
         return Priority.LOW, "flex"
     if request.service_tier == "priority":
-        if tier.highest is not Priority.HIGH:
+        if highest is not Priority.HIGH:
             message = "'priority' is not open to this caller; 'auto', 'default' and 'flex' are"
-            raise bad_parameter(request.client_name("service_tier"), message, code="service_tier_not_allowed")
+            raise request.refusal("service_tier", message, code="service_tier_not_allowed")
         return Priority.HIGH, "priority"
-    return tier.default, "default"
+    return default, "default"
 
 
 def wants_timeline(http: Request, config: EngineConfig) -> bool:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 from starlette.requests import Request as HttpRequest
 
-from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.answers import Answers
 from mlxpaged.api.generation.check import ContextLengthError, check_request
 from mlxpaged.api.generation.prompt import Prompts, prepare
 from mlxpaged.api.generation.request import Chat, GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext, context_of
 from mlxpaged.api.open_requests import OpenRequest
-from mlxpaged.api.server import Server, server_of
-from mlxpaged.engine import AsyncEngine, MinTokensError, QueueFullError, Request, RequestCancelledError, RequestStream
+from mlxpaged.api.server import server_of
+from mlxpaged.engine import MinTokensError, QueueFullError, Request, RequestCancelledError
 from mlxpaged.scheduler import PromptTooLongError
 
 
@@ -30,38 +28,30 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
     request = await server.prepare(http, lambda: check_request(translate()))
     engine, info = server.ready(request.model)
     context = context_of(http, request, engine.config, id_prefix)
-    with reserved(server, engine, context, request) as (opened, arrival_time):
-        prompts = await prepare(http, request, info)
-        if opened.cancelled:
-            raise RequestCancelledError("the request was cancelled")
-        requests = engine_requests(request, context, opened, prompts, arrival_time)
-        streams = submit(engine, request, prompts, requests)
+    num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)
+    opened = server.open_requests.open(context.request_id, num_prompts * request.candidates, context.caller)
+    try:
+        with engine.reserve(len(opened.names)) as arrival_time:
+            prompts = await prepare(http, request, info)
+            if opened.cancelled:
+                raise RequestCancelledError("the request was cancelled")
+            requests = engine_requests(request, context, opened, prompts, arrival_time)
+            streams = engine.submit(requests, request.default_max_tokens)
         opened.submitted = True
         opened.count(sum(len(prompt) for prompt in prompts.token_ids))
-    return Answers(info, context, request, prompts, streams, lambda: server.open_requests.close(opened))
-
-
-@contextlib.contextmanager
-def reserved(
-    server: Server, engine: AsyncEngine, context: RequestContext, request: GenerationRequest
-) -> Iterator[tuple[OpenRequest, float]]:
-    """The id of one HTTP request and room in the queue for all its sequences, while it is made ready and submitted; and
-    its arrival time.
-
-    An exception in the block gives both back. Raises DuplicateRequestError, QueueFullError, or ApiError if the server
-    would never take as many.
-    """
-    num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)
-    count = num_prompts * request.candidates
-    opened = server.open_requests.open(context.request_id, count, context.caller)
-    try:
-        with engine.reserve(count) as arrival_time:
-            yield opened, arrival_time
     except BaseException as error:
         server.open_requests.close(opened)
-        if isinstance(error, QueueFullError) and not error.ever:
-            raise bad_parameter(request.client_name("candidates"), str(error), code="too_many_prompts") from None
+        match error:
+            case QueueFullError(ever=False):
+                raise request.refusal("candidates", str(error), code="too_many_prompts") from None
+            case MinTokensError():
+                raise request.refusal("min_tokens", str(error)) from None
+            case PromptTooLongError():
+                fit_alone = all(len(prompt) < info.max_model_len for prompt in prompts.token_ids)
+                param = request.client_name("max_tokens") if fit_alone else prompts.param
+                raise ContextLengthError(param, error) from None
         raise
+    return Answers(info, context, request, prompts, streams, lambda: server.open_requests.close(opened))
 
 
 def engine_requests(
@@ -90,25 +80,3 @@ def engine_requests(
             )
         )
     return requests
-
-
-def submit(
-    engine: AsyncEngine, request: GenerationRequest, prompts: Prompts, requests: Sequence[Request]
-) -> list[RequestStream]:
-    """Submit all requests, or none of them if one is refused. Raises ApiError or EngineUnavailableError."""
-    try:
-        return engine.submit(requests, request.default_max_tokens)
-    except PromptTooLongError as error:
-        fit_alone = all(fits_alone(engine, prompt) for prompt in prompts.token_ids)
-        raise ContextLengthError(request.client_name("max_tokens") if fit_alone else prompts.param, error) from None
-    except MinTokensError as error:
-        raise bad_parameter(request.client_name("min_tokens"), str(error)) from None
-
-
-def fits_alone(engine: AsyncEngine, prompt: Sequence[int]) -> bool:
-    """Whether the prompt leaves room for at least one token."""
-    try:
-        engine.check(len(prompt), None)
-    except PromptTooLongError:
-        return False
-    return True

@@ -8,16 +8,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxpaged.api.generation.answers import Answer, Answers
+from mlxpaged.api.generation.answers import Answer, Answers, reply
 from mlxpaged.api.generation.deltas import CallArguments, CallBroken, CallStart, Delta, Finish, Text, Thinking, Update
-from mlxpaged.api.generation.reply import reply
-from mlxpaged.api.generation.request import Chat, GenerationRequest, sampling_params
+from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, sampling_params
 from mlxpaged.api.generation.submission import start
-from mlxpaged.api.openai.logprobs import chat_logprobs
-from mlxpaged.api.openai.renderer import CompletionsRenderer
+from mlxpaged.api.openai.renderer import CompletionsRenderer, chat_logprobs
 from mlxpaged.api.openai.schema import EFFORT_TOKENS, ChatRequest
 from mlxpaged.api.openai.tools import NamedTool, translated_choice
-from mlxpaged.api.streaming import handler
 from mlxpaged.engine import TokenLogprobs
 
 
@@ -26,14 +23,11 @@ async def respond(request: Request, body: ChatRequest) -> Response:
     return await reply(answers, ChatRenderer(answers, body), bool(body.stream))
 
 
-create = handler(ChatRequest, respond)
-
-
 def translate(body: ChatRequest) -> GenerationRequest:
     """Raises ApiError."""
     chat = Chat(
         messages=[message.for_template() for message in body.messages],
-        tools=[tool.translated(index) for index, tool in enumerate(body.tools or ())],
+        tools=[tool.function.translated(f"tools.{index}") for index, tool in enumerate(body.tools or ())],
         tool_choice=translated_choice(body.tool_choice),
         one_call=body.parallel_tool_calls is False,
         enable_thinking=False if body.reasoning_effort == "none" else None,
@@ -69,7 +63,9 @@ class ChatRenderer(CompletionsRenderer):
         parts = answer.parts
         text, thinking = ("".join(part.text for part in parts if part.kind is kind) for kind in (Text, Thinking))
         calls = [
-            called(part.kind.call_id, part.kind.name, part.text) for part in parts if isinstance(part.kind, CallStart)
+            function_call(kind.call_id, kind.name, part.text)
+            for part in parts
+            if isinstance(kind := part.kind, CallStart)
         ]
         message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         if thinking:
@@ -118,11 +114,7 @@ def delta_fields(delta: Delta) -> dict[str, Any]:
         case Thinking(text):
             return {"reasoning_content": text}
         case CallStart(index, call_id, name):
-            return {"tool_calls": [{"index": index, **called(call_id, name, "")}]}
+            return {"tool_calls": [{"index": index, **function_call(call_id, name, "")}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
     return {}
-
-
-def called(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -8,24 +8,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxpaged.api.generation.answers import Answer, Answers
+from mlxpaged.api.generation.answers import Answer, Answers, reply
 from mlxpaged.api.generation.deltas import Text, Update
-from mlxpaged.api.generation.reply import reply
 from mlxpaged.api.generation.request import GenerationRequest, sampling_params
 from mlxpaged.api.generation.submission import start
-from mlxpaged.api.openai.logprobs import completion_logprobs
-from mlxpaged.api.openai.renderer import CompletionsRenderer
+from mlxpaged.api.openai.renderer import CompletionsRenderer, completion_logprobs
 from mlxpaged.api.openai.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
-from mlxpaged.api.streaming import handler
 from mlxpaged.engine import TokenLogprobs
 
 
 async def respond(request: Request, body: CompletionRequest) -> Response:
     answers = await start(request, lambda: translate(body), "cmpl")
     return await reply(answers, CompletionRenderer(answers, body), bool(body.stream))
-
-
-create = handler(CompletionRequest, respond)
 
 
 def translate(body: CompletionRequest) -> GenerationRequest:

@@ -11,17 +11,16 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.errors import bad_parameter, model_not_found
 from mlxpaged.api.generation.request_context import choose_id
-from mlxpaged.api.openai.schema import PromptText, PromptTokens, Seconds, texts_or_tokens
+from mlxpaged.api.openai.schema import Seconds, one_kind_of_input
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import Server, server_of
-from mlxpaged.api.streaming import handler
 from mlxpaged.engine import EmbeddingRequest, EngineInfo, RequestCancelledError
 from mlxpaged.models import EmbeddingModel
 
@@ -32,27 +31,14 @@ MAX_INPUTS = 2048
 MAX_SLICE = 100_000
 """Characters that the tokenizer's thread takes at a time, so that it gets to other requests in between."""
 
-EmbeddingInput = (
-    PromptText
-    | PromptTokens
-    | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_INPUTS)]
-    | Annotated[list[PromptTokens], Field(min_length=1, max_length=MAX_INPUTS)]
-)
-"""The type of `input` in the OpenAPI document."""
-
 
 class EmbeddingsRequest(Body):
     model: str | None = None
-    input: list[str] | list[list[int]]  # checked by `_one_kind_of_input`
+    input: Annotated[list[str] | list[list[int]], one_kind_of_input("input", MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     timeout: Seconds | None = None
     user: str | None = None
-
-    @field_validator("input", mode="plain", json_schema_input_type=EmbeddingInput)
-    @classmethod
-    def _one_kind_of_input(cls, value: Any) -> list[str] | list[list[int]]:
-        return texts_or_tokens("input", value, MAX_INPUTS)
 
 
 class Embedding(Body):
@@ -96,9 +82,6 @@ async def respond(request: Request, body: EmbeddingsRequest) -> Response:
     logger.info("%s embeddings=%d prompt_tokens=%d seconds=%.3f", opened.request_id, len(inputs), num_tokens, seconds)
     pieces = in_pieces(model.name, vectors, num_tokens, body.encoding_format == "base64")
     return StreamingResponse(pieces, media_type="application/json")
-
-
-create = handler(EmbeddingsRequest, respond)
 
 
 def embedding_model(server: Server, info: EngineInfo, name: str | None) -> EmbeddingModel:

@@ -1,4 +1,4 @@
-"""What the answers of chat completions and completions have in common: their envelope, usage, last chunk and errors."""
+"""What the answers of chat completions and completions share: envelope, usage, log-probabilities, end and errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlxpaged.api.errors import ApiError
-from mlxpaged.api.generation.answers import Answer, Answers, timeline_field
+from mlxpaged.api.generation.answers import Answer, Answers, Renderer, timeline_field
 from mlxpaged.api.generation.deltas import Usage
-from mlxpaged.api.generation.reply import Renderer
 from mlxpaged.api.openai.schema import SamplingFields
 from mlxpaged.api.streaming import event
+from mlxpaged.engine import TokenLogprobs
+from mlxpaged.models import Tokenizer
 
 
 class CompletionsRenderer(Renderer):
@@ -21,7 +22,7 @@ class CompletionsRenderer(Renderer):
     def __init__(self, answers: Answers, body: SamplingFields, kind: str, chunk_kind: str) -> None:
         self.answers = answers
         self._kind = kind
-        self._include_usage = body.include_usage
+        self._include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._envelope = {
             "id": answers.context.request_id,
             "object": chunk_kind,
@@ -63,4 +64,42 @@ def usage_field(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say; the value OpenAI uses."""
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": tokenizer.token_bytes(token_id),
+        }
+
+    content = [
+        entry(token.token_id, token.logprob) | {"top_logprobs": [entry(*candidate) for candidate in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
+    """offset: characters of the answer before the first of `tokens`."""
+    texts = [tokenizer.token_text(token.token_id) for token in tokens]
+    offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
+        # OpenAI adds the sampled token if it is not among the most likely ones.
+        "top_logprobs": [
+            {
+                tokenizer.token_text(candidate): max(logprob, MIN_LOGPROB)
+                for candidate, logprob in (*token.top, (token.token_id, token.logprob))
+            }
+            for token in tokens
+        ],
+        "text_offset": offsets,
     }

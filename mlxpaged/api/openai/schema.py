@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.messages import Message
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
-from mlxpaged.api.openai.tools import Tool, ToolChoice
-from mlxpaged.api.schema import (
-    MAX_LIST,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_TOOLS,
-    Body,
-    Labels,
-    StopString,
-    until_first_fault,
-)
+from mlxpaged.api.openai.tools import Call, Tool, ToolChoice
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, Stop, until_first_fault
 from mlxpaged.engine import Constraint
 
 MAX_TOP_LOGPROBS = 20
@@ -39,22 +30,43 @@ def fits_bias(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= MAX_BIAS
 
 
-StopInput = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None
-"""The type of `stop` in the API's description. The field's validator has shorter errors than pydantic."""
-
-
-class StreamOptions(Body):
-    include_usage: bool | None = False
+class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class SamplingFields(StructuredFields):
-    """The fields that chat completions and completions share. SamplingParams takes its own from here, by name."""
+class StreamOptions(ResponseStreamOptions):
+    include_usage: bool | None = False
+
+
+class RequestFields(Body):
+    """The fields that chat completions, completions and responses share."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stream: bool | None = False
+    stream_options: ResponseStreamOptions | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    # Labels that change nothing.
+    user: str | None = None
+    metadata: Labels | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Not OpenAI's: deadlines that the server keeps.
+    timeout: Seconds | None = None
+    ttft_timeout: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> RequestFields:
+        if self.stream_options is not None and not self.stream:
+            raise bad_parameter("stream_options", "needs stream to be true")
+        return self
+
+
+class SamplingFields(RequestFields, StructuredFields):
+    """The fields that chat completions and completions share. SamplingParams takes its own from here, by name."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -62,38 +74,12 @@ class SamplingFields(StructuredFields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Bias], until_first_fault(fits_bias)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: list[str] | None = None  # as `_stop_is_a_list` leaves it
+    stop: Stop = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
-    # Labels that change nothing.
-    user: str | None = None
-    metadata: Labels | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    # Not OpenAI's: deadlines that the server keeps.
-    timeout: Seconds | None = None
-    ttft_timeout: Seconds | None = None
-
-    @field_validator("stop", mode="plain", json_schema_input_type=StopInput)
-    @classmethod
-    def _stop_is_a_list(cls, value: Any) -> list[str] | None:
-        if value is None:
-            return None
-        strings = [value] if isinstance(value, str) else value
-        if not isinstance(strings, list):
-            raise bad_parameter("stop", "must be a string or a list of strings")
-        if len(strings) > MAX_STOP_STRINGS:
-            raise bad_parameter("stop", f"has {len(strings)} strings; the limit is {MAX_STOP_STRINGS}")
-        for i, text in enumerate(strings):
-            field = "stop" if isinstance(value, str) else f"stop.{i}"
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise bad_parameter(field, f"must be a string of 1 to {MAX_STOP_LENGTH} characters")
-        return strings
 
     @field_validator("logit_bias")
     @classmethod
@@ -102,12 +88,6 @@ class SamplingFields(StructuredFields):
             if not (key.isascii() and key.isdigit() and len(key) <= MAX_TOKEN_ID_DIGITS):
                 raise ValueError(f"keys must be token ids, got {key[:40]!r}")
         return value
-
-    @model_validator(mode="after")
-    def _usage_needs_a_stream(self) -> SamplingFields:
-        if self.stream_options is not None and not self.stream:
-            raise bad_parameter("stream_options", "needs stream to be true")
-        return self
 
     @property
     def num_candidates(self) -> int:
@@ -119,9 +99,49 @@ class SamplingFields(StructuredFields):
         """The field that asks for more than one sequence per prompt, if any."""
         return "n" if self.num_candidates > 1 else None
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
+    reasoning_content: str | None = None
+    # LiteLLM's notes on an answer, which it sends back with it; they say nothing that other fields do not.
+    provider_specific_fields: dict[str, Any] | None = None
+    # OpenAI's client sends an answer's fields back as it got them.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _fields_fit_role(self) -> Message:
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+            raise ValueError("only the assistant has tool_calls and reasoning_content")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content: Field required")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("a message of the role 'tool' has a tool_call_id, and no other one has")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: plain text, and `system` for OpenAI's `developer`."""
+        parts = [] if self.content is None else self.content
+        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        fields: dict[str, Any] = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
+            "reasoning_content": self.reasoning_content,
+        }
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | {name: value for name, value in fields.items() if value is not None}
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -176,13 +196,7 @@ MAX_PROMPTS = 128
 MAX_TOKEN_ID = 2**31 - 1
 
 
-def check_token_list(field: str, ids: list[Any]) -> None:
-    for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
-            raise bad_parameter(field, f"must be a list of token ids, got {str(token_id)[:40]!r}")
-
-
-def texts_or_tokens(field: str, value: Any, most: int) -> list[str] | list[list[int]]:
+def texts_or_tokens(field: str, most: int, value: Any) -> list[str] | list[list[int]]:
     """A string, token ids, or a list of either, as a list. Raises ApiError for anything else.
 
     By hand: of a union of these four, pydantic collects the errors of every branch at every element, which takes
@@ -199,38 +213,32 @@ def texts_or_tokens(field: str, value: Any, most: int) -> list[str] | list[list[
             raise bad_parameter(f"{field}.{i}", "must be of the same kind as the others, text or token ids")
         if not each:
             raise bad_parameter(f"{field}.{i}", "must not be empty")
-        if isinstance(each, list):
-            check_token_list(f"{field}.{i}", each)
+        for token_id in each if isinstance(each, list) else ():
+            if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+                raise bad_parameter(f"{field}.{i}", f"must be a list of token ids, got {str(token_id)[:40]!r}")
     return value
+
+
+def one_kind_of_input(field: str, most: int) -> PlainValidator:
+    """Checks a field by `texts_or_tokens`. The API's description has the type that pydantic would check."""
+    text = Annotated[str, Field(min_length=1)]
+    tokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
+    several = Field(min_length=1, max_length=most)
+    described = text | tokens | Annotated[list[text], several] | Annotated[list[tokens], several]
+    return PlainValidator(partial(texts_or_tokens, field, most), json_schema_input_type=described)
 
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions. Chat has none: an answer may fill the context."""
 
 
-PromptText = Annotated[str, Field(min_length=1)]
-PromptTokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
-PromptInput = (
-    PromptText
-    | PromptTokens
-    | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[list[PromptTokens], Field(min_length=1, max_length=MAX_PROMPTS)]
-)
-"""The type of `prompt` in the API's description."""
-
-
 class CompletionRequest(SamplingFields):
-    prompt: list[str] | list[list[int]]  # as `_one_kind_of_prompt` leaves it
+    prompt: Annotated[list[str] | list[list[int]], one_kind_of_input("prompt", MAX_PROMPTS)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     # Only the values that change nothing are accepted.
     suffix: Literal[""] | None = None
-
-    @field_validator("prompt", mode="plain", json_schema_input_type=PromptInput)
-    @classmethod
-    def _one_kind_of_prompt(cls, value: Any) -> list[str] | list[list[int]]:
-        return texts_or_tokens("prompt", value, MAX_PROMPTS)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionRequest:
@@ -249,6 +257,3 @@ class CompletionRequest(SamplingFields):
     @property
     def multiplier(self) -> str | None:
         return "best_of" if self.num_candidates > (self.n or 1) else super().multiplier
-
-    def prompts(self) -> list[str] | list[list[int]]:
-        return self.prompt

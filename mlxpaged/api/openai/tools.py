@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from mlxpaged.api.generation import request
-from mlxpaged.api.schema import MAX_TOOLS, Body, ToolName, one_of
+from mlxpaged.api.schema import MAX_TOOLS, Body, OneOf, ToolName
 
 
 class Function(Body):
@@ -16,14 +16,13 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def translated(self, param: str) -> request.Tool:
+        return request.Tool(self.name, self.description, self.parameters, self.strict, param)
+
 
 class Tool(Body):
     type: Literal["function"]
     function: Function
-
-    def translated(self, index: int) -> request.Tool:
-        function = self.function
-        return request.Tool(function.name, function.description, function.parameters, function.strict, f"tools.{index}")
 
 
 class FunctionName(Body):
@@ -47,13 +46,7 @@ class AllowedChoice(Body):
     allowed_tools: AllowedTools
 
 
-ToolChoice = (
-    Literal["none", "auto", "required"]
-    | Annotated[
-        Annotated[NamedTool, Tag("[function]")] | Annotated[AllowedChoice, Tag("[allowed_tools]")],
-        one_of("type", "function and allowed_tools"),
-    ]
-)
+ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedChoice, OneOf("type")]
 
 
 def translated_choice(choice: ToolChoice | None) -> request.ToolChoice:
@@ -79,4 +72,4 @@ class Call(Body):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        return request.called_function(self.id, self.function.name, self.function.arguments)
+        return request.function_call(self.id, self.function.name, request.parsed(self.function.arguments))

@@ -8,8 +8,6 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from mlxpaged.api.schema import MAX_LIST, Body
 
-KINDS = "message, function_call, function_call_output, reasoning and item_reference"
-
 
 class ContentPart(Body):
     """annotations, logprobs: of an earlier answer that the client sends back. They are not shown to the model."""
@@ -130,6 +128,9 @@ InputItem = Annotated[
     | Annotated[ReasoningItem, Tag("[reasoning]")]
     | Annotated[ItemReference, Tag("[item_reference]")],
     Discriminator(
-        kind_of, custom_error_type="unsupported_type", custom_error_message=f"type: only {KINDS} are supported here"
+        kind_of,
+        custom_error_type="unsupported_type",
+        custom_error_message="type: only message, function_call, function_call_output, reasoning and item_reference "
+        "are supported here",
     ),
 ]

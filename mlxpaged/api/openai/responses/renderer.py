@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
 from mlxpaged.api.errors import ApiError
-from mlxpaged.api.generation.answers import Answer, Answers, timeline_field
-from mlxpaged.api.generation.deltas import Finish, Update
-from mlxpaged.api.generation.reply import Renderer
-from mlxpaged.api.openai.logprobs import chat_logprobs
-from mlxpaged.api.openai.responses.output import Event, OutputItems
+from mlxpaged.api.generation import deltas
+from mlxpaged.api.generation.answers import Answer, Answers, Renderer, timeline_field
+from mlxpaged.api.openai.renderer import chat_logprobs
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.responses.tools import FunctionTool, NamespaceTool, WebSearchTool, functions
-from mlxpaged.api.streaming import event
+from mlxpaged.api.request_id import new_id
+from mlxpaged.api.streaming import named_event
+
+Event = tuple[str, dict[str, Any]]
+"""Its type without "response.", and its fields."""
+LIMITS = {"max_output_tokens", "max_tool_calls"}
+REPEATED = {"instructions", "previous_response_id", "user", "safety_identifier", "prompt_cache_key", *LIMITS}
+"""Fields of the request that the response has as they are."""
 
 
 class ResponseRenderer(Renderer):
@@ -28,7 +33,7 @@ class ResponseRenderer(Renderer):
         self._keep = keep
         self._created = int(time.time())
         self._output = OutputItems({tool.name: called_as for tool, called_as in functions(body.tools)})
-        self._sequence_number = 0
+        self._sequence_number = -1  # of the last event
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         for update in answers[0].updates:
@@ -41,7 +46,7 @@ class ResponseRenderer(Renderer):
         yield self._event("created", response=self._response("in_progress"))
         yield self._event("in_progress", response=self._response("in_progress"))
 
-    def events(self, update: Update) -> Iterator[str]:
+    def events(self, update: deltas.Update) -> Iterator[str]:
         for kind, fields in self._made(update):
             yield self._event(kind, **fields)
 
@@ -49,7 +54,7 @@ class ResponseRenderer(Renderer):
         details = {"code": error.code or error.kind, "message": error.message}
         return self._event("failed", response=self._response("failed", error=details, output=self._output.items))
 
-    def _made(self, update: Update) -> Iterator[Event]:
+    def _made(self, update: deltas.Update) -> Iterator[Event]:
         """The last event of the last update has the response."""
         logprobs: list[dict[str, Any]] = []
         if self._body.wants_logprobs and not update.thinking:
@@ -61,7 +66,7 @@ class ResponseRenderer(Renderer):
             response = self._finished(complete, update.finish)
             yield response["status"], {"response": response}
 
-    def _finished(self, complete: bool, finish: Finish) -> dict[str, Any]:
+    def _finished(self, complete: bool, finish: deltas.Finish) -> dict[str, Any]:
         usage = self._answers.usage
         response = self._response(
             "completed" if complete else "incomplete",
@@ -95,17 +100,11 @@ class ResponseRenderer(Renderer):
             "model": self._answers.info.model,
             "output": [],
             "usage": None,
-            "instructions": body.instructions,
-            "previous_response_id": body.previous_response_id,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
+            **body.model_dump(include=REPEATED),
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "metadata": body.metadata or {},
-            "user": body.user,
-            "safety_identifier": body.safety_identifier,
-            "prompt_cache_key": body.prompt_cache_key,
             "service_tier": self._answers.context.service_tier,
             "store": body.kept,
             "background": False,
@@ -119,9 +118,8 @@ class ResponseRenderer(Renderer):
         return response | fields
 
     def _event(self, kind: str, **fields: Any) -> str:
-        data = {"type": f"response.{kind}", "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
-        return f"event: response.{kind}\n{event(data)}"
+        return named_event({"type": f"response.{kind}", "sequence_number": self._sequence_number, **fields})
 
 
 def shown(model: BaseModel | None) -> dict[str, Any]:
@@ -132,3 +130,95 @@ def shown(model: BaseModel | None) -> dict[str, Any]:
 def shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
     defaults = {"description": None, "parameters": None, "strict": False}
     return (defaults if isinstance(tool, FunctionTool) else {}) | shown(tool)
+
+
+class OutputItems:
+    """Makes them from the deltas of an answer. Read an event before asking for the next one: its item still grows."""
+
+    def __init__(self, called_as: Mapping[str, dict[str, str]]) -> None:
+        """called_as: by a tool's name for the model, the fields that name it in the API's calls."""
+        self._called_as = called_as
+        self.items: list[dict[str, Any]] = []
+        """Those that are done."""
+        self._open: dict[str, Any] = {}  # the one that is being made, if any
+        self._index = -1  # of the open one, among all that were announced
+        self._logprobs: list[dict[str, Any]] = []  # of tokens that have not become text
+
+    def add(self, made: list[deltas.Delta], logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        """logprobs: of the tokens that came with these deltas. They stay with the text that the tokens become."""
+        self._logprobs += logprobs
+        for delta in made:
+            match delta:
+                case deltas.Text(text):
+                    yield from self._add_text(text)
+                case deltas.Thinking(text):
+                    self._logprobs = []
+                    if self._open.get("type") != "reasoning":
+                        yield from self._begin({"id": new_id("rs"), "type": "reasoning", "summary": [], "content": []})
+                        yield from self._add_part({"type": "reasoning_text", "text": ""})
+                    self._open["content"][0]["text"] += text
+                    yield "reasoning_text.delta", self._place(content_index=0, delta=text)
+                case deltas.CallStart(_, call_id, name):
+                    call = {"id": new_id("fc"), "type": "function_call", "call_id": call_id, **self._called_as[name]}
+                    yield from self._begin(call | {"arguments": ""})
+                case deltas.CallArguments(_, text):
+                    self._open["arguments"] += text
+                    yield "function_call_arguments.delta", self._place(delta=text)
+                case deltas.CallEnd():
+                    self._logprobs = []
+                    yield from self._end("completed")
+                case deltas.CallBroken(_, text):
+                    # The announced item cannot be taken back: it ends incomplete, and the response does not have it.
+                    self._open["status"] = "incomplete"
+                    yield "output_item.done", {"output_index": self._index, "item": self._open}
+                    self._open = {}
+                    yield from self._add_text(text)
+
+    def finish(self, complete: bool) -> Iterator[Event]:
+        """complete: whether the answer came to its end. An answer without items is an empty message."""
+        if (self._open.get("type") == "message" and self._logprobs) or not (self.items or self._open):
+            yield from self._add_text("")
+        yield from self._end("completed" if complete else "incomplete")
+
+    def _add_text(self, text: str) -> Iterator[Event]:
+        if self._open.get("type") != "message":
+            yield from self._begin({"id": new_id("msg"), "type": "message", "role": "assistant", "content": []})
+            yield from self._add_part({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+        logprobs, self._logprobs = self._logprobs, []
+        part = self._open["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        if text or logprobs:
+            yield "output_text.delta", self._place(content_index=0, delta=text, logprobs=logprobs)
+
+    def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
+        yield from self._end("completed")
+        self._index += 1
+        self._open = item | {"status": "in_progress"}
+        yield "output_item.added", {"output_index": self._index, "item": self._open}
+
+    def _add_part(self, part: dict[str, Any]) -> Iterator[Event]:
+        self._open["content"].append(part)
+        yield "content_part.added", self._place(content_index=0, part=part)
+
+    def _end(self, status: str) -> Iterator[Event]:
+        item, place = self._open, self._place(content_index=0)
+        if not item:
+            return
+        if item["type"] == "function_call":
+            # The name is for clients of before 2026, which have it among the fields that must be there.
+            yield "function_call_arguments.done", self._place(name=item["name"], arguments=item["arguments"])
+        else:
+            part = item["content"][0]
+            if item["type"] == "message":
+                yield "output_text.done", place | {"text": part["text"], "logprobs": part["logprobs"]}
+            else:
+                yield "reasoning_text.done", place | {"text": part["text"]}
+            yield "content_part.done", place | {"part": part}
+        item["status"] = status
+        self.items.append(item)
+        self._open = {}
+        yield "output_item.done", {"output_index": self._index, "item": item}
+
+    def _place(self, **fields: Any) -> dict[str, Any]:
+        return {"item_id": self._open.get("id"), "output_index": self._index, **fields}

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.access.caller import may_use, owner_of
 from mlxpaged.api.body import read_query
 from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.generation.answers import reply
 from mlxpaged.api.generation.prompt import count_tokens
-from mlxpaged.api.generation.reply import reply
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.responses.items import Item, ItemReference
 from mlxpaged.api.openai.responses.renderer import ResponseRenderer
@@ -21,7 +21,6 @@ from mlxpaged.api.openai.responses.store import ResponseStore, StoredResponse
 from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import HEADER
-from mlxpaged.api.streaming import handler
 from mlxpaged.engine import DuplicateRequestError
 
 
@@ -33,7 +32,7 @@ def store_of(request: Request) -> ResponseStore:
 async def respond(request: Request, body: ResponseRequest) -> Response:
     store = store_of(request)
     given = request.headers.get(HEADER, "")
-    if given in store:
+    if store.get(given) is not None:
         raise DuplicateRequestError(f"a response with the id {given} is stored")
     earlier, items = whole_conversation(request, body)
     answers = await start(request, lambda: translate(body, [*earlier, *items]), "resp")
@@ -45,16 +44,10 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     return await reply(answers, ResponseRenderer(answers, body, keep), bool(body.stream))
 
 
-create = handler(ResponseRequest, respond)
-
-
-async def count(request: Request, body: InputTokensRequest) -> Response:
+async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
     earlier, items = whole_conversation(request, body)
     num_tokens = await count_tokens(request, lambda: translate(body, [*earlier, *items]))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
-
-
-input_tokens = handler(InputTokensRequest, count)
 
 
 def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:
@@ -80,9 +73,9 @@ def referred(request: Request, index: int, item: Item | ItemReference) -> Item:
     if not isinstance(item, ItemReference):
         return item
     found = store_of(request).item(item.id)
-    if found is None or not may_use(request, found.owner):
+    if found is None or not may_use(request, found[0]):
         raise bad_parameter(f"input.{index}.id", f"there is no stored item {item.id!r}", code="item_not_found")
-    return found.item
+    return found[1]
 
 
 async def retrieve(request: Request) -> Response:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.responses.items import InputItem, MessageItem
 from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
-from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, Seconds
+from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, RequestFields
 from mlxpaged.api.openai.structured import JsonSchema
-from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, one_of
+from mlxpaged.api.page import PageQuery
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, OneOf
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-
-
-class ResponseStreamOptions(Body):
-    include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Body):
@@ -30,15 +27,7 @@ class SchemaFormat(JsonSchema):
 
 
 class TextOptions(Body):
-    format: (
-        Annotated[
-            Annotated[TextFormat, Tag("[text]")]
-            | Annotated[TextFormat, Tag("[json_object]")]
-            | Annotated[SchemaFormat, Tag("[json_schema]")],
-            one_of("type", "text, json_object and json_schema"),
-        ]
-        | None
-    ) = None
+    format: Annotated[TextFormat | SchemaFormat, OneOf("type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -60,18 +49,12 @@ class InputTokensRequest(Body):
     instructions: str | None = None
     previous_response_id: str | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), BeforeValidator(check_kinds)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     # Only the values that change nothing are accepted.
     truncation: Literal["disabled"] | None = None
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _tools_are_functions(cls, value: Any) -> Any:
-        check_kinds(value)
-        return value
 
     @property
     def items(self) -> list[InputItem]:
@@ -79,28 +62,17 @@ class InputTokensRequest(Body):
         return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
 
-class ResponseRequest(InputTokensRequest):
+class ResponseRequest(RequestFields, InputTokensRequest):
     store: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Probability, Field(gt=0)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
-    stream: bool | None = False
-    stream_options: ResponseStreamOptions | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    # Labels that change nothing, and a limit on the calls of OpenAI's own tools, which are not here.
-    metadata: Labels | None = None
-    client_metadata: Labels | None = None  # Codex's
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    # Codex's labels, and a limit on the calls of OpenAI's own tools, which are not here. They change nothing.
+    client_metadata: Labels | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     # Only the values that change nothing are accepted.
     background: Literal[False] | None = None
-    # Not OpenAI's: deadlines that the server keeps.
-    timeout: Seconds | None = None
-    ttft_timeout: Seconds | None = None
 
     # As in the other requests for text: here one prompt has one answer.
     num_candidates: ClassVar[int] = 1
@@ -110,8 +82,6 @@ class ResponseRequest(InputTokensRequest):
     def _fields_agree(self) -> ResponseRequest:
         if self.top_logprobs and not self.wants_logprobs:
             raise bad_parameter("top_logprobs", f"needs include to have {LOGPROBS!r}")
-        if self.stream_options is not None and not self.stream:
-            raise bad_parameter("stream_options", "needs stream to be true")
         return self
 
     @property
@@ -124,9 +94,5 @@ class ResponseRequest(InputTokensRequest):
         return self.store is not False
 
 
-class ItemList(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    after: str | None = None
-    limit: Annotated[int, Field(ge=1, le=100)] = 20
+class ItemList(PageQuery):
     order: Literal["asc", "desc"] = "desc"

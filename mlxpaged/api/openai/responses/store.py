@@ -19,17 +19,9 @@ OUTPUT: TypeAdapter[list[OutputItem]] = TypeAdapter(list[OutputItem])
 
 
 @dataclass(frozen=True)
-class StoredItem:
-    """owner: the name of its API key, if any."""
-
-    owner: str | None
-    item: Item
-
-
-@dataclass(frozen=True)
 class StoredResponse:
-    """conversation: all items, those of the answer included, without the instructions. inputs: the request's items, by
-    their ids."""
+    """owner: the name of its API key, if any. conversation: all items, those of the answer included, without the
+    instructions. inputs: the request's items, by their ids."""
 
     owner: str | None
     response: dict[str, Any]
@@ -41,16 +33,14 @@ class StoredResponse:
 class ResponseStore:
     def __init__(self) -> None:
         self._responses: dict[str, StoredResponse] = {}
-        self._items: dict[str, StoredItem] = {}  # of the requests and of the answers
+        self._items: dict[str, tuple[str | None, Item]] = {}  # of the requests and of the answers, after their owners
         self._num_chars = 0
-
-    def __contains__(self, response_id: str) -> bool:
-        return response_id in self._responses
 
     def get(self, response_id: str) -> StoredResponse | None:
         return self._responses.get(response_id)
 
-    def item(self, item_id: str) -> StoredItem | None:
+    def item(self, item_id: str) -> tuple[str | None, Item] | None:
+        """Its owner, and the item."""
         return self._items.get(item_id)
 
     def add(self, owner: str | None, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item]) -> None:
@@ -60,8 +50,8 @@ class ResponseStore:
         num_chars = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)
         conversation = [*earlier, *items, *output]
         self._responses[response["id"]] = StoredResponse(owner, response, conversation, inputs, num_chars)
-        self._items.update({item_id: StoredItem(owner, item) for item_id, item in inputs.items()})
-        self._items.update({item.id: StoredItem(owner, item) for item in output if item.id is not None})
+        named = inputs | {item.id: item for item in output if item.id is not None}
+        self._items.update({item_id: (owner, item) for item_id, item in named.items()})
         self._num_chars += num_chars
         while len(self._responses) > MAX_RESPONSES or (self._num_chars > MAX_CHARS and len(self._responses) > 1):
             self.delete(next(iter(self._responses)))

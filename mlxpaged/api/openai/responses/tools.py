@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation import request
-from mlxpaged.api.schema import MAX_TOOLS, Body, ToolName, one_of
+from mlxpaged.api.openai.tools import Function, FunctionName
+from mlxpaged.api.schema import MAX_TOOLS, Body, OneOf
 
 Half = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,63}$")]
 """A namespace, or a tool in one: the model sees both as one name, which has the length limit of any tool's name."""
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     """strict: whether its calls must fit the parameters. The last three fields have the only value that they can have
     here."""
 
     type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     output_schema: None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
@@ -49,17 +47,11 @@ class WebSearchTool(Body):
     external_web_access: bool | None = None
 
 
-Tool = Annotated[
-    Annotated[FunctionTool, Tag("[function]")]
-    | Annotated[NamespaceTool, Tag("[namespace]")]
-    | Annotated[WebSearchTool, Tag("[web_search]")],
-    one_of("type", "function and namespace"),
-]
+Tool = Annotated[FunctionTool | NamespaceTool | WebSearchTool, OneOf("type", hidden="web_search")]
 
 
-class NamedTool(Body):
+class NamedTool(FunctionName):
     type: Literal["function"]
-    name: ToolName
 
 
 class AllowedTools(Body):
@@ -68,44 +60,33 @@ class AllowedTools(Body):
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-ToolChoice = (
-    Literal["none", "auto", "required"]
-    | Annotated[
-        Annotated[NamedTool, Tag("[function]")] | Annotated[AllowedTools, Tag("[allowed_tools]")],
-        one_of("type", "function and allowed_tools"),
-    ]
-)
+ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, OneOf("type")]
 
 
-def check_kinds(tools: Any) -> None:
-    """Raises ApiError for tools that the server would have to run itself. Web search is accepted beside functions,
-    because Codex always sends it. tools: not validated yet."""
-    kinds = [
-        tool.get("type") if isinstance(tool, dict) else None for tool in (tools if isinstance(tools, list) else ())
-    ]
-    possible = {"function", "namespace"} | (
-        {"web_search"} if {"function", "namespace"} & set(map(str, kinds)) else set()
-    )
+def check_kinds(tools: Any) -> Any:
+    """The tools, not validated yet. Raises ApiError for those that the server would have to run itself. Web search is
+    accepted beside functions, because Codex always sends it."""
+    given = tools if isinstance(tools, list) else ()
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
+    callable_here = {"function", "namespace"}
+    accepted = callable_here | {"web_search"} if callable_here & set(map(str, kinds)) else callable_here
     for i, kind in enumerate(kinds):
-        if isinstance(kind, str) and kind not in possible:
+        if isinstance(kind, str) and kind not in accepted:
             raise bad_parameter(f"tools.{i}.type", f"{kind!r} is no tool of this server, which has none of its own")
+    return tools
 
 
 def functions(tools: Sequence[Tool] | None) -> Iterator[tuple[request.Tool, dict[str, str]]]:
     """Each tool that can be called, under its name for the model, and the fields that name it in the API's calls."""
     for i, tool in enumerate(tools or ()):
         if isinstance(tool, FunctionTool):
-            yield translated(tool, tool.name, tool.description, f"tools.{i}"), {"name": tool.name}
+            yield tool.translated(f"tools.{i}"), {"name": tool.name}
         elif isinstance(tool, NamespaceTool):
             for j, each in enumerate(tool.tools):
                 description = "\n".join(filter(None, (tool.description, each.description)))
-                name = full_name(tool.name, each.name)
-                called_as = {"name": each.name, "namespace": tool.name}
-                yield translated(each, name, description, f"tools.{i}.tools.{j}"), called_as
-
-
-def translated(tool: FunctionTool, name: str, description: str | None, param: str) -> request.Tool:
-    return request.Tool(name, description, tool.parameters, tool.strict, param)
+                function = each.translated(f"tools.{i}.tools.{j}")
+                renamed = replace(function, name=full_name(tool.name, each.name), description=description)
+                yield renamed, {"name": each.name, "namespace": tool.name}
 
 
 def full_name(namespace: str | None, name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.generation.request import Chat, GenerationRequest, called_function, sampling_params
+from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, parsed, sampling_params
 from mlxpaged.api.openai.responses.items import (
     FunctionCall,
     FunctionCallOutput,
@@ -107,7 +107,7 @@ def add_to_answer(message: dict[str, Any], item: Item) -> None:
             if thoughts or item.text:
                 thoughts.append(item.text)
         case FunctionCall():
-            call = called_function(item.call_id, full_name(item.namespace, item.name), item.arguments)
+            call = function_call(item.call_id, full_name(item.namespace, item.name), parsed(item.arguments))
             message.setdefault("tool_calls", []).append(call)
         case MessageItem():
             message["content"].append(text_of(item.content))
