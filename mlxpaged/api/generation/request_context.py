@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from mlxpaged.api.access.caller import Caller, caller_of
+from mlxpaged.api.access.caller import Caller, caller_of, priorities_of
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.request_id import HEADER, VALID, new_id
-from mlxpaged.api.tiers import Tier, tier_of
 from mlxpaged.engine import EngineConfig, Priority
 
 TIMELINE_HEADER = "X-Mlxpaged-Timeline"
@@ -32,7 +31,7 @@ class RequestContext:
 
 def context_of(http: Request, request: GenerationRequest, config: EngineConfig, id_prefix: str) -> RequestContext:
     """Raises ApiError for a header or a field that asks for what the server does not grant."""
-    priority, service_tier = priority_of(request, tier_of(http, config))
+    priority, service_tier = priority_of(request, *priorities_of(http, config))
     return RequestContext(
         request_id=choose_id(http, id_prefix),
         caller=caller_of(http),
@@ -55,16 +54,16 @@ def choose_id(http: Request, prefix: str) -> str:
     return request_id
 
 
-def priority_of(request: GenerationRequest, tier: Tier) -> tuple[Priority, str]:
+def priority_of(request: GenerationRequest, default: Priority, highest: Priority) -> tuple[Priority, str]:
     """The priority, and the response's name for it. A client may always lower its own."""
     if request.service_tier == "flex":
         return Priority.LOW, "flex"
     if request.service_tier == "priority":
-        if tier.highest is not Priority.HIGH:
+        if highest is not Priority.HIGH:
             message = "'priority' is not open to this caller; 'auto', 'default' and 'flex' are"
             raise bad_parameter(request.client_name("service_tier"), message, code="service_tier_not_allowed")
         return Priority.HIGH, "priority"
-    return tier.default, "default"
+    return default, "default"
 
 
 def wants_timeline(http: Request, config: EngineConfig) -> bool:
