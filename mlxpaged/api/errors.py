@@ -21,8 +21,7 @@ from mlxpaged.models.tokenizer import ChatTemplateError
 
 logger = logging.getLogger(__name__)
 
-RETRY = {"Retry-After": "1"}
-"""Header; seconds."""
+RETRY = {"Retry-After": "1"}  # seconds
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has left."""
 NO_RETRY = {"x-should-retry": "false"}
