@@ -17,7 +17,7 @@ from mlxpaged.api.access.middleware import KeyCheck, Origins, RequestLimit
 from mlxpaged.api.batches import BatchRunner, Store
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.endpoints import ENDPOINTS, OPEN_PATHS
-from mlxpaged.api.errors import HANDLED, UnexpectedErrors, handle_api_error, handle_http_exception
+from mlxpaged.api.errors import HANDLED, Errors, handle_api_error, handle_http_exception
 from mlxpaged.api.openai.responses.store import ResponseStore
 from mlxpaged.api.request_id import RequestIds
 from mlxpaged.api.server import Server
@@ -86,9 +86,10 @@ def middleware(server: Server) -> list[Middleware]:
     )
     return [
         Middleware(RequestIds),
+        Middleware(Errors),
         Middleware(Origins, hosts=http.allowed_hosts, origins=http.cors_origins),
-        *([cors] if http.cors_origins else []),
-        Middleware(UnexpectedErrors),
+        # The errors of the rest need the headers of CORS, without which a page cannot read them.
+        *([cors, Middleware(Errors)] if http.cors_origins else []),
         Middleware(RequestLimit, limit=http.max_connections, open_paths=OPEN_PATHS),
         Middleware(KeyCheck, keys=server.keys, open_paths=OPEN_PATHS),
     ]

@@ -7,29 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlxpaged import engine
 from mlxpaged.api.access.key_file import redacted
 from mlxpaged.api.error_format import format_of
 from mlxpaged.api.request_id import HEADER
-from mlxpaged.engine import (
-    DeadlineExceededError,
-    DuplicateRequestError,
-    EngineBusyError,
-    EngineState,
-    EngineUnavailableError,
-    QueueFullError,
-    RequestCancelledError,
-    RequestFailedError,
-)
 from mlxpaged.models.tokenizer import ChatTemplateError
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_SECONDS = "1"
+RETRY = {"Retry-After": "1"}  # seconds
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has left."""
 NO_RETRY = {"x-should-retry": "false"}
@@ -37,11 +29,7 @@ NO_RETRY = {"x-should-retry": "false"}
 
 MAX_MESSAGE, MAX_PARAM = 500, 100
 
-JSON_WORDS = {
-    "model_type": "must be an object",
-    "dict_type": "must be an object",
-    "list_type": "must be an array",
-}
+JSON_WORDS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be an array"}
 """Messages instead of those of pydantic that name Python's types."""
 
 
@@ -75,10 +63,6 @@ def render(error: ApiError, path: str, request_id: str) -> JSONResponse:
     return JSONResponse(body, status_code=error.status, headers=error.headers)
 
 
-def answer_to(request: Request, error: ApiError) -> JSONResponse:
-    return render(error, request.url.path, request.state.request_id)
-
-
 def shortened(text: str, limit: int) -> str:
     """Errors quote what the client sent, which can be megabytes."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
@@ -109,18 +93,16 @@ def _is_union_branch(part: int | str) -> bool:
     return isinstance(part, str) and (part in ("str", "constrained-str") or part.endswith("]"))
 
 
-RETRY = {"Retry-After": RETRY_AFTER_SECONDS}
-
 ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]] = {
-    QueueFullError: (503, "server_error", "queue_full", RETRY),
-    EngineBusyError: (503, "server_error", "engine_busy", RETRY),
-    DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
-    RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),
-    RequestFailedError: (500, "server_error", "generation_failed", None),
+    engine.QueueFullError: (503, "server_error", "queue_full", RETRY),
+    engine.EngineBusyError: (503, "server_error", "engine_busy", RETRY),
+    engine.DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
+    engine.RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),
+    engine.RequestFailedError: (500, "server_error", "generation_failed", None),
 }
 """Status, type, code and headers of the answer."""
 
-HANDLED = (ApiError, ChatTemplateError, DuplicateRequestError, EngineUnavailableError, *ENGINE_ERRORS)
+HANDLED = (ApiError, ChatTemplateError, engine.DuplicateRequestError, engine.EngineUnavailableError, *ENGINE_ERRORS)
 
 
 def from_engine(error: Exception) -> ApiError:
@@ -130,11 +112,11 @@ def from_engine(error: Exception) -> ApiError:
             return error
         case ChatTemplateError():
             return ApiError(400, f"messages: {error}", param="messages")
-        case DuplicateRequestError():
+        case engine.DuplicateRequestError():
             return ApiError(409, str(error), param=HEADER, code="request_id_in_use")
-        case EngineUnavailableError(state=EngineState.DEAD):
+        case engine.EngineUnavailableError(state=engine.EngineState.DEAD):
             return ApiError(503, str(error), "server_error", code="engine_dead")
-        case EngineUnavailableError():
+        case engine.EngineUnavailableError():
             return ApiError(503, str(error), "server_error", code=error.state.value, headers=RETRY)
     if type(error) in ENGINE_ERRORS:
         status, kind, code, headers = ENGINE_ERRORS[type(error)]
@@ -144,11 +126,11 @@ def from_engine(error: Exception) -> ApiError:
 
 
 async def handle_api_error(request: Request, error: Exception) -> Response:
-    return answer_to(request, from_engine(error))
+    return render(from_engine(error), request.url.path, request.state.request_id)
 
 
-class UnexpectedErrors:
-    """Middleware that answers unexpected errors, inside CORS: without its headers a page cannot read the answer."""
+class Errors:
+    """Middleware that answers the errors of the middleware inside it, and unexpected ones."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -166,7 +148,10 @@ class UnexpectedErrors:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise  # too late for an answer: the connection is closed
-            await render(from_engine(error), scope["path"], scope["state"]["request_id"])(scope, receive, send)
+            answer = render(from_engine(error), scope["path"], scope["state"]["request_id"])
+            if "expect" in Headers(scope=scope):  # the client may send its body or not: the connection has to end
+                answer.headers["Connection"] = "close"
+            await answer(scope, receive, send)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
@@ -177,4 +162,4 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     }
     headers = dict(error.headers) if error.headers else None
     answer = ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers)
-    return answer_to(request, answer)
+    return await handle_api_error(request, answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.api.errors import RETRY_AFTER_SECONDS
+from mlxpaged.api.errors import RETRY
 from mlxpaged.api.metrics import CONTENT_TYPE
 from mlxpaged.api.server import server_of
 from mlxpaged.engine import EngineState
@@ -22,8 +22,7 @@ async def health(request: Request) -> Response:
         return JSONResponse(body | {"running": scheduler.running, "waiting": scheduler.waiting})
     if engine.reason is not None:
         body["reason"] = engine.reason
-    headers = {} if engine.state is EngineState.DEAD else {"Retry-After": RETRY_AFTER_SECONDS}
-    return JSONResponse(body, status_code=503, headers=headers)
+    return JSONResponse(body, status_code=503, headers=None if engine.state is EngineState.DEAD else RETRY)
 
 
 async def metrics(request: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -48,11 +49,7 @@ class EngineCollector(Collector):
             ("prompt_tokens", "Prompt tokens of admitted requests", scheduler.prompt_tokens_total),
             ("generated_tokens", "Tokens generated", stats.generated_tokens_total),
             ("preemptions", "Sequences preempted because blocks ran out", scheduler.preemptions_total),
-            (
-                "starvation_admissions",
-                "Admissions at the starvation bound",
-                scheduler.starvation_admissions_total,
-            ),
+            ("starvation_admissions", "Admissions at the starvation bound", scheduler.starvation_admissions_total),
             ("kv_blocks_copied", "KV blocks copied before a write", scheduler.blocks_copied_total),
             ("kv_blocks_swapped_out", "KV blocks moved to swap space", scheduler.blocks_swapped_out_total),
             ("kv_blocks_swapped_in", "KV blocks moved back from swap space", scheduler.blocks_swapped_in_total),
@@ -69,18 +66,12 @@ class Metrics:
     def __init__(self, snapshot: Callable[[], EngineStats | None]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(snapshot))
-        self._first_token = Histogram(
-            "mlxpaged_time_to_first_token_seconds", "TTFT", registry=self.registry, buckets=LATENCY_BUCKETS
-        )
-        self._inter_token = Histogram(
-            "mlxpaged_inter_token_latency_seconds", "ITL", registry=self.registry, buckets=INTER_TOKEN_BUCKETS
-        )
-        self._end_to_end = Histogram(
-            "mlxpaged_e2e_request_latency_seconds", "End to end", registry=self.registry, buckets=LATENCY_BUCKETS
-        )
-        self._finished = Counter(
-            "mlxpaged_requests_finished", "Requests by finish reason", ["reason"], registry=self.registry
-        )
+        histogram = partial(Histogram, namespace="mlxpaged", unit="seconds", registry=self.registry)
+        self._first_token = histogram("time_to_first_token", "TTFT", buckets=LATENCY_BUCKETS)
+        self._inter_token = histogram("inter_token_latency", "ITL", buckets=INTER_TOKEN_BUCKETS)
+        self._end_to_end = histogram("e2e_request_latency", "End to end", buckets=LATENCY_BUCKETS)
+        finished = "mlxpaged_requests_finished"
+        self._finished = Counter(finished, "Requests by finish reason", ["reason"], registry=self.registry)
         for reason in FinishReason:  # so that counters of 0 are shown, too
             self._finished.labels(reason.value)
         self._last_token_at: dict[str, float] = {}

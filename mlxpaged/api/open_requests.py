@@ -54,11 +54,5 @@ class OpenRequests:
         """The request with this id, or with a sequence of this name."""
         return self._by_name.get(name)
 
-    def count(self, name: str, tokens: int) -> None:
-        """Count tokens that the sequence of this name has generated."""
-        request = self._by_name.get(name)
-        if request is not None:
-            request.count(tokens)
-
     def __iter__(self) -> Iterator[OpenRequest]:
         return iter({id(request): request for request in self._by_name.values()}.values())

@@ -59,8 +59,8 @@ async def openapi(request: Request) -> Response:
 def document(endpoints: Iterable[Endpoint], needs_key: bool) -> dict[str, Any]:
     """OpenAPI 3.1."""
     ordered = sorted(endpoints, key=public_path)
-    used = {model for endpoint in ordered for model in (endpoint.body, endpoint.query, endpoint.answer)}
-    models = [model for model in (*used, ErrorResponse, AnthropicErrorResponse) if model is not None]
+    used = {model for endpoint in ordered for model in (endpoint.body, endpoint.query, endpoint.answer) if model}
+    models: set[type[BaseModel]] = used | {ErrorResponse, AnthropicErrorResponse}
     _, schemas = models_json_schema(
         [(model, "validation") for model in sorted(models, key=lambda model: model.__name__)],
         ref_template="#/components/schemas/{model}",

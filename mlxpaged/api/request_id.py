@@ -48,17 +48,13 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(id_headers(scope["path"], state["request_id"]))
+                form = format_of(scope["path"])  # Anthropic's clients look for the id in another header than OpenAI's
+                for name in (HEADER,) if form is None else (HEADER, form.id_header):
+                    MutableHeaders(scope=message)[name] = state["request_id"]
                 logger.debug("%s %s: %d", scope["method"], quote(scope["path"]), message["status"])
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-def id_headers(path: str, request_id: str) -> dict[str, str]:
-    """Anthropic's clients look for the id in another header than OpenAI's."""
-    form = format_of(path)
-    return {HEADER: request_id} | ({} if form is None else {form.id_header: request_id})
 
 
 def new_id(prefix: str) -> str:

@@ -42,17 +42,12 @@ async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str,
     choices = {each.request_id: each for each in ended}
     descriptions = []
     for request in requests:
-        found = [choices[name] for name in request.names if name in choices]
+        found = [
+            {"id": name, "status": choices[name].status.value, "completion_tokens": choices[name].num_output_tokens}
+            for name in request.names
+            if name in choices
+        ]
         if found or not request.submitted:
-            descriptions.append(
-                {
-                    "id": request.request_id,
-                    "object": "request",
-                    "cancelled": True,
-                    "choices": [
-                        {"id": c.request_id, "status": c.status.value, "completion_tokens": c.num_output_tokens}
-                        for c in found
-                    ],
-                }
-            )
+            described = {"id": request.request_id, "object": "request", "cancelled": True, "choices": found}
+            descriptions.append(described)
     return descriptions

@@ -11,23 +11,12 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from mlxpaged import engine
 from mlxpaged.api.access.key_ring import KeyRing
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.errors import ApiError, bad_parameter, model_not_found
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
-from mlxpaged.engine import (
-    AsyncEngine,
-    Constraint,
-    EngineBusyError,
-    EngineConfig,
-    EngineInfo,
-    EngineState,
-    GrammarError,
-    RequestOutput,
-    StructuredOutput,
-)
-from mlxpaged.engine import Request as EngineRequest
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +32,12 @@ COMPILE_SECONDS = 10.0
 class Server:
     """One per app. `engine` is None on a server without a model, `keys` on one without API keys."""
 
-    def __init__(self, config: EngineConfig | None, clock: Callable[[], float], http: HttpConfig) -> None:
+    def __init__(self, config: engine.EngineConfig | None, clock: Callable[[], float], http: HttpConfig) -> None:
         """Raises KeyFileError."""
         self.http = http
         self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None
         self.metrics = Metrics(lambda: self.engine.stats if self.engine else None)
-        self.engine = AsyncEngine(config, self._observe, clock) if config else None
+        self.engine = engine.AsyncEngine(config, self._observe, clock) if config else None
         self.open_requests = OpenRequests()
         self._clock = clock
         self._started = clock()
@@ -59,9 +48,10 @@ class Server:
         # Two, so that a slow grammar does not block the next one. The compiler releases the interpreter lock.
         self._compiling = asyncio.Semaphore(2)
 
-    def _observe(self, request: EngineRequest, output: RequestOutput) -> None:
+    def _observe(self, request: engine.Request, output: engine.RequestOutput) -> None:
         self.metrics.observe(request, output)
-        self.open_requests.count(request.request_id, len(output.token_ids))
+        if (opened := self.open_requests.get(request.request_id)) is not None:
+            opened.count(len(output.token_ids))
         if output.finish_reason is not None:
             logger.info(
                 "%s finish_reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d seconds=%.3f",
@@ -73,7 +63,7 @@ class Server:
                 output.time - request.arrival_time,
             )
 
-    def ready(self, model: str | None) -> tuple[AsyncEngine, EngineInfo]:
+    def ready(self, model: str | None) -> tuple[engine.AsyncEngine, engine.EngineInfo]:
         """The engine, if it generates text with `model` (None: any). Raises ApiError or EngineUnavailableError."""
         if self.engine is None:
             raise ApiError(503, "this server was started without a model", "server_error", code="no_model")
@@ -95,14 +85,16 @@ class Server:
         """Run a function that uses the tokenizer on the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
 
-    async def compile(self, info: EngineInfo, constraint: Constraint | StructuredOutput | None) -> None:
+    async def compile(
+        self, info: engine.EngineInfo, constraint: engine.Constraint | engine.StructuredOutput | None
+    ) -> None:
         """Compile the grammar. Raises ApiError if it is not supported, EngineBusyError if others take too long."""
         if constraint is None:
             return
         try:
             await asyncio.wait_for(self._compiling.acquire(), COMPILE_SECONDS)
         except asyncio.TimeoutError:
-            raise EngineBusyError(f"no time to compile {constraint.param}: others are being compiled") from None
+            raise engine.EngineBusyError(f"no time to compile {constraint.param}: others are being compiled") from None
         compiled = asyncio.wrap_future(in_daemon_thread(lambda: info.grammars.compile(constraint)))
         compiled.add_done_callback(self._end_compiling)
         await asyncio.wait([compiled], timeout=COMPILE_SECONDS)
@@ -111,7 +103,7 @@ class Server:
             raise bad_parameter(constraint.param, message, code="unsupported_constraint")
         try:
             compiled.result()
-        except GrammarError as error:
+        except engine.GrammarError as error:
             raise bad_parameter(error.param or constraint.param, str(error), code="unsupported_constraint") from None
 
     def _end_compiling(self, compiled: asyncio.Future[Any]) -> None:
@@ -126,7 +118,7 @@ class Server:
 
     @property
     def model_names(self) -> list[str]:
-        if self.engine is None or self.engine.info is None or self.engine.state is EngineState.DEAD:
+        if self.engine is None or self.engine.info is None or self.engine.state is engine.EngineState.DEAD:
             return []
         info = self.engine.info
         return [info.model, *([info.second_model.name] if info.second_model else [])]

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from mlxpaged import __version__
-from mlxpaged.cli import bench, doctor, keys, serve
+from mlxpaged.cli import doctor, keys, serve
+from mlxpaged.cli.bench import command as bench
 
 __all__ = ["main"]
 

@@ -7,19 +7,7 @@ from typing import Any
 
 from mlxpaged.attention import BACKENDS
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
-from mlxpaged.cli.flags import (
-    Flags,
-    block_size,
-    directory,
-    fraction,
-    from_flags,
-    milliseconds,
-    one_of,
-    or_zero,
-    positive_int,
-    size,
-    tuning,
-)
+from mlxpaged.cli import flags
 from mlxpaged.engine import EngineConfig
 from mlxpaged.scheduler import PREFILL_MODES
 from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS
@@ -28,44 +16,44 @@ DEFAULTS = EngineConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def add_engine_flags(flags: Flags) -> None:
-    memory = flags.group("memory", DEFAULTS)
+def add_engine_flags(groups: flags.Flags) -> None:
+    memory = groups.group("memory", DEFAULTS)
     pool, rest = "size of the KV cache, for example 8GB", "what is left after the weights"
-    memory.field("--kv-cache-memory", size, pool, rest, "kv_cache_bytes")
+    memory.field("--kv-cache-memory", flags.size, pool, rest, "kv_cache_bytes")
     lost = "space for KV blocks of preempted sequences, for example 4GB; 0: they are recomputed"
-    memory.field("--swap-space", or_zero(size, 0), lost, dest="swap_space_bytes")
-    memory.field("--swap-dir", directory, "directory for the swap space", "swap space is in memory")
+    memory.field("--swap-space", flags.or_zero(flags.size, 0), lost, dest="swap_space_bytes")
+    memory.field("--swap-dir", flags.directory, "directory for the swap space", "swap space is in memory")
     add_block_size(memory)
     memory.switch("--no-prefix-cache", "compute every prompt from its first token")
 
-    steps = flags.group("scheduling", DEFAULTS)
-    steps.field("--max-num-seqs", positive_int, "most sequences in the running batch")
+    steps = groups.group("scheduling", DEFAULTS)
+    steps.field("--max-num-seqs", flags.positive_int, "most sequences in the running batch")
     steps.switch("--no-batching", "run one request at a time, as --max-num-seqs 1 does")
-    steps.field("--max-num-batched-tokens", positive_int, "token budget of a step, prompts and answers together")
+    steps.field("--max-num-batched-tokens", flags.positive_int, "token budget of a step, prompts and answers together")
     mode = "mixed: a step computes prompts and decodes; separate: it does one of the two"
-    steps.field("--prefill-mode", one_of(*PREFILL_MODES), mode)
+    steps.field("--prefill-mode", flags.one_of(*PREFILL_MODES), mode)
     kept = "fraction of a step's tokens (mixed) or of the steps (separate) that is kept for decoding"
-    steps.field("--decode-preference", fraction, kept)
+    steps.field("--decode-preference", flags.fraction, kept)
     longest = f"{DECODE_MULTIPLE:g} times a step without prompts, at least {1000 * LEAST_STEP_SECONDS:g}"
-    steps.field("--max-step-ms", milliseconds, "longest step with prompts, in ms; 0: no limit", longest)
+    steps.field("--max-step-ms", flags.milliseconds, "longest step with prompts, in ms; 0: no limit", longest)
 
-    attention = flags.group("attention", DEFAULTS)
-    attention.field("--attention-backend", one_of(*BACKENDS), ", ".join(BACKENDS))
+    attention = groups.group("attention", DEFAULTS)
+    attention.field("--attention-backend", flags.one_of(*BACKENDS), ", ".join(BACKENDS))
     choices = "auto: measured once on this machine; default, contiguous, or paged:N for N keys per threadgroup"
-    attention.field("--attention-tuning", tuning, choices)
+    attention.field("--attention-tuning", flags.tuning, choices)
     add_retune(attention)
 
 
-def add_block_size(flags: Flags) -> None:
-    flags.field("--block-size", block_size, f"tokens per KV block: {', '.join(map(str, SUPPORTED_BLOCK_SIZES))}")
+def add_block_size(groups: flags.Flags) -> None:
+    groups.field("--block-size", flags.block_size, f"tokens per KV block: {', '.join(map(str, SUPPORTED_BLOCK_SIZES))}")
 
 
-def add_retune(flags: Flags) -> None:
-    flags.switch("--retune", "measure the attention kernels again, instead of using the saved measurements")
+def add_retune(groups: flags.Flags) -> None:
+    groups.switch("--retune", "measure the attention kernels again, instead of using the saved measurements")
 
 
-def add_log_level(flags: Flags, default: str) -> None:
-    flags.group("logging").value("--log-level", one_of(*LOG_LEVELS), default, ", ".join(LOG_LEVELS))
+def add_log_level(groups: flags.Flags, default: str) -> None:
+    groups.group("logging").value("--log-level", flags.one_of(*LOG_LEVELS), default, ", ".join(LOG_LEVELS))
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -73,4 +61,4 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     fields: dict[str, Any] = {"prefix_caching": not args.no_prefix_cache}
     if args.no_batching:
         fields["max_num_seqs"] = 1
-    return from_flags(EngineConfig, args, **fields)
+    return flags.from_flags(EngineConfig, args, **fields)

@@ -115,13 +115,23 @@ def checked(parse: Kind) -> Kind:
 size = checked(parse_size)
 
 
-def one_of(*choices: str) -> Callable[[str], str]:
-    def check(text: str) -> str:
-        if text.lower() not in choices:
-            raise argparse.ArgumentTypeError(f"must be one of {', '.join(choices)}, got {text!r}")
-        return text.lower()
+def fitting(kind: Kind, what: str, fits: Callable[[Any], object]) -> Kind:
+    """Parses values of this kind. what: those that fit, for the error message."""
 
-    return check
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan  # in no range
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+        return value
+
+    return parse
+
+
+def one_of(*choices: str) -> Kind:
+    return fitting(str.lower, f"one of {', '.join(choices)}", choices.__contains__)
 
 
 def or_zero(parse: Kind, zero: Any) -> Kind:
@@ -129,33 +139,19 @@ def or_zero(parse: Kind, zero: Any) -> Kind:
     return lambda text: zero if text.strip() == "0" else parse(text)
 
 
-def int_between(least: int, most: float = math.inf) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
-        if not least <= value <= most:
-            bound = f"least {least}" if value < least else f"most {most}"
-            raise argparse.ArgumentTypeError(f"must be at {bound}, got {value}")
-        return value
-
-    return parse
-
-
-positive_int, natural_int, port = int_between(1), int_between(0), int_between(0, 65535)
+positive_int = fitting(int, "a whole number of at least 1", lambda value: value >= 1)
+natural_int = fitting(int, "a whole number of at least 0", lambda value: value >= 0)
+port = fitting(int, "a whole number from 0 to 65535", range(65536).__contains__)
+block_size = fitting(int, f"one of {SUPPORTED_BLOCK_SIZES}", SUPPORTED_BLOCK_SIZES.__contains__)
+fraction = fitting(float, "a number of at least 0 and below 1", lambda value: 0 <= value < 1)
+milliseconds = fitting(float, "a number of milliseconds, at least 0", lambda value: 0 <= value < math.inf)
+seconds = fitting(float, "a number of seconds, at least 0", lambda value: 0 <= value < math.inf)
+positive_seconds = fitting(float, "a positive number of seconds", lambda value: 0 < value < math.inf)
 
 
 def positive_ints(text: str) -> tuple[int, ...]:
     """With commas between them."""
     return tuple(positive_int(number) for number in text.split(","))
-
-
-def block_size(text: str) -> int:
-    value = positive_int(text)
-    if value not in SUPPORTED_BLOCK_SIZES:
-        raise argparse.ArgumentTypeError(f"must be one of {SUPPORTED_BLOCK_SIZES}, got {value}")
-    return value
 
 
 @checked
@@ -166,31 +162,6 @@ def tuning(text: str) -> str:
 
 def priority(text: str) -> Priority:
     return Priority[one_of(*(each.name.lower() for each in Priority))(text).upper()]
-
-
-def float_below(limit: float, what: str) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < limit:  # NaN is in no range
-            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
-        return value
-
-    return parse
-
-
-fraction = float_below(1, "a number of at least 0 and below 1")
-milliseconds = float_below(math.inf, "a number of milliseconds, at least 0")
-seconds = float_below(math.inf, "a number of seconds, at least 0")
-
-
-def positive_seconds(text: str) -> float:
-    value = seconds(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
 
 
 def directory(text: str) -> Path:
@@ -208,19 +179,10 @@ def output_file(text: str) -> str:
     return text
 
 
-def host_name(text: str) -> str:
-    """As in a Host header, without the port. Addresses are always allowed, so that [ and : are mistakes here."""
-    if text != "*" and not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text):
-        raise argparse.ArgumentTypeError(f"not the name of a host, without scheme and port: {text!r}")
-    return text.lower()
-
-
-def origin(text: str) -> str:
-    """As browsers send it: scheme://host or scheme://host:port."""
-    if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", text):
-        raise argparse.ArgumentTypeError(f"not an origin, such as http://localhost:3000 without a path: {text!r}")
-    return text
-
+# As in a Host header, without the port. Addresses are always allowed, so that [ and : are mistakes here.
+HOST, ORIGIN = re.compile(r"\*|[a-z0-9_-]+(\.[a-z0-9_-]+)*"), re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+host_name = fitting(str.lower, "the name of a host, without scheme and port", HOST.fullmatch)
+origin = fitting(str, "an origin, such as http://localhost:3000, without a path", ORIGIN.fullmatch)
 
 METAVARS: dict[Kind, str] = {positive_int: "N", natural_int: "N", positive_ints: "N[,N...]", output_file: "FILE"}
 """In the help; other flags show their last word."""

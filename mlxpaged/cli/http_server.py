@@ -122,13 +122,11 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) ->
     body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
     weights, pool = megabytes(info.weight_bytes), megabytes(info.kv_cache_bytes)
-    extra = ""
-    if info.num_swap_slots:
-        place, tokens = config.swap_dir or "memory", info.num_swap_slots * info.block_size
-        size = megabytes(info.num_swap_slots * info.kv_cache_bytes // info.num_blocks)
-        extra += f"  swap      {size} in {place}: {info.num_swap_slots} blocks, {tokens} tokens\n"
-    if info.embedding_model is not None:
-        model = info.embedding_model
+    extra, slots = "", info.num_swap_slots
+    if slots:
+        place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
+        extra += f"  swap      {size} in {place}: {slots} blocks, {slots * info.block_size} tokens\n"
+    if (model := info.embedding_model) is not None:
         extra += f"  embedding {model.name}: {model.dimensions} dimensions, inputs up to {model.max_tokens} tokens\n"
     return f"""
 mlxpaged {__version__}

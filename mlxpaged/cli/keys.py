@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from mlxpaged.api.access import key_file
 from mlxpaged.api.access.key_file import NAME_PATTERN, TIERS, KeyEntry, KeyFile, KeyFileError
-from mlxpaged.cli.flags import Flags, one_of, positive_int
+from mlxpaged.cli.flags import Flags, fitting, one_of, positive_int
 
+key_name = fitting(str, "1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-'", re.compile(NAME_PATTERN).fullmatch)
 DEFAULT_PATH = Path.home() / ".mlxpaged" / "api_keys.json"
 
 
@@ -38,12 +39,6 @@ def add_parser(commands: Any) -> None:
     for verb, action in ((add, run_add), (show, run_list), (remove, run_remove)):
         Flags(verb).value("--api-keys", Path, DEFAULT_PATH, "file of the keys")
         verb.set_defaults(run=run, action=action)
-
-
-def key_name(text: str) -> str:
-    if not re.fullmatch(NAME_PATTERN, text):
-        raise argparse.ArgumentTypeError(f"must be 1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-', got {text!r}")
-    return text
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,22 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxpaged.api import DataDirInUseError, HttpConfig, KeyFileError, create_app
+from mlxpaged.cli import flags
 from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config
-from mlxpaged.cli.flags import (
-    Flags,
-    from_flags,
-    host_name,
-    natural_int,
-    one_of,
-    or_zero,
-    origin,
-    port,
-    positive_int,
-    positive_seconds,
-    priority,
-    seconds,
-    size,
-)
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.cli.logs import set_up
 from mlxpaged.engine import EngineConfig
@@ -46,44 +32,47 @@ def add_parser(commands: Any) -> None:
         description="Serve a model over the OpenAI and Anthropic APIs. Each flag can also be set as the environment "
         "variable in brackets.",
     )
-    flags = Flags(parser)
-    flags.model("model directory or hub repository; 'demo' is the bundled model, 'none' serves without a model")
+    groups = flags.Flags(parser)
+    groups.model("model directory or hub repository; 'demo' is the bundled model, 'none' serves without a model")
 
-    model = flags.group("model", DEFAULTS)
+    model = groups.group("model", DEFAULTS)
     model.field("--served-model-name", str, "name of the model in the API", "MODEL as given")
     parsers = tool_parsers()
-    model.field("--tool-parser", one_of(*parsers), f"tool call format: {', '.join(parsers)}", "by the chat template")
+    formats = f"tool call format: {', '.join(parsers)}"
+    model.field("--tool-parser", flags.one_of(*parsers), formats, "by the chat template")
     model.field("--embedding-model", str, "second model, for /v1/embeddings", "MODEL, if it makes embeddings")
     model.field("--served-embedding-model-name", str, "name of the embedding model in the API", "as given")
-    model.field("--embedding-max-model-len", positive_int, "longest input for embeddings, in tokens")
+    model.field("--embedding-max-model-len", flags.positive_int, "longest input for embeddings, in tokens")
 
-    network = flags.group("network", HttpConfig())
+    network = groups.group("network", HttpConfig())
     network.value("--host", str, "127.0.0.1", "address to listen on")
-    network.value("--port", port, 8080, "port to listen on; 0: any free port")
-    network.field("--max-connections", positive_int, "requests that are answered at once; further ones get a 503")
+    network.value("--port", flags.port, 8080, "port to listen on; 0: any free port")
+    network.field("--max-connections", flags.positive_int, "requests that are answered at once; further ones get a 503")
     largest = f"{HttpConfig.max_body_bytes // 2**20}MiB"
-    network.value("--max-body-size", size, largest, "largest request body", dest="max_body_bytes")
-    network.value("--drain-timeout", seconds, 30, "seconds that running requests get at shutdown")
+    network.value("--max-body-size", flags.size, largest, "largest request body", dest="max_body_bytes")
+    network.value("--drain-timeout", flags.seconds, 30, "seconds that running requests get at shutdown")
 
-    access = flags.group("access", HttpConfig())
+    access = groups.group("access", HttpConfig())
     access.field("--api-keys", Path, "file made by `mlxpaged keys add`", "no key is needed")
     access.switch("--insecure", "allow other machines to use the server without an API key")
-    access.values("--allowed-host", host_name, "further host name of this server, or * for any", "allowed_hosts")
-    access.values("--cors-origin", origin, "origin whose web pages may use the server, or * for any", "cors_origins")
+    access.values("--allowed-host", flags.host_name, "further host name of this server, or * for any", "allowed_hosts")
+    pages = "origin whose web pages may use the server, or * for any"
+    access.values("--cors-origin", flags.origin, pages, "cors_origins")
 
-    requests = flags.group("requests", DEFAULTS)
+    requests = groups.group("requests", DEFAULTS)
     queue = "requests that may wait in addition to --max-num-seqs running ones; further ones get a 503"
-    requests.field("--max-queue", natural_int, queue)
+    requests.field("--max-queue", flags.natural_int, queue)
     classes = "high, normal or low: priority of requests that do not ask for a lower one"
-    requests.field("--default-priority", priority, classes)
+    requests.field("--default-priority", flags.priority, classes)
     limit = "in seconds, for requests that do not set it; 0: no limit"
-    requests.field("--request-timeout", or_zero(positive_seconds, None), f"time for the whole answer, {limit}", "0")
-    requests.field("--ttft-timeout", or_zero(positive_seconds, None), f"time for the first token, {limit}", "0")
+    timeout = flags.or_zero(flags.positive_seconds, None)
+    requests.field("--request-timeout", timeout, f"time for the whole answer, {limit}", "0")
+    requests.field("--ttft-timeout", timeout, f"time for the first token, {limit}", "0")
     requests.switch("--timelines", "say in every answer how long it waited, prefilled and decoded")
     requests.value("--data-dir", Path, None, "directory for /v1/files and /v1/batches", "they are not served")
 
-    add_engine_flags(flags)
-    add_log_level(flags, "info")
+    add_engine_flags(groups)
+    add_log_level(groups, "info")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -114,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         remedy = "name a file of API keys with --api-keys (`mlxpaged keys add` makes one), or need no key with"
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     try:
-        app = create_app(config, http=from_flags(HttpConfig, args), data_dir=args.data_dir)
+        app = create_app(config, http=flags.from_flags(HttpConfig, args), data_dir=args.data_dir)
     except (KeyFileError, DataDirInUseError, OSError, ValueError) as error:
         listener.close()
         place = "" if isinstance(error, KeyFileError) else f"--data-dir {args.data_dir}: "

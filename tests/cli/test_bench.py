@@ -20,8 +20,8 @@ import pytest
 from mlxpaged import __version__
 from mlxpaged.cli import main
 from mlxpaged.cli.bench import command
-from mlxpaged.cli.bench.figures import context_figures, load_figures, speedup, token_costs
-from mlxpaged.cli.bench.load import Answer, Pass, make_prompts
+from mlxpaged.cli.bench.figures import comparison_figures, sweep_figures
+from mlxpaged.cli.bench.load import Answer, Load, Pass, make_prompts
 from mlxpaged.engine import EngineConfig
 from mlxpaged.engine.model_runner import ModelRunner
 from tests.cli.helpers import DEADLINE, environment, mlxpaged
@@ -142,7 +142,7 @@ def test_defaults_fit_the_flags_that_are_given(
 
 
 def test_no_prompt_begins_as_another_does() -> None:
-    prompts = make_prompts([1, 5, 9], 200, vocab_size=300)
+    prompts = make_prompts([1, 5, 9] * 67, vocab_size=300)[:200]
     assert [len(prompt) for prompt in prompts[:4]] == [1, 5, 9, 1]
     assert len({prompt[0] for prompt in prompts}) == 200
     assert all(0 <= token < 300 for prompt in prompts for token in prompt)
@@ -188,7 +188,7 @@ def test_the_sweep_measures_prefill_and_decoding_at_growing_contexts(tmp_path: P
         assert one["ttft_seconds"]["avg"] == pytest.approx(one["prefill_seconds"] / 2)
         assert one["inter_token_seconds"]["avg"] == pytest.approx(one["decode_seconds"] / 8)
         assert_spread(one["ttft_seconds"])
-    assert "gather attention" in bench.stdout
+    assert "cpu attention" in bench.stdout
     rates = [one["decode_tokens_per_second"] for one in found["context_sweep"]]
     costs = [one["token_cost"] for one in found["context_sweep"]]
     assert costs == pytest.approx([rates[1] / rate for rate in rates])
@@ -378,40 +378,36 @@ def answer(prompt_tokens: int, submitted: float, *token_times: float, complete: 
     return Answer(prompt_tokens, submitted, list(token_times), complete=complete)
 
 
+def load(concurrency: int, *passes: Pass, lengths: tuple[int, ...] = (10, 30)) -> Load:
+    return Load("", concurrency, lengths, list(passes))
+
+
 def test_rates_percentiles_and_speed_up_of_known_times() -> None:
-    alone = [Pass(1, [answer(10, 0, 1, 2, 3), answer(30, 3, 5, 6, 7)], seconds=8)]
-    together = [Pass(2, [answer(10, 0, 1, 2, 3), answer(30, 0, 2, 3, 4)], seconds=4, preemptions=1)]
-    single, batched = load_figures(alone), load_figures(together)
-    assert single is not None
-    assert batched is not None
-    assert (single.prompt_tokens, single.output_tokens, single.seconds, single.answers) == (40, 6, 8, 2)
-    assert (single.prompt_tokens_per_second, single.output_tokens_per_second) == (5, 0.75)
-    assert single.latency_seconds is not None
-    assert (single.latency_seconds.avg, single.latency_seconds.p50) == (3.5, 3.5)
-    assert single.latency_seconds.p99 == pytest.approx(3.99)
-    assert single.ttft_seconds is not None
-    assert single.ttft_seconds.avg == 1.5
-    assert single.inter_token_seconds is not None
-    assert single.inter_token_seconds.p99 == 1
-    assert batched.preemptions == 1
-    assert speedup(batched, single).ratio == 2
-    assert speedup(batched, single).by_run == (2,)
+    alone = load(1, Pass([answer(10, 0, 1, 2, 3), answer(30, 3, 5, 6, 7)], seconds=8))
+    together = load(2, Pass([answer(10, 0, 1, 2, 3), answer(30, 0, 2, 3, 4)], seconds=4, preemptions=1))
+    single, batched = comparison_figures([alone, together])
+    assert (single["prompt_tokens"], single["output_tokens"], single["seconds"], single["answers"]) == (40, 6, 8, 2)
+    assert (single["prompt_tokens_per_second"], single["output_tokens_per_second"]) == (5, 0.75)
+    assert (single["latency_seconds"]["avg"], single["latency_seconds"]["p50"]) == (3.5, 3.5)
+    assert single["latency_seconds"]["p99"] == pytest.approx(3.99)
+    assert single["ttft_seconds"]["avg"] == 1.5
+    assert single["inter_token_seconds"]["p99"] == 1
+    assert batched["preemptions"] == 1
+    assert batched["speedup"] == {"ratio": 2, "by_run": [2]}
 
 
 def test_what_was_not_measured_has_no_figure() -> None:
-    assert load_figures([]) is None
-    assert load_figures([Pass(1, [answer(10, 0, complete=False)], seconds=1)]) is None
-    assert context_figures(128, []) is None
-    begun = load_figures([Pass(1, [answer(10, 0, 2, complete=False)], seconds=4), Pass(1)])
-    assert begun is not None
-    assert (begun.answers, begun.output_tokens, begun.output_tokens_per_second) == (0, 1, 0.25)
-    assert begun.latency_seconds is None
-    assert begun.inter_token_seconds is None
-    assert len(begun.runs) == 1
-    context = context_figures(128, [Pass(1, [answer(128, 0, 2)], seconds=2)])
-    assert context is not None
-    assert (context.prefill_tokens_per_second, context.decode_tokens_per_second) == (64, None)
-    assert token_costs([context], 256) == [None]
+    assert comparison_figures([load(1), load(2)]) == []
+    assert comparison_figures([load(1, Pass([answer(10, 0, complete=False)], seconds=1))]) == []
+    assert sweep_figures([load(1)]) == []
+    [begun] = comparison_figures([load(1, Pass([answer(10, 0, 2, complete=False)], seconds=4), Pass())])
+    assert (begun["answers"], begun["output_tokens"], begun["output_tokens_per_second"]) == (0, 1, 0.25)
+    assert begun["latency_seconds"] is None
+    assert begun["inter_token_seconds"] is None
+    assert len(begun["runs"]) == 1
+    [context] = sweep_figures([load(1, Pass([answer(128, 0, 2)], seconds=2), lengths=(128,))])
+    assert (context["prefill_tokens_per_second"], context["decode_tokens_per_second"]) == (64, None)
+    assert context["token_cost"] is None
 
 
 @pytest.mark.parametrize("lines", [0, 1])

@@ -1,4 +1,7 @@
-"""Middleware that refuses requests before a handler sees them: by their origin, their number, their API key."""
+"""Middleware that refuses requests before a handler sees them: by their origin, their number, their API key.
+
+Each raises ApiError, which the middleware `Errors` outside of it answers without reading the body.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlxpaged.api.access.caller import Caller
 from mlxpaged.api.access.key_ring import KeyRing
 from mlxpaged.api.access.rate_limit import Allowance
-from mlxpaged.api.errors import RETRY_AFTER_SECONDS, ApiError, render
+from mlxpaged.api.errors import RETRY, ApiError
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 * 1024
 """Limits all names, all values and the path together; h11 has the same limit for heads that come in pieces."""
 
 HOST = re.compile(r"(?:\[(?P<ip>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?\Z")
-
-
-async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer without reading the body."""
-    if "expect" in Headers(scope=scope):  # the client may send the body or not: the connection cannot be used again
-        error.headers = {**(error.headers or {}), "Connection": "close"}
-    await render(error, scope["path"], scope["state"]["request_id"])(scope, receive, send)
 
 
 class Origins:
@@ -45,25 +41,24 @@ class Origins:
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._problem(scope) if scope["type"] == "http" else None
-        if error is not None:
-            return await refuse(error, scope, receive, send)
-        return await self._app(scope, receive, send)
+        if scope["type"] == "http":
+            self._check(scope)
+        await self._app(scope, receive, send)
 
-    def _problem(self, scope: Scope) -> ApiError | None:
+    def _check(self, scope: Scope) -> None:
         size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["path"])
         if size + len(scope["query_string"]) > MAX_HEADER_BYTES or len(scope["headers"]) > MAX_HEADERS:
             limit = f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES // 1024} KiB of them"
-            return ApiError(431, f"the request has {limit}", param="headers", code="headers_too_large")
+            raise ApiError(431, f"the request has {limit}", param="headers", code="headers_too_large")
         headers = Headers(scope=scope)
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._knows(host):  # HTTP 1.0 has none, and no browser speaks it
             message = f"this server is not known as {host!r}; --allowed-host names the hosts that it is"
-            return ApiError(403, message, "permission_error", "Host", "host_not_allowed")
+            raise ApiError(403, message, "permission_error", "Host", "host_not_allowed")
         if origin is None or origin in self._origins or "*" in self._origins or netloc(origin) == (host or "").lower():
-            return None
+            return
         message = f"pages from {origin!r} may not use this server; --cors-origin names those that may"
-        return ApiError(403, message, "permission_error", "Origin", "origin_not_allowed")
+        raise ApiError(403, message, "permission_error", "Origin", "origin_not_allowed")
 
     def _knows(self, host: str) -> bool:
         found = HOST.match(host)
@@ -98,9 +93,7 @@ class RequestLimit:
             return await self._app(scope, receive, send)
         if self._in_flight >= self._limit:
             message = f"the server is answering {self._in_flight} requests, as many as --max-connections lets it"
-            headers = {"Retry-After": RETRY_AFTER_SECONDS}
-            error = ApiError(503, message, "server_error", code="too_many_connections", headers=headers)
-            return await refuse(error, scope, receive, send)
+            raise ApiError(503, message, "server_error", code="too_many_connections", headers=RETRY)
         self._in_flight += 1
         try:
             return await self._app(scope, receive, send)
@@ -117,20 +110,15 @@ class KeyCheck:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        scope["state"]["caller"] = None
-        if self._keys is None or scope["path"] in self._open_paths:
-            return await self._app(scope, receive, send)
-        try:
-            caller = identify(self._keys, Headers(scope=scope))
-            if scope["method"] == "POST":  # a key over its limit can still see and end its requests
-                count(caller.allowance)
-                send = with_headers(send, caller.allowance)
-        except ApiError as error:
-            return await refuse(error, scope, receive, send)
-        scope["state"]["caller"] = caller
-        return await self._app(scope, receive, send)
+        if scope["type"] == "http":
+            scope["state"]["caller"] = None
+            if self._keys is not None and scope["path"] not in self._open_paths:
+                caller = identify(self._keys, Headers(scope=scope))
+                if scope["method"] == "POST":  # a key over its limit can still see and end its requests
+                    count(caller.allowance)
+                    send = with_headers(send, caller.allowance)
+                scope["state"]["caller"] = caller
+        await self._app(scope, receive, send)
 
 
 def identify(keys: KeyRing, headers: Headers) -> Caller:
@@ -160,12 +148,8 @@ def count(allowance: Allowance) -> None:
         return allowance.take("requests", 1)
     wait = allowance.wait(name)
     message = f"this key's limit of {allowance.limits[name]} {name} per minute is reached; try again in {wait:.3f} s"
-    headers = {
-        "Retry-After": str(math.ceil(wait)),
-        "Retry-After-Ms": str(math.ceil(wait * 1000)),
-        **allowance.headers(),
-    }
-    raise ApiError(429, message, name, code="rate_limit_exceeded", headers=headers)
+    after = {"Retry-After": str(math.ceil(wait)), "Retry-After-Ms": str(math.ceil(wait * 1000))}
+    raise ApiError(429, message, name, code="rate_limit_exceeded", headers=after | allowance.headers())
 
 
 def with_headers(send: Send, allowance: Allowance) -> Send:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlxpaged.api.batches.records import LineError
+from mlxpaged.api.errors import ApiError, bad_parameter
 
 MAX_REQUESTS = 50_000
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -32,13 +33,6 @@ class LinePlace(NamedTuple):
     size: int  # bytes
 
 
-class BadLineError(Exception):
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.param = param
-
-
 def check_lines(path: Path, endpoint: str) -> tuple[list[LinePlace], list[LineError]]:
     """The requests of a file, and its errors."""
     places: dict[str, LinePlace] = {}
@@ -52,12 +46,13 @@ def check_lines(path: Path, endpoint: str) -> tuple[list[LinePlace], list[LineEr
             try:
                 custom_id = check_line(text, endpoint)
                 if custom_id in places:
-                    raise BadLineError("duplicate_custom_id", "custom_id: an earlier line has the same", "custom_id")
+                    raise bad_parameter("custom_id", "an earlier line has the same", "duplicate_custom_id")
                 if len(places) == MAX_REQUESTS:
-                    raise BadLineError("too_many_requests", f"the file has more than {MAX_REQUESTS} requests")
+                    raise ApiError(400, f"the file has more than {MAX_REQUESTS} requests", code="too_many_requests")
                 places[custom_id] = LinePlace(custom_id, start, len(text))
-            except BadLineError as error:
-                errors.append(LineError(code=error.code, message=str(error), param=error.param, line=number))
+            except ApiError as error:
+                code = error.code or "invalid_request"
+                errors.append(LineError(code=code, message=error.message, param=error.param, line=number))
                 if len(errors) == MAX_ERRORS or len(places) == MAX_REQUESTS:
                     break
     if not places and not errors:
@@ -66,19 +61,19 @@ def check_lines(path: Path, endpoint: str) -> tuple[list[LinePlace], list[LineEr
 
 
 def check_line(text: bytes, endpoint: str) -> str:
-    """The line's custom id. Raises BadLineError."""
+    """The line's custom id. Raises ApiError."""
     if len(text) > MAX_LINE_BYTES:
-        raise BadLineError("line_too_long", f"a request may have {MAX_LINE_BYTES // 1024**2} MiB")
+        raise ApiError(400, f"a request may have {MAX_LINE_BYTES // 1024**2} MiB", code="line_too_long")
     try:
         line = InputLine.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == "json_invalid":
-            raise BadLineError("invalid_json_line", "the line is not valid JSON") from None
+            raise ApiError(400, "the line is not valid JSON", code="invalid_json_line") from None
         param = ".".join(map(str, first["loc"])) or None
-        raise BadLineError("invalid_request", f"{param}: {first['msg']}" if param else first["msg"], param) from None
+        raise ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param=param) from None
     if line.url != endpoint:
-        raise BadLineError("mismatched_url", f"url: the batch is for {endpoint}", "url")
+        raise bad_parameter("url", f"the batch is for {endpoint}", "mismatched_url")
     return line.custom_id
 
 

@@ -78,25 +78,14 @@ class BatchRecord(Record):
         return self.status in UNFINISHED
 
 
-class LineResponse(BaseModel):
-    status_code: int
-    request_id: str
-    body: dict[str, Any]
-
-
-class LineFailure(BaseModel):
-    code: str
-    message: str
-
-
 class OutputLine(BaseModel):
     """One line of an output file (a 200) or of an error file (all others)."""
 
     id: str
     custom_id: str
-    response: LineResponse | None = None
-    error: LineFailure | None = None
+    response: dict[str, Any] | None = None  # status_code, request_id and body
+    error: dict[str, str] | None = None  # code and message, if the request was not run
 
     @property
     def succeeded(self) -> bool:
-        return self.response is not None and self.response.status_code == 200
+        return self.response is not None and self.response["status_code"] == 200

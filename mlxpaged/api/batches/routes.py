@@ -117,9 +117,8 @@ async def delete_file(request: Request) -> Response:
     store = store_of(request)
     record = find(store.files, request, "file")
     if any(batch.unfinished and batch.input_file_id == record.id for batch in list(store.batches.values())):
-        raise ApiError(
-            409, f"file {record.id} is the input of an unfinished batch", param="file_id", code="file_in_use"
-        )
+        message = f"file {record.id} is the input of an unfinished batch"
+        raise ApiError(409, message, param="file_id", code="file_in_use")
     await asyncio.to_thread(store.delete_file, record.id)
     return JSONResponse({"id": record.id, "object": "file", "deleted": True})
 

@@ -16,15 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxpaged.api.batches.lines import LinePlace, check_lines, read_line
-from mlxpaged.api.batches.records import (
-    BatchRecord,
-    LineError,
-    LineErrors,
-    LineFailure,
-    LineResponse,
-    OutputLine,
-    RequestCounts,
-)
+from mlxpaged.api.batches.records import BatchRecord, LineError, LineErrors, OutputLine, RequestCounts
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.body import validate
 from mlxpaged.api.errors import ApiError, bad_parameter, from_engine
@@ -142,7 +134,9 @@ class BatchRunner:
         request: tuple[LinePlace, LineBody] | None = None
 
         async def append(place: LinePlace, line: OutputLine) -> None:
-            await self._append(batch, line)
+            await self._on_disk(lambda: self._store.append(batch.id, line))
+            batch.request_counts.completed += line.succeeded
+            batch.request_counts.failed += not line.succeeded
             del left[place]
 
         try:
@@ -240,23 +234,15 @@ class BatchRunner:
         finally:
             self._in_flight -= num_sequences(body)
 
-    async def _append(self, batch: BatchRecord, line: OutputLine) -> None:
-        await self._on_disk(lambda: self._store.append(batch.id, line))
-        if line.succeeded:
-            batch.request_counts.completed += 1
-        else:
-            batch.request_counts.failed += 1
-
     async def _finalize(self, batch: BatchRecord) -> None:
         """Publish the finished lines. The next start of the server can repeat it."""
-        output_id, error_id = f"file-{batch.id}-output", f"file-{batch.id}-errors"
         if batch.status not in ("cancelling", "finalizing"):
             batch.status, batch.finalizing_at = "finalizing", now()
             await self._on_disk(lambda: self._store.save_batch(batch))
 
         def publish() -> None:
-            batch.output_file_id = output_id if self._store.publish_results(batch, "output", output_id, now()) else None
-            batch.error_file_id = error_id if self._store.publish_results(batch, "errors", error_id, now()) else None
+            batch.output_file_id = self._store.publish_results(batch, "output", now())
+            batch.error_file_id = self._store.publish_results(batch, "errors", now())
             if batch.cancelling_at is not None:
                 batch.status, batch.cancelled_at = "cancelled", now()
             elif batch.expired_at is not None:
@@ -270,12 +256,13 @@ class BatchRunner:
 
 
 def response_line(place: LinePlace, request_id: str, status: int, content: dict[str, Any]) -> OutputLine:
-    response = LineResponse(status_code=status, request_id=request_id, body=content)
+    response = {"status_code": status, "request_id": request_id, "body": content}
     return OutputLine(id=new_id("batch_req"), custom_id=place.custom_id, response=response)
 
 
 def failure_line(place: LinePlace, code: str, message: str) -> OutputLine:
-    return OutputLine(id=new_id("batch_req"), custom_id=place.custom_id, error=LineFailure(code=code, message=message))
+    error = {"code": code, "message": message}
+    return OutputLine(id=new_id("batch_req"), custom_id=place.custom_id, error=error)
 
 
 def num_sequences(body: LineBody) -> int:

@@ -47,8 +47,6 @@ class Store:
     def close(self) -> None:
         self._lock.close()
 
-    # -- files -------------------------------------------------------------------------------------------------------
-
     def content(self, file_id: str) -> Path:
         return self._files / file_id
 
@@ -66,8 +64,6 @@ class Store:
         del self.files[file_id]
         (self._files / f"{file_id}.json").unlink(missing_ok=True)
         self.content(file_id).unlink(missing_ok=True)
-
-    # -- batches -----------------------------------------------------------------------------------------------------
 
     def save_batch(self, batch: BatchRecord) -> None:
         save(self._batches / f"{batch.id}.json", batch)
@@ -97,21 +93,17 @@ class Store:
             file.truncate(end)
         return done
 
-    def publish_results(self, batch: BatchRecord, kind: str, file_id: str, created_at: int) -> bool:
-        """Make a file of the finished lines; repeating this is harmless. Returns False if there are no lines."""
-        path = self.results(batch.id, kind)
+    def publish_results(self, batch: BatchRecord, kind: str, created_at: int) -> str | None:
+        """Make a file of the finished lines; repeating this is harmless. Returns its id, None if there are no lines."""
+        path, file_id = self.results(batch.id, kind), f"file-{batch.id}-{kind}"
         if path.exists():
             os.replace(path, self.content(file_id))
         elif not self.content(file_id).exists():
-            return False
-        size = self.content(file_id).stat().st_size
-        name = f"{batch.id}_{kind}.jsonl"
-        self._publish(
-            FileRecord(
-                owner=batch.owner, id=file_id, bytes=size, created_at=created_at, filename=name, purpose="batch_output"
-            )
-        )
-        return True
+            return None
+        size, name = self.content(file_id).stat().st_size, f"{batch.id}_{kind}.jsonl"
+        record = FileRecord(id=file_id, bytes=size, created_at=created_at, filename=name, purpose="batch_output")
+        self._publish(record.model_copy(update={"owner": batch.owner}))
+        return file_id
 
 
 def load(directory: Path, kind: type[Record]) -> dict[str, Record]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from mlxpaged.api.access.caller import Caller, caller_of
+from mlxpaged.api.access.caller import Caller, caller_of, priorities_of
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.request_id import HEADER, VALID, new_id
@@ -31,11 +31,10 @@ class RequestContext:
 
 def context_of(http: Request, request: GenerationRequest, config: EngineConfig, id_prefix: str) -> RequestContext:
     """Raises ApiError for a header or a field that asks for what the server does not grant."""
-    caller = caller_of(http)
-    priority, service_tier = priority_of(request, caller, config)
+    priority, service_tier = priority_of(request, *priorities_of(http, config))
     return RequestContext(
         request_id=choose_id(http, id_prefix),
-        caller=caller,
+        caller=caller_of(http),
         priority=priority,
         service_tier=service_tier,
         timeout=config.request_timeout if request.timeout is None else request.timeout,
@@ -55,14 +54,8 @@ def choose_id(http: Request, prefix: str) -> str:
     return request_id
 
 
-def priority_of(request: GenerationRequest, caller: Caller | None, config: EngineConfig) -> tuple[Priority, str]:
-    """The priority, and the response's name for it. A client may always lower its own.
-
-    The caller's key has a default priority and the highest one. Without keys, no request may ask for more than the
-    server's default.
-    """
-    default = config.default_priority if caller is None else caller.default
-    highest = default if caller is None else caller.highest
+def priority_of(request: GenerationRequest, default: Priority, highest: Priority) -> tuple[Priority, str]:
+    """The priority, and the response's name for it. A client may always lower its own."""
     if request.service_tier == "flex":
         return Priority.LOW, "flex"
     if request.service_tier == "priority":

@@ -1,160 +1,98 @@
-"""From times to figures: rates, percentiles, speed-up. Figures without a measurement are None."""
+"""From times to figures: rates, percentiles, speed-up.
+
+Figures are dictionaries, as the JSON report shows them. Times are seconds, rates are tokens per second; counts and
+seconds are sums over all passes, rates are their quotients. A figure without a measurement is None.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from mlxpaged.cli.bench.load import Answer, Pass
+from mlxpaged.cli.bench.load import Load, Pass
+
+Figures = dict[str, Any]
+BASE_CONTEXT = 256
+"""The cost of a token at other contexts is given as a multiple of its cost at this one."""
 
 
-@dataclass(frozen=True)
-class Spread:
+def comparison_figures(loads: Sequence[Load]) -> list[Figures]:
+    """Of the loads that have a token. The first load is one request at a time, to which `speedup` refers."""
+    found = [load_figures(load) for load in loads if load.begun()]
+    for batched in found[1:]:
+        runs = zip(batched["runs"], found[0]["runs"], strict=False)  # interrupted, a run may be missing
+        by_run = [speedup(ours, alone) for ours, alone in runs]
+        batched["speedup"] = {"ratio": speedup(batched, found[0]), "by_run": by_run}
+    return found
+
+
+def speedup(ours: Figures, alone: Figures) -> float:
+    ratio: float = ours["output_tokens_per_second"] / alone["output_tokens_per_second"]
+    return ratio
+
+
+def load_figures(load: Load) -> Figures:
+    answers = load.begun()
+    runs = [figures for figures in map(run_figures, load.passes) if figures["output_tokens"]]
+    seconds, output_tokens = sum(run["seconds"] for run in runs), sum(run["output_tokens"] for run in runs)
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    return {
+        "concurrency": load.concurrency,
+        "answers": sum(run["answers"] for run in runs),
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": sum(answer.cached_tokens for answer in answers),
+        "output_tokens": output_tokens,
+        "preemptions": sum(one.preemptions for one in load.passes),
+        "seconds": seconds,
+        "prompt_tokens_per_second": prompt_tokens / seconds,
+        "output_tokens_per_second": output_tokens / seconds,
+        "latency_seconds": spread([each.token_times[-1] - each.submitted for each in answers if each.complete]),
+        "ttft_seconds": spread([answer.ttft for answer in answers]),
+        "inter_token_seconds": spread([gap for answer in answers for gap in answer.gaps]),
+        "runs": runs,
+    }
+
+
+def run_figures(one: Pass) -> Figures:
+    tokens = sum(len(answer.token_times) for answer in one.answers)
+    rate = tokens / one.seconds if one.seconds else None
+    complete = sum(answer.complete for answer in one.answers)
+    return {"answers": complete, "output_tokens": tokens, "seconds": one.seconds, "output_tokens_per_second": rate}
+
+
+def sweep_figures(loads: Sequence[Load]) -> list[Figures]:
+    """Of the contexts that have a token. token_cost: the time of a decoded token, divided by that at BASE_CONTEXT."""
+    found = [context_figures(load) for load in loads if load.begun()]
+    rates = {each["context"]: each["decode_tokens_per_second"] for each in found}
+    for each in found:
+        rate, base = each["decode_tokens_per_second"], rates.get(BASE_CONTEXT)
+        each["token_cost"] = base / rate if base and rate else None
+    return found
+
+
+def context_figures(load: Load) -> Figures:
+    answers = load.begun()
+    prompt_tokens, prefill = sum(answer.prompt_tokens for answer in answers), [answer.ttft for answer in answers]
+    gaps = [gap for answer in answers for gap in answer.gaps]
+    return {
+        "context": load.lengths[0],
+        "answers": sum(answer.complete for answer in answers),
+        "prompt_tokens": prompt_tokens,
+        "prefill_seconds": sum(prefill),
+        "prefill_tokens_per_second": prompt_tokens / sum(prefill),
+        "decoded_tokens": len(gaps),
+        "decode_seconds": sum(gaps),
+        "decode_tokens_per_second": len(gaps) / sum(gaps) if sum(gaps) else None,
+        "ttft_seconds": spread(prefill),
+        "inter_token_seconds": spread(gaps),
+    }
+
+
+def spread(values: Sequence[float]) -> Figures | None:
     """Percentiles are interpolated linearly, as numpy does."""
-
-    avg: float
-    p50: float
-    p99: float
-
-
-@dataclass(frozen=True)
-class RunFigures:
-    """One pass over all prompts."""
-
-    answers: int  # complete ones
-    output_tokens: int
-    seconds: float
-    output_tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class LoadFigures:
-    """All passes with the same number of requests at a time: counts and seconds are sums, rates are their quotients."""
-
-    concurrency: int
-    answers: int
-    prompt_tokens: int  # of answers that have begun
-    cached_tokens: int
-    output_tokens: int
-    preemptions: int
-    seconds: float
-    prompt_tokens_per_second: float
-    output_tokens_per_second: float
-    latency_seconds: Spread | None  # from submission to the last token, of complete answers
-    ttft_seconds: Spread | None
-    inter_token_seconds: Spread | None
-    runs: tuple[RunFigures, ...]
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """Output tokens per second, divided by those of one request at a time."""
-
-    ratio: float  # of all runs together
-    by_run: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class ContextFigures:
-    """One request at a time, with prompts of `context` tokens. Counts and seconds are sums over all answers."""
-
-    context: int
-    answers: int
-    prompt_tokens: int
-    prefill_seconds: float  # to the first token
-    prefill_tokens_per_second: float
-    decoded_tokens: int
-    decode_seconds: float  # from the first token to the last
-    decode_tokens_per_second: float | None
-    ttft_seconds: Spread | None
-    inter_token_seconds: Spread | None
-
-
-def spread(values: Sequence[float]) -> Spread | None:
     if not values:
         return None
     p50, p99 = np.percentile(values, [50, 99]).tolist()
-    return Spread(sum(values) / len(values), p50, p99)
-
-
-def ttft(answer: Answer) -> float:
-    return answer.token_times[0] - answer.submitted
-
-
-def gaps(answers: Sequence[Answer]) -> list[float]:
-    return [after - before for answer in answers for before, after in itertools.pairwise(answer.token_times)]
-
-
-def begun(passes: Sequence[Pass]) -> list[Answer]:
-    return [answer for one in passes for answer in one.answers if answer.token_times]
-
-
-def load_figures(passes: Sequence[Pass]) -> LoadFigures | None:
-    """passes: of one concurrency; the last one may be interrupted. None if there is no token yet."""
-    passes = [one for one in passes if begun([one])]
-    if not passes:
-        return None
-    answers = begun(passes)
-    runs = tuple(map(run_figures, passes))
-    seconds, output_tokens = sum(run.seconds for run in runs), sum(run.output_tokens for run in runs)
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
-    return LoadFigures(
-        concurrency=passes[0].concurrency,
-        answers=sum(run.answers for run in runs),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=sum(answer.cached_tokens for answer in answers),
-        output_tokens=output_tokens,
-        preemptions=sum(one.preemptions for one in passes),
-        seconds=seconds,
-        prompt_tokens_per_second=prompt_tokens / seconds,
-        output_tokens_per_second=output_tokens / seconds,
-        latency_seconds=spread([each.token_times[-1] - each.submitted for each in answers if each.complete]),
-        ttft_seconds=spread([ttft(answer) for answer in answers]),
-        inter_token_seconds=spread(gaps(answers)),
-        runs=runs,
-    )
-
-
-def run_figures(one: Pass) -> RunFigures:
-    tokens = sum(len(answer.token_times) for answer in one.answers)
-    complete = sum(answer.complete for answer in one.answers)
-    return RunFigures(complete, tokens, one.seconds, tokens / one.seconds)
-
-
-def speedup(batched: LoadFigures, single: LoadFigures) -> Speedup:
-    pairs = zip(batched.runs, single.runs, strict=False)  # interrupted, a run may be missing
-    return Speedup(
-        batched.output_tokens_per_second / single.output_tokens_per_second,
-        tuple(ours.output_tokens_per_second / alone.output_tokens_per_second for ours, alone in pairs),
-    )
-
-
-def context_figures(context: int, passes: Sequence[Pass]) -> ContextFigures | None:
-    """None if there is no token yet."""
-    answers = begun(passes)
-    if not answers:
-        return None
-    prompt_tokens, between = sum(answer.prompt_tokens for answer in answers), gaps(answers)
-    prefill_seconds = sum(map(ttft, answers))
-    return ContextFigures(
-        context=context,
-        answers=sum(answer.complete for answer in answers),
-        prompt_tokens=prompt_tokens,
-        prefill_seconds=prefill_seconds,
-        prefill_tokens_per_second=prompt_tokens / prefill_seconds,
-        decoded_tokens=len(between),
-        decode_seconds=sum(between),
-        decode_tokens_per_second=len(between) / sum(between) if sum(between) else None,
-        ttft_seconds=spread([ttft(answer) for answer in answers]),
-        inter_token_seconds=spread(between),
-    )
-
-
-def token_costs(contexts: Sequence[ContextFigures], base: int) -> list[float | None]:
-    """How many times as long a decoded token takes as at the context `base`; None if one of them was not measured."""
-    rates = {one.context: one.decode_tokens_per_second for one in contexts}
-    at_base = rates.get(base)
-    return [at_base / rate if at_base and rate else None for rate in rates.values()]
+    return {"avg": sum(values) / len(values), "p50": p50, "p99": p99}

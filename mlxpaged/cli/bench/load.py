@@ -1,4 +1,4 @@
-"""Prompts, and clients that send them to the engine. A client sends its next prompt when an answer is complete.
+"""Loads, and the clients that put them on the engine. A client sends its next prompt when an answer is complete.
 
 The clients call AsyncEngine as the routes of the HTTP API do: reservation, queue, engine thread, one hand-over of
 tokens and text per step. There is no HTTP: a client in this process would share the server's interpreter lock, and slow
@@ -29,71 +29,91 @@ class Answer:
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     complete: bool = False
 
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.submitted
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between one token and the next."""
+        return [after - before for before, after in itertools.pairwise(self.token_times)]
+
 
 @dataclass
 class Pass:
-    """All prompts once, `concurrency` at a time."""
+    """All prompts of a load once."""
 
-    concurrency: int
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0  # until the last answer was complete, or an interrupt
     preemptions: int = 0
 
 
-def make_prompts(lengths: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Random tokens of these lengths, in turn. First tokens differ if possible, so that no prefix is shared."""
-    rng = random.Random(seed)
+@dataclass
+class Load:
+    """Prompts of these lengths, `concurrency` at a time, and the passes over them so far."""
+
+    name: str
+    concurrency: int
+    lengths: Sequence[int]
+    passes: list[Pass] = field(default_factory=list)
+
+    def begun(self) -> list[Answer]:
+        """The answers that have a token."""
+        return [answer for one in self.passes for answer in one.answers if answer.token_times]
+
+    async def run(
+        self, engine: AsyncEngine, max_tokens: int, vocab_size: int, advance: Callable[[int], None] | None = None
+    ) -> None:
+        """Every answer has exactly `max_tokens` tokens, sampled greedily. The prefix cache is emptied first. The pass
+        is filled as tokens come, so that it is usable after a cancellation. advance: called with numbers of tokens.
+
+        Raises EngineUnavailableError, EngineBusyError or RequestFailedError if the engine fails.
+        """
+        prompts = iter(make_prompts(self.lengths, vocab_size))
+        await engine.clear_cache()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self.passes.append(Pass())
+        preemptions, started = count_preemptions(engine), engine.clock()
+        answers = self.passes[-1].answers
+        clients = [
+            asyncio.ensure_future(run_client(engine, prompts, params, answers, advance))
+            for _ in range(self.concurrency)
+        ]
+        try:
+            await asyncio.gather(*clients)
+        finally:
+            self.passes[-1].seconds = engine.clock() - started
+            self.passes[-1].preemptions = count_preemptions(engine) - preemptions
+            for client in clients:  # one of them may have failed
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+
+
+def make_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    """Random tokens. First tokens differ if possible, so that no prefix is shared."""
+    rng = random.Random(0)
     return [
         [number % vocab_size, *(rng.randrange(vocab_size) for _ in range(length - 1))]
-        for number, length in zip(range(count), itertools.cycle(lengths), strict=False)
+        for number, length in enumerate(lengths)
     ]
-
-
-async def run_pass(
-    engine: AsyncEngine,
-    prompts: Sequence[list[int]],
-    max_tokens: int,
-    into: Pass,
-    advance: Callable[[int], None] = lambda tokens: None,
-) -> None:
-    """Every answer has exactly `max_tokens` tokens, sampled greedily. The prefix cache is emptied first. `into` is
-    filled as tokens come, so that it is usable after a cancellation. advance: called with numbers of computed tokens.
-
-    Raises EngineUnavailableError, EngineBusyError or RequestFailedError if the engine fails.
-    """
-    await engine.clear_cache()
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    waiting = iter(prompts)
-    clients = [
-        asyncio.ensure_future(run_client(engine, waiting, params, into, advance)) for _ in range(into.concurrency)
-    ]
-    preemptions, started = count_preemptions(engine), engine.clock()
-    try:
-        await asyncio.gather(*clients)
-    finally:
-        into.seconds = engine.clock() - started
-        into.preemptions = count_preemptions(engine) - preemptions
-        for client in clients:  # one of them may have failed
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
 
 
 async def run_client(
     engine: AsyncEngine,
-    waiting: Iterator[list[int]],
+    prompts: Iterator[list[int]],
     params: SamplingParams,
-    into: Pass,
-    advance: Callable[[int], None],
+    answers: list[Answer],
+    advance: Callable[[int], None] | None,
 ) -> None:
-    for prompt in waiting:
+    for prompt in prompts:
         with engine.reserve(1) as now:
-            request = Request(f"bench-{next(NUMBERS)}", prompt, params, now)
-            [stream] = engine.submit([request])
+            [stream] = engine.submit([Request(f"bench-{next(NUMBERS)}", prompt, params, now)])
         answer = Answer(len(prompt), now)
-        into.answers.append(answer)
+        answers.append(answer)
         with contextlib.closing(stream):
             async for output in stream:
-                advance(len(output.token_ids) + (0 if answer.token_times else len(prompt)))
+                if advance is not None:
+                    advance(len(output.token_ids) + (0 if answer.token_times else len(prompt)))
                 answer.token_times += [engine.clock()] * len(output.token_ids)
                 answer.cached_tokens = output.num_cached_tokens
         answer.complete = True

@@ -1,19 +1,22 @@
-"""What is measured, in which order: one request at a time compared with several, and a sweep over contexts."""
+"""What is measured, in which order: one request at a time compared with several, or a sweep over contexts."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from mlxpaged.cli.bench.load import Pass, make_prompts, run_pass
+from mlxpaged.cli.bench.load import Load
 from mlxpaged.engine import AsyncEngine, EngineInfo
 
+CONCURRENCY = 8
+PROMPTS = 15
+PROMPT_TOKENS = (32, 128, 512)
 WARM_UP_TOKENS = 4
 WARM_UP_CONTEXT = 1024
 FIRST_CONTEXT = 128
-BASE_CONTEXT = 256
-"""The cost of a token at other contexts is given as a multiple of its cost at this one."""
 
 Begin = Callable[[str], Callable[[int], None]]
 """Takes a description of what is measured now; returns a function that takes numbers of computed tokens."""
@@ -23,79 +26,70 @@ class NoRoomError(Exception):
     """The model's context or the KV pool is too small for the measurement."""
 
 
-@dataclass
-class Comparison:
-    """The same prompts at several levels of concurrency."""
-
-    prompt_tokens: tuple[int, ...]  # lengths of the prompts, in turn
-    clipped: bool  # whether some of these were longer
-    prompts: int
+@dataclass(frozen=True)
+class Plan:
+    description: str
+    prompt_tokens: tuple[int, ...]  # lengths of the prompts
+    loads: list[Load]  # of a comparison: the first one is one request at a time
+    warm_up: list[Load]
     max_tokens: int
     runs: int
-    concurrency: tuple[int, ...]  # the first one is 1
-    passes: dict[int, list[Pass]] = field(init=False)  # by concurrency
-
-    def __post_init__(self) -> None:
-        self.passes = {concurrency: [] for concurrency in self.concurrency}
-
-    def describe(self) -> str:
-        counts = [len(range(i, self.prompts, len(self.prompt_tokens))) for i in range(len(self.prompt_tokens))]
-        kinds = ", ".join(f"{count} of {tokens}" for count, tokens in zip(counts, self.prompt_tokens, strict=True))
-        limit = ", clipped to the room there is" if self.clipped else ""
-        return f"{self.prompts} prompts ({kinds} tokens{limit}), {self.max_tokens} tokens each; {plural(self.runs)}"
+    is_sweep: bool
 
     @property
     def tokens(self) -> int:
         """Of prompts and answers, without the warm-up."""
-        lengths = itertools.islice(itertools.cycle(self.prompt_tokens), self.prompts)
-        return self.runs * len(self.concurrency) * (sum(lengths) + self.prompts * self.max_tokens)
+        return self.runs * sum(sum(load.lengths) + len(load.lengths) * self.max_tokens for load in self.loads)
 
-    async def run(self, engine: AsyncEngine, info: EngineInfo, begin: Begin) -> None:
-        """All levels take turns, so that other load on the machine affects all of them."""
-        prompts = make_prompts(self.prompt_tokens, self.prompts, info.vocab_size)
-        few = min(WARM_UP_TOKENS, self.max_tokens)
+    async def run(self, engine: AsyncEngine, vocab_size: int, begin: Begin) -> None:
+        """The loads take turns, so that other work on the machine affects all of them."""
         begin("warm-up")
-        await run_pass(engine, prompts, few, Pass(max(self.concurrency)))
-        await run_pass(engine, prompts[: len(self.prompt_tokens)], few, Pass(1))
-        for run, concurrency in itertools.product(range(1, self.runs + 1), self.concurrency):
-            self.passes[concurrency].append(Pass(concurrency))
-            advance = begin(f"{at_a_time(concurrency)}, run {run} of {self.runs}")
-            await run_pass(engine, prompts, self.max_tokens, self.passes[concurrency][-1], advance)
+        for load in self.warm_up:
+            await load.run(engine, min(WARM_UP_TOKENS, self.max_tokens), vocab_size)
+        for run, load in itertools.product(range(1, self.runs + 1), self.loads):
+            advance = begin(f"{load.name}, run {run} of {self.runs}")
+            await load.run(engine, self.max_tokens, vocab_size, advance)
 
 
-@dataclass
-class Sweep:
-    contexts: tuple[int, ...]  # lengths of the prompts
-    max_tokens: int
-    runs: int
-    passes: dict[int, list[Pass]] = field(init=False)  # by context
-
-    def __post_init__(self) -> None:
-        self.passes = {context: [] for context in self.contexts}
-
-    def describe(self) -> str:
-        first, last = self.contexts[0], self.contexts[-1]
-        return f"one prompt of {first} to {last} tokens at a time, {self.max_tokens} tokens each; {plural(self.runs)}"
-
-    @property
-    def tokens(self) -> int:
-        """Of prompts and answers, without the warm-up."""
-        return self.runs * (sum(self.contexts) + len(self.contexts) * self.max_tokens)
-
-    async def run(self, engine: AsyncEngine, info: EngineInfo, begin: Begin) -> None:
-        warm = [context for context in self.contexts if context <= WARM_UP_CONTEXT]
-        prompts = make_prompts(warm, len(warm), info.vocab_size)
-        begin("warm-up")
-        await run_pass(engine, prompts, min(WARM_UP_TOKENS, self.max_tokens), Pass(1))
-        for run, context in itertools.product(range(1, self.runs + 1), self.contexts):
-            self.passes[context].append(Pass(1))
-            advance = begin(f"context {context}, run {run} of {self.runs}")
-            [prompt] = make_prompts([context], 1, info.vocab_size, seed=run)
-            await run_pass(engine, [prompt], self.max_tokens, self.passes[context][-1], advance)
+def complete_flags(args: argparse.Namespace, max_num_seqs: int) -> None:
+    """Set the defaults that depend on other flags. Raises ValueError if flags contradict each other, or one has no
+    effect."""
+    for name in ("concurrency", "prompts", "prompt_tokens") if args.context_sweep else ("max_context",):
+        if getattr(args, name) is not None:
+            needs = "has no place beside" if args.context_sweep else "needs"
+            raise ValueError(f"--{name.replace('_', '-')} {needs} --context-sweep")
+    args.concurrency = args.concurrency or (min(CONCURRENCY, args.prompts or PROMPTS, max_num_seqs),)
+    args.prompts = args.prompts or max(PROMPTS, *args.concurrency)
+    most = max(args.concurrency)
+    if most > max_num_seqs:
+        raise ValueError(f"--concurrency {most} is more than run at once: --max-num-seqs is {max_num_seqs}")
+    if most > args.prompts:
+        raise ValueError(f"--concurrency {most} is more than there are prompts: --prompts is {args.prompts}")
 
 
-def plural(runs: int) -> str:
-    return "1 run" if runs == 1 else f"{runs} runs"
+def make_plan(args: argparse.Namespace, info: EngineInfo) -> Plan:
+    """Fits the measurement to the model's context and the KV pool. Raises NoRoomError."""
+    runs = "1 run" if args.runs == 1 else f"{args.runs} runs"
+    tail = f"{args.max_tokens} tokens each; {runs}, after a warm-up"
+    if args.context_sweep:
+        longest = args.max_context or room_for_prompt(info, args.max_tokens, FIRST_CONTEXT)
+        room_for_prompt(info, args.max_tokens, longest)
+        contexts = contexts_up_to(longest)
+        loads = [Load(f"context {context}", 1, [context]) for context in contexts]
+        warm_up = [Load("", 1, [context for context in contexts if context <= WARM_UP_CONTEXT])]
+        description = f"one prompt of {contexts[0]} to {contexts[-1]} tokens at a time, {tail}"
+        return Plan(description, contexts, loads, warm_up, args.max_tokens, args.runs, is_sweep=True)
+    wanted = args.prompt_tokens or PROMPT_TOKENS
+    room = room_for_prompt(info, args.max_tokens, min(wanted))
+    kinds = tuple(min(length, room) for length in wanted)
+    lengths = list(itertools.islice(itertools.cycle(kinds), args.prompts))
+    counts = ", ".join(f"{count} of {length}" for length, count in Counter(lengths).items())
+    clipped = "" if kinds == wanted else ", clipped to the room there is"
+    levels = (1, *(number for number in args.concurrency if number > 1))
+    loads = [Load(at_a_time(level), level, lengths) for level in levels]
+    warm_up = [Load("", max(levels), lengths), Load("", 1, lengths[: len(kinds)])]
+    description = f"{args.prompts} prompts ({counts} tokens{clipped}), {tail}"
+    return Plan(description, kinds, loads, warm_up, args.max_tokens, args.runs, is_sweep=False)
 
 
 def at_a_time(concurrency: int) -> str:
@@ -106,15 +100,11 @@ def room_for_prompt(info: EngineInfo, max_tokens: int, least: int) -> int:
     """Most tokens of a prompt. Raises NoRoomError if it is below `least`."""
     room = info.max_model_len - max_tokens
     if room < least:
-        limit = (
-            f"its context length is {info.context_length} tokens"
-            if info.context_length <= info.max_tokens_in_pool
-            else f"the KV pool holds {info.max_tokens_in_pool} tokens (--kv-cache-memory)"
-        )
-        raise NoRoomError(
-            f"{info.model} has no room for a prompt of {least} tokens and an answer of {max_tokens} (--max-tokens): "
-            f"{limit}"
-        )
+        limit = f"the KV pool holds {info.max_tokens_in_pool} tokens (--kv-cache-memory)"
+        if info.context_length <= info.max_tokens_in_pool:
+            limit = f"its context length is {info.context_length} tokens"
+        wanted = f"a prompt of {least} tokens and an answer of {max_tokens} (--max-tokens)"
+        raise NoRoomError(f"{info.model} has no room for {wanted}: {limit}")
     return room
 
 
