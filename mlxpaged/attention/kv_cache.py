@@ -97,7 +97,7 @@ class LayerKVCache:
 
     @property
     def nbytes(self) -> int:
-        return self._pool.nbytes
+        return sum(int(array.nbytes) for array in self.arrays[:2])
 
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         """Store the keys and values [T, num_kv_heads, head_dim] of the step's query tokens in their slots."""

@@ -176,10 +176,6 @@ class MetalPool:
     def arrays(self) -> tuple[mx.array, ...]:
         return self._keys, self._values, self._token
 
-    @property
-    def nbytes(self) -> int:
-        return int(self._keys.nbytes + self._values.nbytes)
-
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         quads = self.head_dim // 4
         (self._token,) = kernels.launch(

@@ -45,7 +45,8 @@ def attend(queries: mx.array, kv: KV, plan: Plan, options: Options) -> mx.array:
     outputs = [attend_chunk(queries[chunk.rows], kv, chunk, options) for chunk in plan.chunks]
     if plan.decode is not None:
         outputs.insert(0, attend_decode(queries[plan.decode.rows], kv, plan.decode, options))
-    return mx.concatenate(outputs)[plan.order]
+    out = mx.concatenate(outputs)
+    return out if plan.order is None else out[plan.order]
 
 
 def attend_decode(queries: mx.array, kv: KV, plan: DecodePlan, options: Options) -> mx.array:
@@ -59,11 +60,16 @@ def attend_decode(queries: mx.array, kv: KV, plan: DecodePlan, options: Options)
                 partials.append(attend_pairs(grouped, kv, part, options))
             else:
                 partials.append(attend_shared(grouped, kv, part, options))
-    parts = Partial(*(mx.concatenate(arrays)[plan.merged] for arrays in map(list, zip(*partials, strict=True))))
-    maximum = (parts.maximum + plan.padding).max(axis=1, keepdims=True)
-    rescale = exp2(parts.maximum + plan.padding - maximum)
+    parts = Partial(*map(mx.concatenate, map(list, zip(*partials, strict=True))))
+    if plan.merged is None:
+        parts = Partial(*(array.reshape(len(grouped), -1, *array.shape[1:]) for array in parts))
+    else:
+        parts = Partial(*(array[plan.merged] for array in parts))
+        parts = parts._replace(maximum=parts.maximum + plan.padding)
+    maximum = parts.maximum.max(axis=1, keepdims=True)
+    rescale = exp2(parts.maximum - maximum)
     output, denominator = ((rescale * array).sum(axis=1) for array in (parts.output, parts.denominator))
-    sinks = None if options.sinks is None else mx.tile(options.sinks, n).reshape(grouped.shape[0], -1, 1)
+    sinks = None if options.sinks is None else mx.tile(options.sinks, n).reshape(len(grouped), -1, 1)
     return (
         finish(Partial(output, maximum.squeeze(1), denominator), sinks).astype(queries.dtype).reshape(n, num_heads, -1)
     )
@@ -72,8 +78,8 @@ def attend_decode(queries: mx.array, kv: KV, plan: DecodePlan, options: Options)
 def attend_pairs(queries: mx.array, kv: KV, pairs: Pairs, options: Options) -> Partial:
     """Queries [n * Hkv, group, D] -> [P * Hkv, group, ...]. Blocks are read whole: the pool keeps unused tail slots
     zero, and slots before a window are the sequence's own."""
-    products = multiply(queries[pairs.queries], kv.keys.swapaxes(-1, -2), pairs.matrices)
-    return attend_scores(binary_scores(products, options.softcap) + pairs.bias, kv.values, pairs.matrices)
+    products = matmul_at(queries, pairs.queries, kv.keys.swapaxes(-1, -2), pairs.matrices)
+    return attend_scores(binary_scores(products, options.softcap) + pairs.bias, kv.values, pairs)
 
 
 def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -> Partial:
@@ -106,18 +112,18 @@ def attend_chunk(queries: mx.array, kv: KV, chunk: ChunkPlan, options: Options) 
     return mx.concatenate(outputs, axis=1).swapaxes(0, 1)
 
 
-def attend_scores(scores: mx.array, values: mx.array, matrices: mx.array | None = None) -> Partial:
-    """Softmax over the last axis of scores, times values."""
+def attend_scores(scores: mx.array, values: mx.array, pairs: Pairs | None = None) -> Partial:
+    """Softmax over the last axis of scores, times values; of `pairs`, times the values of each."""
     maximum = scores.max(axis=-1, keepdims=True)
     weights = exp2(scores - maximum)
     denominator = weights.sum(axis=-1, keepdims=True)
-    if values.dtype != mx.float16:
-        return Partial(
-            multiply(weights.astype(values.dtype), values, matrices).astype(mx.float32), maximum, denominator
-        )
-    # A sum over many keys may pass 65,504, the largest float16, so the mean is computed first.
-    mean = multiply((weights / denominator).astype(values.dtype), values, matrices).astype(mx.float32)
-    return Partial(mean * denominator, maximum, denominator)
+    half = values.dtype == mx.float16
+    if half:  # a sum over many keys may pass 65,504, the largest float16, so the mean is computed first
+        weights = weights / denominator
+    weights = weights.astype(values.dtype)
+    output = weights @ values if pairs is None else matmul_at(weights, pairs.order, values, pairs.matrices)
+    output = output.astype(mx.float32)
+    return Partial(output * denominator if half else output, maximum, denominator)
 
 
 def finish(partial: Partial, sinks: mx.array | None) -> mx.array:
@@ -132,11 +138,11 @@ def contiguous(matrices: mx.array, indices: mx.array) -> mx.array:
     return matrices[indices].flatten(1, 2)
 
 
-def multiply(left: mx.array, right: mx.array, matrices: mx.array | None) -> mx.array:
-    """`left @ right[matrices]`. Float32 is not copied; MLX's CPU backend supports no other."""
-    if matrices is None:
-        return left @ right
-    return mx.gather_mm(left, right, rhs_indices=matrices) if left.dtype == mx.float32 else left @ right[matrices]
+def matmul_at(left: mx.array, left_at: mx.array, right: mx.array, right_at: mx.array) -> mx.array:
+    """`left[left_at[i]] @ right[right_at[i]]` for all i. Float32 is not copied; MLX's CPU backend supports no other."""
+    if left.dtype == mx.float32:
+        return mx.gather_mm(left, right, lhs_indices=left_at, rhs_indices=right_at)
+    return left[left_at] @ right[right_at]
 
 
 def scaled(queries: mx.array, options: Options) -> mx.array:

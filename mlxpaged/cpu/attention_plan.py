@@ -37,12 +37,13 @@ SCORE = 10e-9
 class Pairs:
     """P (sequence, block) pairs that one CPU stream attends.
 
-    queries[P * Hkv]: index among [n * Hkv] query rows. matrices[P * Hkv]: index in the pool.
+    queries[P * Hkv]: index among [n * Hkv] query rows. matrices[P * Hkv]: index in the pool. order[P * Hkv]: 0, 1, 2...
     bias[P * Hkv, group, slot]: 0 for keys that are visible, else minus infinity.
     """
 
     queries: mx.array
     matrices: mx.array
+    order: mx.array
     bias: mx.array
 
 
@@ -59,13 +60,13 @@ class SharedRun:
 class DecodePlan:
     """The n sequences with one query token each, at `rows` of the step.
 
-    work: lists with a part for each CPU stream. merged[n * Hkv, b]: which of all parts' rows belong to a query row.
-    padding[n * Hkv, b, 1, 1]: minus infinity for entries that fill `merged` up, else 0.
+    work: lists with a part for each CPU stream. merged[n * Hkv, b]: which rows of all parts belong to a query row; None
+    if that is 0, 1, 2... padding[n * Hkv, b, 1, 1]: minus infinity for entries that fill `merged` up, else 0.
     """
 
-    rows: mx.array
+    rows: mx.array | slice
     work: list[Sequence[Pairs | SharedRun]]
-    merged: mx.array
+    merged: mx.array | None
     padding: mx.array
 
 
@@ -91,11 +92,11 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """order: brings the outputs, decoding sequences first, back to the order of the query tokens."""
+    """order: brings the outputs, decoding sequences first, back to the order of the query tokens; None if they are."""
 
     decode: DecodePlan | None
     chunks: list[ChunkPlan]
-    order: mx.array
+    order: mx.array | None
 
 
 def make_plan(meta: AttentionMetadata, window: int | None, num_heads: int, num_kv_heads: int) -> Plan:
@@ -108,7 +109,7 @@ def make_plan(meta: AttentionMetadata, window: int | None, num_heads: int, num_k
     return Plan(
         plan_decode(meta, decoding, starts[decoding], window, num_kv_heads, group) if len(decoding) else None,
         [plan_chunk(meta, i, int(starts[i]), window, num_kv_heads, group) for i in prompts],
-        mx.array(np.argsort(rows).astype(np.int32)),
+        None if (np.diff(rows) > 0).all() else mx.array(np.argsort(rows).astype(np.int32)),
     )
 
 
@@ -162,25 +163,35 @@ def plan_decode(
     for sharing, end in runs:
         paired[sharing, :end] = False
     owner, column = (indices.astype(np.int32) for indices in np.nonzero(paired))
-    queries, matrices = by_head(owner, num_kv_heads), by_head(tables[owner, column], num_kv_heads)
     position = column[:, None] * size + np.arange(size)
     visible = (position < context[owner, None]) & (position >= first[owner, None])
-    bias = np.repeat(visible, num_kv_heads * group, axis=0).reshape(len(owner), -1, group, size)
+    queries, matrices = (by_head(each, num_kv_heads).reshape(-1) for each in (owner, tables[owner, column]))
+    order = np.argsort(queries, kind="stable")
+    queries, matrices = queries[order], matrices[order]
+    bias = np.repeat(visible[order // num_kv_heads, None], group, axis=1)
     pairs = [
         Pairs(
-            mx.array(queries[part].reshape(-1)), mx.array(matrices[part].reshape(-1)), bias_of(bias[part]).flatten(0, 1)
+            mx.array(queries[part].astype(np.uint32)),
+            mx.array(matrices[part].astype(np.uint32)),
+            mx.arange(part.stop - part.start, dtype=mx.uint32),
+            bias_of(bias[part]),
         )
-        for part in streams.split(len(owner), queries.size * PAIR)
+        for part in streams.split(len(queries), len(queries) * PAIR)
     ]
     work: list[Sequence[Pairs | SharedRun]] = [pairs]
-    owners = [queries.reshape(-1)]
+    owners = [queries]
     for sharing, end in runs:
         queries, matrices = by_head(sharing, num_kv_heads).T, by_head(tables[sharing[0], :end], num_kv_heads).T
         parts = streams.split(end, queries.size * group * end * size * SCORE)
         work.append([SharedRun(mx.array(queries), mx.array(matrices[:, part])) for part in parts])
         owners += [queries.reshape(-1)] * len(parts)
     merged, is_padding = parts_by_owner(np.concatenate(owners), n * num_kv_heads)
-    return DecodePlan(mx.array(rows.astype(np.int32)), work, mx.array(merged), bias_of(~is_padding)[..., None, None])
+    return DecodePlan(
+        slice(0, n) if rows[-1] < n else mx.array(rows.astype(np.int32)),
+        work,
+        None if (np.diff(merged.reshape(-1)) == 1).all() else mx.array(merged),
+        bias_of(~is_padding)[..., None, None],
+    )
 
 
 def by_head(indices: IntArray, num_kv_heads: int) -> IntArray:
