@@ -44,10 +44,6 @@ class GatherPool:
     def arrays(self) -> tuple[mx.array, ...]:
         return self._keys, self._values
 
-    @property
-    def nbytes(self) -> int:
-        return int(self._keys.nbytes + self._values.nbytes)
-
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         self._keys[meta.slot_mapping] = keys
         self._values[meta.slot_mapping] = values

@@ -58,27 +58,24 @@ class LayerKVCache:
         block_size: int = DEFAULT_BLOCK_SIZE,
         backend: str = "auto",
         tuning: Tuning = DEFAULT_TUNING,
+        value_size: int | None = None,
     ) -> None:
         if head_dim < 1:
             raise ValueError(f"head_dim must be positive, got {head_dim}")
-        self._make(num_blocks, KVLayout(num_kv_heads, head_dim, head_dim, dtype, block_size), backend, tuning)
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be positive, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.layout = KVLayout(num_kv_heads, head_dim, value_size or head_dim, dtype, block_size)
+        self.backend = resolve_backend(backend)
+        self.tuning = tuning
+        self.clear()
 
     @classmethod
     def from_layout(
         cls, num_blocks: int, layout: KVLayout, backend: str = "auto", tuning: Tuning = DEFAULT_TUNING
     ) -> LayerKVCache:
-        cache = cls.__new__(cls)
-        cache._make(num_blocks, layout, backend, tuning)
-        return cache
-
-    def _make(self, num_blocks: int, layout: KVLayout, backend: str, tuning: Tuning) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be positive, got {num_blocks}")
-        self.num_blocks = num_blocks
-        self.layout = layout
-        self.backend = resolve_backend(backend)
-        self.tuning = tuning
-        self.clear()
+        sizes = (layout.num_kv_heads, layout.key_size, layout.dtype, layout.block_size)
+        return cls(num_blocks, *sizes, backend, tuning, layout.value_size)
 
     def clear(self) -> None:
         """Make every block zero, in new memory."""
@@ -97,7 +94,7 @@ class LayerKVCache:
 
     @property
     def nbytes(self) -> int:
-        return self._pool.nbytes
+        return sum(int(array.nbytes) for array in self.arrays[:2])
 
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         """Store the keys and values [T, num_kv_heads, head_dim] of the step's query tokens in their slots."""

@@ -81,44 +81,23 @@ class AttentionVariant:
 
     @functools.cached_property
     def template(self) -> kernels.Template:
-        return [
-            ("T", self.dtype),
-            ("O", mx.float32 if self.partial else self.dtype),
-            ("D", self.head_dim),
-            ("BLOCK", self.block_size),
-            ("KV_HEADS", self.kv_heads),
-            ("GROUP", self.group),
-            ("HEADS", self.heads),
-            ("QUERIES", self.queries),
-            ("TILE", self.tile),
-            ("VEC", self.vec),
-            ("THREADS", THREADS),
-            ("PARTIAL", self.partial),
-            ("SOFTCAP", self.softcap),
-            ("SINKS", self.sinks),
-        ]
+        names = ("kv_heads", "group", "heads", "queries", "tile", "vec", "partial", "softcap", "sinks")
+        types = [("T", self.dtype), ("O", mx.float32 if self.partial else self.dtype)]
+        sizes = [("D", self.head_dim), ("BLOCK", self.block_size), ("THREADS", THREADS)]
+        return [*types, *sizes, *((name.upper(), getattr(self, name)) for name in names)]
 
 
 @functools.cache
 def choose_variant(
-    dtype: mx.Dtype,
-    head_dim: int,
-    block_size: int,
-    kv_heads: int,
-    group: int,
-    single_queries: bool,
-    partial: bool = False,
-    softcap: bool = False,
-    sinks: bool = False,
+    dtype: mx.Dtype, head_dim: int, block_size: int, kv_heads: int, group: int, single_queries: bool, *flags: bool
 ) -> AttentionVariant:
-    """All heads of a group in one threadgroup if they fit its memory and registers, else in as few parts as do."""
+    """All heads of a group in one threadgroup if they fit its memory and registers, else in as few parts as do. flags:
+    the last fields of the variant."""
     rows = ROWS
     while True:
         heads = -(-group // -(-group // rows))
         queries = 1 if single_queries else max(1, rows // heads)
-        variant = AttentionVariant(
-            dtype, head_dim, block_size, kv_heads, group, heads, queries, partial, softcap, sinks
-        )
+        variant = AttentionVariant(dtype, head_dim, block_size, kv_heads, group, heads, queries, *flags)
         if variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY:
             return variant
         rows //= 2
@@ -176,10 +155,6 @@ class MetalPool:
     def arrays(self) -> tuple[mx.array, ...]:
         return self._keys, self._values, self._token
 
-    @property
-    def nbytes(self) -> int:
-        return int(self._keys.nbytes + self._values.nbytes)
-
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         quads = self.head_dim // 4
         (self._token,) = kernels.launch(
@@ -193,15 +168,16 @@ class MetalPool:
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         group = queries.shape[1] // self.num_kv_heads
-        plan = self._plan(meta, options.window, group)
+        key = ("metal", options.window, group, id(self.tuning))  # one plan for all layers with these
+        if key not in meta.derived:
+            meta.derived[key] = self._make_plan(meta, options.window, group)
+        plan: Plan = meta.derived[key]
         outputs, tokens = [], []
         for part in plan.parts:
             if isinstance(part, PagedPart):
                 out, token = self._attend_paged(queries, meta, options, part)
             else:
-                keys, values, token = self._contiguous(part)
-                by_head = queries[None, part.rows].swapaxes(1, 2)
-                out = contiguous_attention(by_head, keys[None], values[None], part.mask, options)[0].swapaxes(0, 1)
+                out, token = self._attend_contiguous(queries, options, part)
             outputs.append(out)
             tokens.append(token)
         self._token = functools.reduce(mx.add, tokens)  # the next writer waits for all readers
@@ -228,14 +204,6 @@ class MetalPool:
             return
         blocks = mx.array(list(ids), mx.int32)
         self._launch_blocks("block_write", [keys, values, blocks, self._keys, self._values, self._token], len(ids))
-
-    def _plan(self, meta: AttentionMetadata, window: int | None, group: int) -> Plan:
-        """Made once per step for all layers with the same window and heads."""
-        key = ("metal", window, group, self.tuning)
-        if key not in meta.derived:
-            meta.derived[key] = self._make_plan(meta, window, group)
-        plan: Plan = meta.derived[key]
-        return plan
 
     def _make_plan(self, meta: AttentionMetadata, window: int | None, group: int) -> Plan:
         """All decoding sequences are one shape class and take one choice; every chunk has its own."""
@@ -318,8 +286,10 @@ class MetalPool:
         )
         return merged, token
 
-    def _contiguous(self, part: ContiguousPart) -> tuple[mx.array, mx.array, mx.array]:
-        """The part's keys and values, [num_kv_heads, num_keys, head_dim] each, and the token of having read them."""
+    def _attend_contiguous(
+        self, queries: mx.array, options: Options, part: ContiguousPart
+    ) -> tuple[mx.array, mx.array]:
+        """The part's rows, and the token of having read the pools."""
         quads = self.head_dim // 4
         shape = (self.num_kv_heads, part.num_keys, self.head_dim)
         keys, values, token = kernels.launch(
@@ -330,7 +300,9 @@ class MetalPool:
             threadgroup=(quads, min(8, part.num_keys), 1),
             outputs=[(shape, self.dtype), (shape, self.dtype), ((1,), mx.int32)],
         )
-        return keys, values, token
+        by_head = queries[None, part.rows].swapaxes(1, 2)
+        out = contiguous_attention(by_head, keys[None], values[None], part.mask, options)
+        return out[0].swapaxes(0, 1), token
 
     def _row_template(self) -> list[tuple[str, int | bool | mx.Dtype]]:
         return [("T", self.dtype), ("D", self.head_dim), ("KV_HEADS", self.num_kv_heads)]

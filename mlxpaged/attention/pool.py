@@ -24,10 +24,7 @@ class KVPool(Protocol):
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Evaluating these waits for everything that the pool was asked to do."""
-
-    @property
-    def nbytes(self) -> int: ...
+        """Keys, values and tokens. Evaluating these waits for everything that the pool was asked to do."""
 
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None: ...
 

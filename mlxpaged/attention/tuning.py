@@ -116,9 +116,6 @@ class Tuning:
     decode: Choice | None = None
     chunks: Choice | None = None
 
-    def __hash__(self) -> int:
-        return self._hash
-
     def choice(self, shape_class: ShapeClass) -> Choice:
         forced = self.decode if shape_class.queries == 1 else self.chunks
         return forced or self._table.get(shape_class) or default_choice(shape_class)
@@ -126,11 +123,6 @@ class Tuning:
     @functools.cached_property
     def _table(self) -> dict[ShapeClass, Choice]:
         return dict(self.choices)
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        """Cached, because every layer of every step looks its plan up by its tuning."""
-        return hash((self.choices, self.decode, self.chunks))
 
 
 DEFAULT_TUNING = Tuning()

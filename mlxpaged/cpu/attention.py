@@ -2,17 +2,16 @@
 
 Decoding sequences are attended in (sequence, block) pairs, all of a step at once: each pair is a small matrix product
 that reads the block in the pool and has a softmax of its own. The pairs of a sequence are merged by their maxima and
-denominators, as in FlashDecoding. Blocks that several sequences share are attended once for all of them (cascade
+denominators, as in FlashDecoding. A prefix that several sequences share is attended once for all of them (cascade
 attention). Keys of prompt chunks and of shared blocks are copied, because many queries read them.
 
 Scores are scaled by log2(e), so that powers of two replace exponentials: attention spends more time on these than on
-products (exp2.py). Pairs, and the KV heads of chunks and shared blocks, are split among CPU streams.
+products (exp2.py). Pairs, shared blocks and tiles of prompts are split among CPU streams.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
@@ -46,150 +45,97 @@ def attend(queries: mx.array, kv: KV, plan: Plan, options: Options) -> mx.array:
     outputs = [attend_chunk(queries[chunk.rows], kv, chunk, options) for chunk in plan.chunks]
     if plan.decode is not None:
         outputs.insert(0, attend_decode(queries[plan.decode.rows], kv, plan.decode, options))
-    out = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+    out = mx.concatenate(outputs)
     return out if plan.order is None else out[plan.order]
 
 
 def attend_decode(queries: mx.array, kv: KV, plan: DecodePlan, options: Options) -> mx.array:
     """[n, Hq, D] -> [n, Hq, D]"""
     n, num_heads, size = queries.shape
-    num_kv_heads, group = kv.num_kv_heads, num_heads // kv.num_kv_heads
-    grouped = scaled(queries, options).reshape(n * num_kv_heads, group, size)
-    transposed = kv._replace(keys=kv.keys.swapaxes(-1, -2))
+    grouped = scaled(queries, options).reshape(n * kv.num_kv_heads, -1, size)
     partials = []
-    for pairs, stream in assign(plan.pairs):
+    for part, stream in itertools.chain.from_iterable(map(assign, plan.work)):
         with stream:
-            partials.append(attend_pairs(grouped, transposed, pairs, options))
-    if plan.shared:
-        whole = grouped.reshape(n, num_kv_heads, group, size)
-        partials += [attend_shared(whole[run.members], kv, run, options) for run in plan.shared]
-    parts = concatenate(partials)
-    if plan.owner is not None:
-        parts = scatter_merge(parts, plan.owner, n * num_kv_heads)
-    if plan.parts is not None:
-        by_owner = Partial(*(array[plan.parts] for array in parts))
+            if isinstance(part, Pairs):
+                partials.append(attend_pairs(grouped, kv, part, options))
+            else:
+                partials.append(attend_shared(grouped, kv, part, options))
+    parts = Partial(*map(mx.concatenate, map(list, zip(*partials, strict=True))))
+    if plan.merged is None:
+        parts = Partial(*(array.reshape(len(grouped), -1, *array.shape[1:]) for array in parts))
     else:
-        by_owner = Partial(*(array.reshape(n, -1, num_kv_heads, *array.shape[1:]) for array in parts))
-    if plan.padding is not None:
-        by_owner = by_owner._replace(maximum=by_owner.maximum + plan.padding)
-    return merge(by_owner, options.sinks).astype(queries.dtype).reshape(n, num_heads, -1)
+        parts = Partial(*(array[plan.merged] for array in parts))
+        parts = parts._replace(maximum=parts.maximum + plan.padding)
+    maximum = parts.maximum.max(axis=1, keepdims=True)
+    rescale = exp2(parts.maximum - maximum)
+    output, denominator = ((rescale * array).sum(axis=1) for array in (parts.output, parts.denominator))
+    sinks = None if options.sinks is None else mx.tile(options.sinks, n).reshape(len(grouped), -1, 1)
+    return (
+        finish(Partial(output, maximum.squeeze(1), denominator), sinks).astype(queries.dtype).reshape(n, num_heads, -1)
+    )
 
 
-def attend_pairs(queries: mx.array, transposed: KV, pairs: Pairs, options: Options) -> Partial:
-    """Queries [n * Hkv, group, D] over keys [num_blocks * Hkv, D, slot] -> [P * Hkv, group, ...].
-
-    Blocks are read whole: the pool keeps unused tail slots zero, and slots before a window are the sequence's own.
-    """
-    products = matmul_at(queries, pairs.queries, transposed.keys, pairs.matrices)
-    scores, values = binary_scores(products, options.softcap) + pairs.bias, transposed.values
-    return attend_scores(scores, values.dtype, lambda own: matmul_at(own, pairs.order, values, pairs.matrices))
+def attend_pairs(queries: mx.array, kv: KV, pairs: Pairs, options: Options) -> Partial:
+    """Queries [n * Hkv, group, D] -> [P * Hkv, group, ...]. Blocks are read whole: the pool keeps unused tail slots
+    zero, and slots before a window are the sequence's own."""
+    products = matmul_at(queries, pairs.queries, kv.keys.swapaxes(-1, -2), pairs.matrices)
+    return attend_scores(binary_scores(products, options.softcap) + pairs.bias, kv.values, pairs)
 
 
 def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -> Partial:
-    """Queries [m, Hkv, group, D] of the run's m members -> [m * Hkv, group, ...]"""
-    m, num_kv_heads, group, size = queries.shape
-    stacked = queries.swapaxes(0, 1).reshape(num_kv_heads, m * group, size)
-    partials = []
-    for split, stream in assign(run.splits):
-        with stream:
-            keys, values = (contiguous(array, split.matrices) for array in (kv.keys, kv.values))
-            scores = binary_scores(stacked[split.heads] @ keys.swapaxes(-1, -2), options.softcap)
-            partials.append(attend_scores(scores, values.dtype, functools.partial(times, values)))
-    by_member = (array.reshape(num_kv_heads, m, group, -1).swapaxes(0, 1) for array in concatenate(partials))
-    return Partial(*(array.reshape(m * num_kv_heads, group, -1) for array in by_member))
+    """Queries [n * Hkv, group, D] -> [Hkv * m, group, ...]"""
+    keys, values = contiguous(kv.keys, run.matrices), contiguous(kv.values, run.matrices)
+    stacked = queries[run.queries].flatten(1, 2)
+    partial = attend_scores(binary_scores(stacked @ keys.swapaxes(-1, -2), options.softcap), values)
+    return Partial(*(array.reshape(run.queries.size, queries.shape[1], -1) for array in partial))
 
 
 def attend_chunk(queries: mx.array, kv: KV, chunk: ChunkPlan, options: Options) -> mx.array:
     """[L, Hq, D] -> [L, Hq, D]"""
-    by_head = queries.swapaxes(0, 1)
-    grouped = by_head.reshape(kv.num_kv_heads, -1, *by_head.shape[1:])
-    outputs = []
-    for split, stream in assign(chunk.splits):
-        with stream:
-            keys, values = (contiguous(array, split.matrices) for array in (kv.keys, kv.values))
-            own = scaled(grouped[split.heads], options)
-            outputs.append(attend_tiles(own, keys.swapaxes(-1, -2), values, chunk, split.heads, options))
-    out = mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
-    return out.reshape(queries.shape[1], len(queries), -1).swapaxes(0, 1)
-
-
-def attend_tiles(
-    queries: mx.array, keys: mx.array, values: mx.array, chunk: ChunkPlan, heads: slice, options: Options
-) -> mx.array:
-    """[H, group, L, D] over keys [H, D, n] and values [H, n, D] of H KV heads -> [H, group, L, D]"""
-    num_kv_heads, group, _, size = queries.shape
-    sinks = options.sinks
-    if sinks is not None:
-        sinks = sinks.astype(mx.float32).reshape(-1, group, 1, 1)[heads] * LOG2E
+    length, num_heads, size = queries.shape
+    grouped = scaled(queries, options).swapaxes(0, 1).reshape(kv.num_kv_heads, -1, length, size)
+    keys = contiguous(kv.keys, chunk.matrices).swapaxes(-1, -2)
+    values = contiguous(kv.values, chunk.matrices)
+    contexts = [stream for _, stream in assign(range(chunk.num_streams))]
     outputs: list[mx.array] = []
-    for tile in chunk.tiles:
-        own = queries[:, :, tile.rows].reshape(num_kv_heads, -1, size)
-        if outputs:  # one after the other: MLX would start all tiles, each with memory of its own
-            own = mx.depends(own, outputs[-1])
-        scores = binary_scores(own @ keys[..., tile.keys], options.softcap) + tile.bias
-        sink_rows = None
-        if sinks is not None:
-            length = own.shape[1] // group
-            sink_rows = mx.broadcast_to(sinks, (num_kv_heads, group, length, 1)).reshape(num_kv_heads, -1, 1)
-        result = attend_scores(scores, values.dtype, functools.partial(times, values[:, tile.keys]), sink_rows)
-        out = (result.output / result.denominator).astype(queries.dtype)
-        outputs.append(out.reshape(num_kv_heads, group, -1, out.shape[-1]))
-    return mx.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
+    for number, tile in enumerate(chunk.tiles):
+        with contexts[number % len(contexts)]:
+            own = grouped[:, :, tile.rows].flatten(1, 2)
+            if number >= len(contexts):  # one after the other: MLX would start all tiles, each with memory of its own
+                own = mx.depends(own, outputs[-len(contexts)])
+            scores = binary_scores(own @ keys[..., tile.keys], options.softcap) + tile.bias
+            sinks = options.sinks
+            if sinks is not None:
+                sinks = mx.repeat(sinks, len(range(length)[tile.rows])).reshape(*own.shape[:2], 1)
+            out = finish(attend_scores(scores, values[:, tile.keys]), sinks).astype(queries.dtype)
+            outputs.append(out.reshape(num_heads, -1, out.shape[-1]))
+    return mx.concatenate(outputs, axis=1).swapaxes(0, 1)
 
 
-def attend_scores(
-    scores: mx.array, dtype: mx.Dtype, product: Callable[[mx.array], mx.array], sinks: mx.array | None = None
-) -> Partial:
-    """Softmax over the last axis of scores. product: multiplies weights by values of `dtype`. A sink adds to the
-    denominator only."""
+def attend_scores(scores: mx.array, values: mx.array, pairs: Pairs | None = None) -> Partial:
+    """Softmax over the last axis of scores, times values; of `pairs`, times the values of each."""
     maximum = scores.max(axis=-1, keepdims=True)
-    if sinks is not None:
-        maximum = mx.maximum(maximum, sinks)
     weights = exp2(scores - maximum)
     denominator = weights.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        denominator = denominator + exp2(sinks - maximum)
-    if dtype != mx.float16:
-        return Partial(product(weights.astype(dtype)).astype(mx.float32), maximum, denominator)
-    # A sum over many keys may pass 65,504, the largest float16, so the mean is computed first.
-    mean = product((weights / denominator).astype(dtype)).astype(mx.float32)
-    return Partial(mean * denominator, maximum, denominator)
+    half = values.dtype == mx.float16
+    if half:  # a sum over many keys may pass 65,504, the largest float16, so the mean is computed first
+        weights = weights / denominator
+    weights = weights.astype(values.dtype)
+    output = weights @ values if pairs is None else matmul_at(weights, pairs.order, values, pairs.matrices)
+    output = output.astype(mx.float32)
+    return Partial(output * denominator if half else output, maximum, denominator)
 
 
-def times(values: mx.array, weights: mx.array) -> mx.array:
-    return weights @ values
-
-
-def merge(parts: Partial, sinks: mx.array | None) -> mx.array:
-    """Merge partials [n, b, Hkv, group, ...] along b and divide -> [n, 1, Hkv, group, D]"""
-    maximum = parts.maximum.max(axis=1, keepdims=True)
-    if sinks is not None:
-        sinks = sinks.astype(mx.float32).reshape(1, 1, *maximum.shape[2:]) * LOG2E
-        maximum = mx.maximum(maximum, sinks)
-    rescale = exp2(parts.maximum - maximum)
-    denominator = (rescale * parts.denominator).sum(axis=1, keepdims=True)
-    if sinks is not None:
-        denominator = denominator + exp2(sinks - maximum)
-    return (rescale * parts.output).sum(axis=1, keepdims=True) / denominator
-
-
-def scatter_merge(parts: Partial, owner: mx.array, n: int) -> Partial:
-    """Merge the parts of each of n owners into one."""
-    maximum = mx.full((n, *parts.maximum.shape[1:]), -mx.inf).at[owner].maximum(parts.maximum)
-    rescale = exp2(parts.maximum - maximum[owner])
-    output = mx.zeros((n, *parts.output.shape[1:])).at[owner].add(rescale * parts.output)
-    return Partial(output, maximum, mx.zeros(maximum.shape).at[owner].add(rescale * parts.denominator))
-
-
-def concatenate(partials: Sequence[Partial]) -> Partial:
-    if len(partials) == 1:
-        return partials[0]
-    return Partial(*(mx.concatenate(list(arrays)) for arrays in zip(*partials, strict=True)))
+def finish(partial: Partial, sinks: mx.array | None) -> mx.array:
+    """The output of all keys. A sink adds to the denominator only; one that exceeds every score by far makes it 0."""
+    if sinks is None:
+        return partial.output / partial.denominator
+    return partial.output / (partial.denominator + exp2(sinks.astype(mx.float32) * LOG2E - partial.maximum))
 
 
 def contiguous(matrices: mx.array, indices: mx.array) -> mx.array:
     """[num_blocks * Hkv, slot, D] and indices [H, n] -> [H, n * slot, D], a copy."""
-    return matrices[indices].reshape(len(indices), -1, matrices.shape[-1])
+    return matrices[indices].flatten(1, 2)
 
 
 def matmul_at(left: mx.array, left_at: mx.array, right: mx.array, right_at: mx.array) -> mx.array:

@@ -5,6 +5,7 @@ The pool is an array of matrices [slot, size], one for each (block, KV head); it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from mlxpaged.attention.metadata import AttentionMetadata, IntArray
 
 BoolArray = npt.NDArray[np.bool_]
-
-MAX_PADDING = 4
-"""Most padded parts per real part. Beyond that, scatter-add merges the parts, which takes 8 times as long per part."""
 
 MIN_SHARED = 32
 """Fewest (sequence, block) pairs that make a shared run worth its overhead."""
@@ -36,27 +34,10 @@ SCORE = 10e-9
 
 
 @dataclass(frozen=True)
-class HeadSplit:
-    """KV `heads` that one CPU stream attends. matrices[kv_head, block]: of these heads, in the pool."""
-
-    heads: slice
-    matrices: mx.array
-
-
-@dataclass(frozen=True)
-class SharedRun:
-    """Consecutive blocks that several decoding sequences share and see completely. members: indices of the sequences
-    among the decoding ones. splits: one per stream."""
-
-    members: mx.array
-    splits: list[HeadSplit]
-
-
-@dataclass(frozen=True)
 class Pairs:
     """P (sequence, block) pairs that one CPU stream attends.
 
-    queries[P * Hkv]: index among [n, Hkv] query rows. matrices[P * Hkv]: index in the pool. order[P * Hkv]: 0, 1, 2...
+    queries[P * Hkv]: index among [n * Hkv] query rows. matrices[P * Hkv]: index in the pool. order[P * Hkv]: 0, 1, 2...
     bias[P * Hkv, group, slot]: 0 for keys that are visible, else minus infinity.
     """
 
@@ -67,21 +48,26 @@ class Pairs:
 
 
 @dataclass(frozen=True)
+class SharedRun:
+    """Blocks that m decoding sequences share and see completely. queries[Hkv, m] and matrices[Hkv, block] are indices
+    as in `Pairs`."""
+
+    queries: mx.array
+    matrices: mx.array
+
+
+@dataclass(frozen=True)
 class DecodePlan:
     """The n sequences with one query token each, at `rows` of the step.
 
-    The parts of a sequence's attention are its pairs (one list entry per stream) and the shared runs it is a member of.
-    parts[n, b, Hkv]: indices of each sequence's parts, padded; None if that is 0, 1, 2... padding[n, b, Hkv, group, 1]:
-    minus infinity for padded entries, else 0; None if there are none. owner[parts * Hkv]: used instead of both if
-    padding would exceed MAX_PADDING; the index among [n, Hkv] of every part.
+    work: lists with a part for each CPU stream. merged[n * Hkv, b]: which rows of all parts belong to a query row; None
+    if that is 0, 1, 2... padding[n * Hkv, b, 1, 1]: minus infinity for entries that fill `merged` up, else 0.
     """
 
     rows: mx.array | slice
-    pairs: list[Pairs]
-    shared: list[SharedRun]
-    parts: mx.array | None
-    padding: mx.array | None
-    owner: mx.array | None
+    work: list[Sequence[Pairs | SharedRun]]
+    merged: mx.array | None
+    padding: mx.array
 
 
 @dataclass(frozen=True)
@@ -95,11 +81,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Prompt tokens of one sequence, at `rows` of the step. splits: one per stream."""
+    """Prompt tokens of one sequence, at `rows` of the step. matrices[Hkv, block]: of its keys. CPU streams take turns
+    with the tiles."""
 
     rows: slice
-    splits: list[HeadSplit]
+    matrices: mx.array
     tiles: list[Tile]
+    num_streams: int
 
 
 @dataclass(frozen=True)
@@ -133,8 +121,10 @@ def plan_chunk(
     first_block = (first_query - visible_before(first_query, window)) // meta.block_size
     num_keys = context_len - first_block * meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
-    splits = split_heads(blocks, query_len * group, num_keys, num_kv_heads)
-    return ChunkPlan(slice(row, row + query_len), splits, make_tiles(query_len, num_keys, window, group))
+    tiles = make_tiles(query_len, num_keys, window, group)
+    num_streams = min(len(tiles), streams.count(query_len * group * num_kv_heads * num_keys * SCORE))
+    matrices = mx.array(by_head(blocks, num_kv_heads).T)
+    return ChunkPlan(slice(row, row + query_len), matrices, tiles, num_streams)
 
 
 def make_tiles(query_len: int, num_keys: int, window: int | None, group: int) -> list[Tile]:
@@ -159,13 +149,6 @@ def visible_before(query: int, window: int | None) -> int:
     return query if window is None else min(query, window - 1)
 
 
-def split_heads(blocks: IntArray, num_queries: int, num_keys: int, num_kv_heads: int) -> list[HeadSplit]:
-    """num_queries: of each KV head."""
-    matrices = by_head(blocks, num_kv_heads).T
-    slices = streams.split(num_kv_heads, num_kv_heads * num_queries * num_keys * SCORE)
-    return [HeadSplit(heads, mx.array(matrices[heads])) for heads in slices]
-
-
 def plan_decode(
     meta: AttentionMetadata, members: IntArray, rows: IntArray, window: int | None, num_kv_heads: int, group: int
 ) -> DecodePlan:
@@ -175,49 +158,39 @@ def plan_decode(
     first = np.zeros_like(context) if window is None else np.maximum(context - window, 0)
     columns = np.arange(tables.shape[1])
     paired = (columns >= (first // size)[:, None]) & (columns < -(-context // size)[:, None])
-    runs = shared_runs(tables, -(-first // size), (context - 1) // size)  # each sequence keeps at least its last block
-    for sharing, begin, end in runs:
-        paired[sharing, begin:end] = False
+    # Each sequence keeps its last block as a pair. With a window, sequences see different parts of a common prefix.
+    runs = shared_runs(tables, (context - 1) // size) if window is None else []
+    for sharing, end in runs:
+        paired[sharing, :end] = False
     owner, column = (indices.astype(np.int32) for indices in np.nonzero(paired))
-    blocks = tables[owner, column]
     position = column[:, None] * size + np.arange(size)
     visible = (position < context[owner, None]) & (position >= first[owner, None])
-    owners = np.concatenate([owner, *(sharing for sharing, _, _ in runs)])
-    parts, is_padding = parts_by_owner(owners, n)
-    skewed = parts.size > MAX_PADDING * len(owners)
-    padded = bool(is_padding.any())
-    in_order = not padded and bool((np.diff(parts.reshape(-1)) == 1).all())
-    padding_shape = (*is_padding.shape, num_kv_heads, group, 1)
+    queries, matrices = (by_head(each, num_kv_heads).reshape(-1) for each in (owner, tables[owner, column]))
+    order = np.argsort(queries, kind="stable")
+    queries, matrices = queries[order], matrices[order]
+    bias = np.repeat(visible[order // num_kv_heads, None], group, axis=1)
+    pairs = [
+        Pairs(
+            mx.array(queries[part].astype(np.uint32)),
+            mx.array(matrices[part].astype(np.uint32)),
+            mx.arange(part.stop - part.start, dtype=mx.uint32),
+            bias_of(bias[part]),
+        )
+        for part in streams.split(len(queries), len(queries) * PAIR)
+    ]
+    work: list[Sequence[Pairs | SharedRun]] = [pairs]
+    owners = [queries]
+    for sharing, end in runs:
+        queries, matrices = by_head(sharing, num_kv_heads).T, by_head(tables[sharing[0], :end], num_kv_heads).T
+        parts = streams.split(end, queries.size * group * end * size * SCORE)
+        work.append([SharedRun(mx.array(queries), mx.array(matrices[:, part])) for part in parts])
+        owners += [queries.reshape(-1)] * len(parts)
+    merged, is_padding = parts_by_owner(np.concatenate(owners), n * num_kv_heads)
     return DecodePlan(
-        rows=slice(0, n) if rows[-1] < n else mx.array(rows.astype(np.int32)),
-        pairs=[
-            make_pairs(by_head(owner[part], num_kv_heads), by_head(blocks[part], num_kv_heads), visible[part], group)
-            for part in streams.split(len(owner), len(owner) * num_kv_heads * PAIR)
-        ],
-        shared=[
-            SharedRun(
-                mx.array(sharing.astype(np.int32)),
-                split_heads(tables[sharing[0], begin:end], len(sharing) * group, (end - begin) * size, num_kv_heads),
-            )
-            for sharing, begin, end in runs
-        ],
-        parts=None if skewed or in_order else mx.array(by_head(parts, num_kv_heads)),
-        padding=mx.broadcast_to(bias_of(~is_padding)[..., None, None, None], padding_shape)
-        if padded and not skewed
-        else None,
-        owner=mx.array(by_head(owners, num_kv_heads).reshape(-1)) if skewed else None,
-    )
-
-
-def make_pairs(queries: IntArray, matrices: IntArray, visible: BoolArray, group: int) -> Pairs:
-    """queries, matrices: [P, Hkv]; visible: [P, slot]."""
-    num_pairs, num_kv_heads = queries.shape
-    bias = mx.broadcast_to(bias_of(visible)[:, None, None], (num_pairs, num_kv_heads, group, visible.shape[1]))
-    return Pairs(
-        queries=mx.array(queries.reshape(-1).astype(np.uint32)),
-        matrices=mx.array(matrices.reshape(-1).astype(np.uint32)),
-        order=mx.arange(queries.size, dtype=mx.uint32),
-        bias=bias.reshape(-1, group, visible.shape[1]),
+        slice(0, n) if rows[-1] < n else mx.array(rows.astype(np.int32)),
+        work,
+        None if (np.diff(merged.reshape(-1)) == 1).all() else mx.array(merged),
+        bias_of(~is_padding)[..., None, None],
     )
 
 
@@ -241,28 +214,15 @@ def parts_by_owner(owner: IntArray, num_owners: int) -> tuple[IntArray, BoolArra
     return np.where(padding, parts[:, :1], parts), padding
 
 
-def shared_runs(tables: IntArray, first: IntArray, last: IntArray) -> list[tuple[IntArray, int, int]]:
-    """Which sequences share which columns of their block tables, as (sequences, begin, end).
-
-    Only columns from first[i] up to last[i], which sequence i sees completely, count. Runs follow the tree of common
-    prefixes: two sequences of a larger group get a run of their own for what only they share. Small runs are left out.
-    """
+def shared_runs(tables: IntArray, last: IntArray) -> list[tuple[IntArray, int]]:
+    """Sequences with the same first block, and how many blocks before their `last` ones all of them have in common.
+    Small runs are left out."""
     runs = []
-    branches = [(np.arange(len(tables)), 0)]
-    while branches:
-        branch, begin = branches.pop()
-        branch = branch[last[branch] > begin]
-        if len(branch) == 0 or len(branch) * int(last[branch].max() - begin) < MIN_SHARED:
-            continue
-        column = tables[branch, begin]
-        blocks, counts = np.unique(column, return_counts=True)
-        for block in blocks[counts > 1]:
-            sharing = branch[column == block]
-            columns = tables[sharing, begin : last[sharing].min()]
-            same = (columns == columns[0]).all(axis=0)
-            end = begin + (len(same) if same.all() else int(same.argmin()))
-            begin_whole = max(begin, int(first[sharing].max()))
-            if len(sharing) * (end - begin_whole) >= MIN_SHARED:
-                runs.append((sharing, begin_whole, end))
-            branches.append((sharing, end))
+    blocks, counts = np.unique(tables[:, 0], return_counts=True)
+    for block in blocks[counts > 1]:
+        sharing = np.flatnonzero(tables[:, 0] == block).astype(np.int32)
+        prefixes = tables[sharing, : last[sharing].min()]
+        end = int(np.logical_and.accumulate((prefixes == prefixes[0]).all(axis=0)).sum())
+        if len(sharing) * end >= MIN_SHARED:
+            runs.append((sharing, end))
     return runs

@@ -30,10 +30,6 @@ class CpuPool:
     def arrays(self) -> tuple[mx.array, ...]:
         return self._keys, self._values
 
-    @property
-    def nbytes(self) -> int:
-        return int(self._keys.nbytes + self._values.nbytes)
-
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         slots, unused = slot_indices(meta, self._num_kv_heads)
         self._keys[slots] = keys

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -53,12 +53,13 @@ class LinearByInput(Linear):
 
 
 class SplitLinear(Module):
-    """Precedes a linear layer's own class among the bases. `parts` are layers of that class; [..., in] -> [..., out]"""
+    """Precedes the class of a linear layer, or of a layer of experts, among the bases. `parts` are layers of that
+    class; [..., in] -> [..., out]"""
 
     parts: list[Any]
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return unflatten(mx.concatenate(on_streams(self.parts, x), axis=-1), x)
+    def __call__(self, x: mx.array, *args: Any, **more: Any) -> mx.array:
+        return on_streams(self.parts, join, x, *args, **more)
 
     def __getattr__(self, name: str) -> Any:
         """The parameters in one piece, for code that reads them."""
@@ -67,20 +68,13 @@ class SplitLinear(Module):
         return super().__getattr__(name)
 
 
-class SplitExperts(SplitLinear):
-    """A layer of experts, which is also told which experts a row goes to."""
-
-    def __call__(self, x: mx.array, *args: Any, **more: Any) -> mx.array:
-        return mx.concatenate(on_streams(self.parts, x, *args, as_rows=False, **more), axis=-1)
-
-
 class SplitHead(Module):
     """An embedding that is also the output head. It keeps its weights; the parts are views of them."""
 
     _parts: list[Any]
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return unflatten(mx.concatenate(on_streams([part.as_linear for part in self._parts], x), axis=-1), x)
+        return on_streams([part.as_linear for part in self._parts], join, x)
 
 
 class SplitFeedForward(Module):
@@ -89,23 +83,25 @@ class SplitFeedForward(Module):
     parts: list[Any]
 
     def __call__(self, x: mx.array, *args: Any, **more: Any) -> mx.array:
-        return unflatten(add(on_streams(self.parts, x, *args, **more)), x)
+        return on_streams(self.parts, add, x, *args, **more)
 
 
-def on_streams(layers: Sequence[Any], x: mx.array, *args: Any, as_rows: bool = True, **more: Any) -> list[mx.array]:
-    """The layers' outputs, each computed on a stream of its own. as_rows: give them x as [rows, in]; each stream
-    reshapes for itself, because it would wait for another stream's array."""
+def on_streams(
+    layers: Sequence[Any], combine: Callable[[Sequence[mx.array]], mx.array], x: mx.array, *args: Any, **more: Any
+) -> mx.array:
+    """The layers' outputs, each computed on a stream of its own. Layers that take nothing but x get it as [rows, in];
+    each stream reshapes for itself, because it would wait for another stream's array."""
+    as_rows = x.size > 0 and not args and not more
     outputs = []
     for layer, stream in streams.assign(layers):
         with stream:
-            own = x.reshape(-1, x.shape[-1]) if as_rows and x.size else x
-            outputs.append(layer(own, *args, **more))
-    return outputs
+            outputs.append(layer(x.reshape(-1, x.shape[-1]) if as_rows else x, *args, **more))
+    out = combine(outputs)
+    return out.reshape(*x.shape[:-1], out.shape[-1]) if as_rows else out
 
 
-def unflatten(rows: mx.array, x: mx.array) -> mx.array:
-    """[rows, out], computed from the rows of x, [..., in] -> [..., out]"""
-    return rows.reshape(*x.shape[:-1], rows.shape[-1])
+def join(outputs: Sequence[mx.array]) -> mx.array:
+    return mx.concatenate(list(outputs), axis=-1)
 
 
 def add(outputs: Sequence[mx.array]) -> mx.array:
@@ -121,10 +117,8 @@ def split_linear_layers(model: Module) -> None:
     for module in model.modules():
         if id(module) in done:
             continue
-        if type(module) in (Linear, QuantizedLinear):
-            split_layer(module, SplitLinear)
-        elif type(module) in (SwitchLinear, QuantizedSwitchLinear):
-            split_layer(module, SplitExperts)
+        if type(module) in (Linear, QuantizedLinear, SwitchLinear, QuantizedSwitchLinear):
+            split_layer(module)
         elif type(module) in (Embedding, QuantizedEmbedding):
             split_head(module)
 
@@ -161,7 +155,7 @@ def split_network(network: Module) -> None:
     precede(network, SplitFeedForward)
 
 
-def split_layer(layer: Module, split: type[SplitLinear]) -> None:
+def split_layer(layer: Module) -> None:
     slices = slices_of(layer.weight.shape[-2], [layer])
     if len(slices) == 1:
         store_by_input(layer)
@@ -169,7 +163,7 @@ def split_layer(layer: Module, split: type[SplitLinear]) -> None:
     layer.parts = [part_of(layer, outputs, OUTPUTS) for outputs in slices]
     for name in list(layer.parameters().keys() & OUTPUTS.keys()):
         del layer[name]
-    precede(layer, split)
+    precede(layer, SplitLinear)
 
 
 def split_head(embedding: Module) -> None:

@@ -13,18 +13,6 @@ import mlx.core as mx
 
 logger = logging.getLogger(__name__)
 
-UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-
 WORKING_MEMORY = 0.15
 """Share of the free memory that is left for activations and the rest of the process."""
 
@@ -40,8 +28,12 @@ def parse_size(text: str) -> int:
 
     Raises ValueError for anything else.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", text.upper())
-    if match is None or not 1 <= (size := int(Decimal(match[1]) * UNITS[match[2]])) <= sys.maxsize:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B)?\s*", text.upper())
+    size = 0
+    if match is not None:
+        unit = 1024 if match[3] else 1000
+        size = int(Decimal(match[1]) * unit ** (" KMGT".index(match[2] or " ")))
+    if not 1 <= size <= sys.maxsize:
         raise ValueError(f"not a memory size: {text!r}; write for example 512MB or 8GB")
     return size
 

@@ -6,6 +6,7 @@ the reason if its directory does not state it, or states something that is not i
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -174,16 +175,13 @@ def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:
                     weights = {f"model.{name}": array for name, array in weights.items()}
                 if hasattr(super(), "sanitize"):
                     weights = super().sanitize(weights)
-                return weights if hasattr(self, "lm_head") else without_head(weights)
+                has_head = hasattr(self, "lm_head")
+                return {name: array for name, array in weights.items() if has_head or not name.startswith("lm_head.")}
 
         return Decoder, args_class
 
     model, config = load_model(path, model_config={"tie_word_embeddings": True}, get_model_classes=classes)
     return model, config
-
-
-def without_head(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    return {name: array for name, array in weights.items() if not name.startswith("lm_head.")}
 
 
 def embedding_model(
@@ -202,11 +200,8 @@ def embedding_model(
         states: mx.array = decoder(tokens, cache=cache)
         return states
 
-    def make_cache() -> list[Any]:
-        return list(make_prompt_cache(model))
-
     try:
-        cache, middle = make_cache(), len(PROBE) // 2
+        cache, middle = make_prompt_cache(model), len(PROBE) // 2
         whole = decode(mx.array([PROBE]), None)
         decode(mx.array([PROBE[:middle]]), cache)
         rest = decode(mx.array([PROBE[middle:]]), cache)
@@ -220,7 +215,7 @@ def embedding_model(
     return EmbeddingModel(
         name=name,
         decode=decode,
-        make_cache=make_cache,
+        make_cache=functools.partial(make_prompt_cache, model),
         tokenizer=tokenizer,
         spec=spec,
         dimensions=int(whole.shape[-1]),

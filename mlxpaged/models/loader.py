@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
+from mlx.utils import tree_reduce
 from mlx_lm.utils import load_model as load_weights
 from mlx_lm.utils import load_tokenizer
 
@@ -69,7 +69,9 @@ def resolve_model(name: str) -> Path:
             raise ModelNotFoundError(f"{path} has no config.json: it is not a model directory")
         return path
     if path.is_file():
-        kind = "GGUF file: the format of llama.cpp is not supported" if is_gguf(path) else "file"
+        with path.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+        kind = "GGUF file: the format of llama.cpp is not supported" if is_gguf else "file"
         raise ModelNotFoundError(f"{path} is a {kind}; use an MLX model, a directory with config.json and safetensors")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotFoundError(f"no such directory: {path}")
@@ -87,11 +89,6 @@ def resolve_model(name: str) -> Path:
 def tool_parsers() -> list[str]:
     """The names of mlx-lm's tool-call parsers."""
     return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
-
-
-def is_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def load_model(name: str, served_name: str | None = None, tool_parser: str | None = None) -> ServedModel:
@@ -112,10 +109,8 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         specs = layer_specs(model)
         reference = make_reference(model)
         optimize_for_cpu(model)
-        probed = probe(model, specs, reference)
-        rows = select_rows_before_head(
-            model, probed.vocab_size, lambda rows: is_head(model, probed.layers, reference, rows)
-        )
+        layers, vocab_size = probe(model, specs, reference), int(reference.logits.shape[0])
+        rows = select_rows_before_head(model, vocab_size, lambda rows: is_head(model, layers, reference, rows))
     except UnsupportedModelError as error:
         kind = config.get("model_type", "this")
         raise UnsupportedModelError(
@@ -126,11 +121,11 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         path=path,
         model=model,
         tokenizer=Tokenizer(wrapped),
-        layers=probed.layers,
+        layers=layers,
         rows=rows,
-        vocab_size=probed.vocab_size,
+        vocab_size=vocab_size,
         context_length=context_length(config),
-        weight_bytes=weight_bytes(model),
+        weight_bytes=tree_reduce(lambda total, array: total + int(array.nbytes), model.parameters(), 0),
     )
 
 
@@ -182,8 +177,3 @@ def context_length(config: dict[str, Any]) -> int:
                 return int(part[key])
     logger.warning("the model's config names no context length; assuming %d tokens", DEFAULT_CONTEXT_LENGTH)
     return DEFAULT_CONTEXT_LENGTH
-
-
-def weight_bytes(model: Module) -> int:
-    parameters: Any = tree_flatten(model.parameters())
-    return sum(int(array.nbytes) for _, array in parameters)
