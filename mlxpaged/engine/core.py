@@ -262,6 +262,9 @@ class EngineCore:
             for sequence in preempted:
                 tokens.pop(sequence.sequence_id, None)
                 self.sampler.forget(sequence.sequence_id)
+        for row in step.rows if invalid else ():
+            if row.sequence.status is SequenceStatus.SWAPPED:  # it may have shared blocks of one that failed
+                self.scheduler.recompute(row.sequence)
         self.scheduler.update(Batch(step.rows), {sequence_id: token.token_id for sequence_id, token in tokens.items()})
         for sequence_id, token in tokens.items():
             if sequence_id in self.requests:

@@ -279,7 +279,7 @@ class Scheduler:
                 if not self._grow(sequence, num_tokens, builder):
                     return
                 self._add(builder, sequence, num_tokens)
-            elif refused == LOOK_AHEAD or sequence.sequence_id in builder.preempted or self._is_held_back(sequence):
+            elif refused == LOOK_AHEAD or sequence.sequence_id in builder.preempted or self._is_suspect_running():
                 continue
             elif self._admit(sequence):
                 num_tokens = budget.take_chunk(sequence)
@@ -340,8 +340,8 @@ class Scheduler:
     def _preempt_for_waiting(self, builder: ScheduleBuilder) -> None:
         """Admit one waiting sequence for which running ones may be preempted: the first that has reached the starvation
         bound, or else the first in order."""
-        first = [sequence for sequence in self.waiting.first(LOOK_AHEAD) if not self._is_held_back(sequence)]
-        if not first:
+        first = self.waiting.first(LOOK_AHEAD)
+        if not first or self._is_suspect_running():
             return
         starving = next((sequence for sequence in first if sequence.skipped_steps >= STARVATION_BOUND), None)
         sequence = starving or first[0]
@@ -365,10 +365,10 @@ class Scheduler:
                 self._starvation_admissions += 1
                 logger.info("made room for %s: %s", sequence.label, sequence.describe_priority(self.clock()))
 
-    def _is_held_back(self, sequence: Sequence) -> bool:
-        """After a device error, the sequences of the failed step are readmitted one at a time, each after the one
-        before has sampled a token. A second error can then be put down to one of them."""
-        return sequence.num_device_failures > 0 and any(other.num_device_failures for other in self.running)
+    def _is_suspect_running(self) -> bool:
+        """After a device error, the sequences of the failed step are readmitted one at a time. No other is admitted
+        before that one has sampled a token, so that a second error can be put down to it."""
+        return any(other.num_device_failures for other in self.running)
 
     def _preempt(self, sequence: Sequence, builder: ScheduleBuilder) -> None:
         self._preemption.preempt(sequence, swap=not sequence.awaits_final_token)
