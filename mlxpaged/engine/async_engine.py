@@ -15,7 +15,7 @@ from mlxpaged.cache import BlockUsage
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
-from mlxpaged.engine.engine_thread import Abort, Callbacks, Cancel, Embed, EngineThread, Query, Stop, Submit
+from mlxpaged.engine.engine_thread import Callbacks, EngineThread
 from mlxpaged.engine.errors import (
     DeadlineExceededError,
     DuplicateRequestError,
@@ -68,7 +68,11 @@ class AsyncEngine:
         self._idle.set()
         self._ended_all = False
         self._reserved = 0
-        callbacks = Callbacks(self._ready_on_thread, self._step_on_thread, self._end_on_thread)
+        callbacks = Callbacks(
+            lambda core: self._hand_over(self._become_ready, EngineInfo(core), core.stats()),
+            lambda outputs, stats: self._hand_over(self._dispatch, outputs, stats),
+            lambda reason: self._hand_over(self._become_dead, reason),
+        )
         self.thread = EngineThread(config, callbacks, clock)
 
     def start(self) -> None:
@@ -137,7 +141,8 @@ class AsyncEngine:
             streams.append(RequestStream(limited, self._abort, lambda: self.state))
         self._streams.update((stream.request.request_id, stream) for stream in streams)
         self._idle.clear()
-        self.thread.send(Submit(tuple(stream.request for stream in streams)))
+        limited_requests = [stream.request for stream in streams]
+        self.thread.send(lambda core: core.submit(limited_requests))
         return streams
 
     async def embed(self, request: EmbeddingRequest, arrival_time: float, timeout: float | None) -> Vectors:
@@ -151,7 +156,7 @@ class AsyncEngine:
         self._replies.add(waiter)
         self._embedding += 1
         self._idle.clear()
-        self.thread.send(Embed(request))
+        self.thread.send(lambda core: core.embed(request))
         try:
             left = None if timeout is None else max(0.0, arrival_time + timeout - self.clock())
             output = await asyncio.wait_for(waiter, left)
@@ -171,28 +176,41 @@ class AsyncEngine:
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
-            self.thread.send(Abort(request_id))
+            self.thread.send(lambda core: core.abort(request_id))
 
     async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
         """Cancel requests: their streams raise RequestCancelledError. Returns those that had not ended yet; all they
         held is free again. Raises EngineUnavailableError or EngineBusyError."""
-        reply: Future[list[EndedRequest]] = Future()
-        return await self._ask(Cancel(tuple(request_ids), reply), reply)
+        return await self._ask(lambda core: core.cancel(request_ids))
 
     async def status(self) -> EngineStatus:
         """Raises EngineUnavailableError or EngineBusyError."""
-        reply: Future[EngineStatus] = Future()
-        return await self._ask(Query(EngineCore.status, reply), reply)
+        return await self._ask(lambda core: (core.status(), []))
 
     async def clear_cache(self) -> int:
         """Empty the prefix cache. Returns the number of blocks that were in it. Raises EngineUnavailableError or
         EngineBusyError."""
-        reply: Future[int] = Future()
-        return await self._ask(Query(EngineCore.clear_cache, reply), reply)
+        return await self._ask(lambda core: (core.clear_cache(), []))
 
-    async def _ask(self, command: Cancel | Query, reply: Future[Reply]) -> Reply:
+    async def _ask(self, ask: Callable[[EngineCore], tuple[Reply, list[RequestOutput]]]) -> Reply:
+        """Call `ask` on the engine thread, also if this task is cancelled. Returns the first part of its result; the
+        second one is delivered."""
         if self.info is None or self.state is EngineState.DEAD:
             self.require_ready()
+        reply: Future[Reply] = Future()
+
+        def command(core: EngineCore) -> list[RequestOutput]:
+            awaited = reply.set_running_or_notify_cancel()
+            try:
+                answer, outputs = ask(core)
+            except Exception as error:  # the error is the caller's
+                if awaited:
+                    reply.set_exception(error)
+                return []
+            if awaited:
+                reply.set_result(answer)
+            return outputs
+
         waiter = asyncio.wrap_future(reply)
         self._replies.add(waiter)
         self.thread.send(command)
@@ -222,34 +240,24 @@ class AsyncEngine:
     def end_all(self, error: str) -> None:
         """End every request with an error."""
         self._ended_all = self.num_unfinished > 0
-        self.thread.send(Abort(None, error))
+        self.thread.send(lambda core: core.abort_all(error))
 
     async def stop(self, timeout: float = 10.0) -> bool:
         """End the engine thread. Returns False if it does not end within `timeout` seconds."""
-        self.thread.send(Stop())
+        self.thread.send(None)
         ended = await asyncio.to_thread(self.thread.join, timeout)
         if not ended:
             doing = "loads the model" if self.info is None else "is busy"
             logger.warning("the engine thread still %s after %.0f s; not waiting for it", doing, timeout)
         return ended
 
-    # -- from the engine thread --------------------------------------------------------------------------------------
-
     def _hand_over(self, callback: Callable[..., None], *args: object) -> None:
+        """From the engine thread to the event loop."""
         assert self.loop is not None
         try:
             self.loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:  # the loop is closed
             logger.debug("the event loop is closed; dropped %s", getattr(callback, "__name__", callback))
-
-    def _ready_on_thread(self, core: EngineCore) -> None:
-        self._hand_over(self._become_ready, EngineInfo.of(core), core.stats())
-
-    def _step_on_thread(self, outputs: list[RequestOutput], stats: EngineStats) -> None:
-        self._hand_over(self._dispatch, outputs, stats)
-
-    def _end_on_thread(self, reason: str | None) -> None:
-        self._hand_over(self._become_dead, reason)
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 

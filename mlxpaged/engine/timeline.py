@@ -75,7 +75,7 @@ class TimelineRecorder:
         self._steps += 1
 
     def check_preempted(self, now: float) -> bool:
-        """Whether the sequence was preempted."""
+        """Whether the sequence no longer runs."""
         if self._sequence.status is SequenceStatus.RUNNING:
             return False
         self._enter(Phase.PREEMPTED, now)
