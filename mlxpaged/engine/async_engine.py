@@ -12,19 +12,12 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mlxpaged.cache import BlockUsage
+from mlxpaged.engine import errors
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
 from mlxpaged.engine.engine_thread import Callbacks, EngineThread
-from mlxpaged.engine.errors import (
-    DeadlineExceededError,
-    DuplicateRequestError,
-    EngineBusyError,
-    EngineState,
-    EngineUnavailableError,
-    MinTokensError,
-    QueueFullError,
-)
+from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
@@ -114,7 +107,7 @@ class AsyncEngine:
         taken = self.num_unfinished + self._reserved
         if taken + count > limit:
             message = f"{taken} requests run or wait, and {count} more would exceed the {limit} that this server takes"
-            raise QueueFullError(f"{message} (--max-num-seqs plus --max-queue)", ever=count <= limit)
+            raise errors.QueueFullError(f"{message} (--max-num-seqs plus --max-queue)", ever=count <= limit)
         self._reserved += count
         try:
             yield self.clock()
@@ -131,12 +124,12 @@ class AsyncEngine:
         for request in requests:
             max_tokens = self.check(len(request.prompt_token_ids), request.params.max_tokens)
             if request.request_id in self._streams:
-                raise DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
+                raise errors.DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
             if request.params.max_tokens is None and default_max_tokens is not None:
                 max_tokens = min(max_tokens, default_max_tokens)
             if request.params.min_tokens > max_tokens:
                 message = f"{request.params.min_tokens} are asked for, and at most {max_tokens} can be generated"
-                raise MinTokensError(message)
+                raise errors.MinTokensError(message)
             limited = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=max_tokens))
             streams.append(RequestStream(limited, self._abort, lambda: self.state))
         self._streams.update((stream.request.request_id, stream) for stream in streams)
@@ -161,7 +154,9 @@ class AsyncEngine:
             left = None if timeout is None else max(0.0, arrival_time + timeout - self.clock())
             output = await asyncio.wait_for(waiter, left)
         except asyncio.TimeoutError:
-            raise DeadlineExceededError(f"timeout of {timeout:g} s passed: the embeddings were not complete") from None
+            raise errors.DeadlineExceededError(
+                f"timeout of {timeout:g} s passed: the embeddings were not complete"
+            ) from None
         finally:
             self._replies.discard(waiter)
             self._embedding -= 1
@@ -218,7 +213,7 @@ class AsyncEngine:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes with the reply.
             done, _ = await asyncio.wait([waiter], timeout=REPLY_SECONDS)
             if not done:
-                raise EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s")
+                raise errors.EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s")
             return waiter.result()
         finally:
             waiter.cancel()
@@ -276,16 +271,12 @@ class AsyncEngine:
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
             stream.put(output)
-            self._observe(stream.request, output)
+            try:
+                if self._on_output is not None:
+                    self._on_output(stream.request, output)
+            except Exception:  # the other outputs are still delivered
+                logger.exception("an output of %s could not be measured", output.request_id)
         self._note_idle()
-
-    def _observe(self, request: Request, output: RequestOutput) -> None:
-        """Call `on_output`. If it raises, the other outputs are still delivered."""
-        try:
-            if self._on_output is not None:
-                self._on_output(request, output)
-        except Exception:
-            logger.exception("an output of %s could not be measured", request.request_id)
 
     def _become_dead(self, reason: str | None) -> None:
         self.state = EngineState.DEAD

@@ -155,7 +155,7 @@ class EngineCore:
         return dropped
 
     def status(self) -> EngineStatus:
-        sequences = ((running.request.request_id, running.sequence) for running in self.requests.values())
+        sequences = (running.sequence for running in self.requests.values())
         return engine_status(self.scheduler, sequences, self._num_steps, self.clock())
 
     def stats(self) -> EngineStats:

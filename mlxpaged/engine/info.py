@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from mlxpaged.cache import blocks_for
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.models import EmbeddingModel
-from mlxpaged.scheduler import PromptTooLongError
+from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
 
 
 class EngineInfo:
@@ -49,9 +48,8 @@ class EngineInfo:
 
         Raises PromptTooLongError, with size and limit, if the request could never run.
         """
-        room_in_context = self.context_length - num_prompt_tokens
-        room_in_pool = self.max_tokens_in_pool - num_prompt_tokens + 1
-        if room_in_context < 1 or (max_tokens is not None and max_tokens > room_in_context):
+        room = self.context_length - num_prompt_tokens
+        if room < 1 or (max_tokens is not None and max_tokens > room):
             wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
             raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens{wanted}; this model's context length is "
@@ -60,13 +58,5 @@ class EngineInfo:
                 max_tokens,
                 self.context_length,
             )
-        if room_in_pool < 1 or (max_tokens is not None and max_tokens > room_in_pool):
-            needed = num_prompt_tokens + (max_tokens or 1) - 1
-            raise PromptTooLongError(
-                f"the request needs KV memory for {needed} tokens ({blocks_for(needed, self.block_size)} blocks); the "
-                f"pool holds {self.max_tokens_in_pool} tokens ({self.num_blocks} blocks): raise --kv-cache-memory",
-                num_prompt_tokens,
-                max_tokens,
-                self.max_tokens_in_pool + 1,
-            )
-        return min(room_in_context, room_in_pool) if max_tokens is None else max_tokens
+        check_fits(num_prompt_tokens, max_tokens, self.num_blocks, self.block_size)
+        return self.max_model_len - num_prompt_tokens if max_tokens is None else max_tokens

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from mlxpaged.cache import BlockUsage, OutOfBlocksError
 from mlxpaged.cache.table_rows import IntArray
-from mlxpaged.scheduler.admission import AdmissionControl
+from mlxpaged.scheduler.admission import AdmissionControl, check_fits
 from mlxpaged.scheduler.batch import Batch, ScheduleBuilder
 from mlxpaged.scheduler.block_manager import BlockManager
 from mlxpaged.scheduler.config import SchedulerConfig
@@ -87,7 +87,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; a fork is queued once its parent's prompt is computed. Raises PromptTooLongError if the
         sequence could never run."""
-        self._admission.check_fits(sequence)
+        check_fits(sequence.num_prompt_tokens, sequence.max_tokens, self.pool.num_blocks, self.pool.block_size)
         if sequence.sequence_id in self._sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
         self._sequences[sequence.sequence_id] = sequence
@@ -274,7 +274,9 @@ class Scheduler:
             if budget.tokens == 0:
                 return
             if sequence.status is SequenceStatus.RUNNING:
-                self._catch_up(sequence)
+                if shared := self.blocks.catch_up(sequence):
+                    sequence.num_computed_tokens = shared
+                    self._changed.add(sequence.sequence_id)
                 num_tokens = budget.take_chunk(sequence)
                 if not self._grow(sequence, num_tokens, builder):
                     return
@@ -287,12 +289,6 @@ class Scheduler:
                 self._add(builder, sequence, num_tokens)
             else:
                 refused += 1
-
-    def _catch_up(self, sequence: Sequence) -> None:
-        computed = self.blocks.catch_up(sequence)
-        if computed:
-            sequence.num_computed_tokens = computed
-            self._changed.add(sequence.sequence_id)
 
     def _add(self, builder: ScheduleBuilder, sequence: Sequence, num_tokens: int) -> None:
         builder.add(sequence, num_tokens)
