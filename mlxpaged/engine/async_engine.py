@@ -12,19 +12,12 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mlxpaged.cache import BlockUsage
+from mlxpaged.engine import errors
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
-from mlxpaged.engine.engine_thread import Abort, Callbacks, Cancel, Embed, EngineThread, Query, Stop, Submit
-from mlxpaged.engine.errors import (
-    DeadlineExceededError,
-    DuplicateRequestError,
-    EngineBusyError,
-    EngineState,
-    EngineUnavailableError,
-    MinTokensError,
-    QueueFullError,
-)
+from mlxpaged.engine.engine_thread import Callbacks, EngineThread
+from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
@@ -68,7 +61,11 @@ class AsyncEngine:
         self._idle.set()
         self._ended_all = False
         self._reserved = 0
-        callbacks = Callbacks(self._ready_on_thread, self._step_on_thread, self._end_on_thread)
+        callbacks = Callbacks(
+            lambda core: self._hand_over(self._become_ready, EngineInfo(core), core.stats()),
+            lambda outputs, stats: self._hand_over(self._dispatch, outputs, stats),
+            lambda reason: self._hand_over(self._become_dead, reason),
+        )
         self.thread = EngineThread(config, callbacks, clock)
 
     def start(self) -> None:
@@ -110,7 +107,7 @@ class AsyncEngine:
         taken = self.num_unfinished + self._reserved
         if taken + count > limit:
             message = f"{taken} requests run or wait, and {count} more would exceed the {limit} that this server takes"
-            raise QueueFullError(f"{message} (--max-num-seqs plus --max-queue)", ever=count <= limit)
+            raise errors.QueueFullError(f"{message} (--max-num-seqs plus --max-queue)", ever=count <= limit)
         self._reserved += count
         try:
             yield self.clock()
@@ -127,17 +124,18 @@ class AsyncEngine:
         for request in requests:
             max_tokens = self.check(len(request.prompt_token_ids), request.params.max_tokens)
             if request.request_id in self._streams:
-                raise DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
+                raise errors.DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
             if request.params.max_tokens is None and default_max_tokens is not None:
                 max_tokens = min(max_tokens, default_max_tokens)
             if request.params.min_tokens > max_tokens:
                 message = f"{request.params.min_tokens} are asked for, and at most {max_tokens} can be generated"
-                raise MinTokensError(message)
+                raise errors.MinTokensError(message)
             limited = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=max_tokens))
             streams.append(RequestStream(limited, self._abort, lambda: self.state))
         self._streams.update((stream.request.request_id, stream) for stream in streams)
         self._idle.clear()
-        self.thread.send(Submit(tuple(stream.request for stream in streams)))
+        limited_requests = [stream.request for stream in streams]
+        self.thread.send(lambda core: core.submit(limited_requests))
         return streams
 
     async def embed(self, request: EmbeddingRequest, arrival_time: float, timeout: float | None) -> Vectors:
@@ -151,12 +149,14 @@ class AsyncEngine:
         self._replies.add(waiter)
         self._embedding += 1
         self._idle.clear()
-        self.thread.send(Embed(request))
+        self.thread.send(lambda core: core.embed(request))
         try:
             left = None if timeout is None else max(0.0, arrival_time + timeout - self.clock())
             output = await asyncio.wait_for(waiter, left)
         except asyncio.TimeoutError:
-            raise DeadlineExceededError(f"timeout of {timeout:g} s passed: the embeddings were not complete") from None
+            raise errors.DeadlineExceededError(
+                f"timeout of {timeout:g} s passed: the embeddings were not complete"
+            ) from None
         finally:
             self._replies.discard(waiter)
             self._embedding -= 1
@@ -171,28 +171,41 @@ class AsyncEngine:
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
-            self.thread.send(Abort(request_id))
+            self.thread.send(lambda core: core.abort(request_id))
 
     async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
         """Cancel requests: their streams raise RequestCancelledError. Returns those that had not ended yet; all they
         held is free again. Raises EngineUnavailableError or EngineBusyError."""
-        reply: Future[list[EndedRequest]] = Future()
-        return await self._ask(Cancel(tuple(request_ids), reply), reply)
+        return await self._ask(lambda core: core.cancel(request_ids))
 
     async def status(self) -> EngineStatus:
         """Raises EngineUnavailableError or EngineBusyError."""
-        reply: Future[EngineStatus] = Future()
-        return await self._ask(Query(EngineCore.status, reply), reply)
+        return await self._ask(lambda core: (core.status(), []))
 
     async def clear_cache(self) -> int:
         """Empty the prefix cache. Returns the number of blocks that were in it. Raises EngineUnavailableError or
         EngineBusyError."""
-        reply: Future[int] = Future()
-        return await self._ask(Query(EngineCore.clear_cache, reply), reply)
+        return await self._ask(lambda core: (core.clear_cache(), []))
 
-    async def _ask(self, command: Cancel | Query, reply: Future[Reply]) -> Reply:
+    async def _ask(self, ask: Callable[[EngineCore], tuple[Reply, list[RequestOutput]]]) -> Reply:
+        """Call `ask` on the engine thread, also if this task is cancelled. Returns the first part of its result; the
+        second one is delivered."""
         if self.info is None or self.state is EngineState.DEAD:
             self.require_ready()
+        reply: Future[Reply] = Future()
+
+        def command(core: EngineCore) -> list[RequestOutput]:
+            awaited = reply.set_running_or_notify_cancel()
+            try:
+                answer, outputs = ask(core)
+            except Exception as error:  # the error is the caller's
+                if awaited:
+                    reply.set_exception(error)
+                return []
+            if awaited:
+                reply.set_result(answer)
+            return outputs
+
         waiter = asyncio.wrap_future(reply)
         self._replies.add(waiter)
         self.thread.send(command)
@@ -200,7 +213,7 @@ class AsyncEngine:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes with the reply.
             done, _ = await asyncio.wait([waiter], timeout=REPLY_SECONDS)
             if not done:
-                raise EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s")
+                raise errors.EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s")
             return waiter.result()
         finally:
             waiter.cancel()
@@ -222,34 +235,24 @@ class AsyncEngine:
     def end_all(self, error: str) -> None:
         """End every request with an error."""
         self._ended_all = self.num_unfinished > 0
-        self.thread.send(Abort(None, error))
+        self.thread.send(lambda core: core.abort_all(error))
 
     async def stop(self, timeout: float = 10.0) -> bool:
         """End the engine thread. Returns False if it does not end within `timeout` seconds."""
-        self.thread.send(Stop())
+        self.thread.send(None)
         ended = await asyncio.to_thread(self.thread.join, timeout)
         if not ended:
             doing = "loads the model" if self.info is None else "is busy"
             logger.warning("the engine thread still %s after %.0f s; not waiting for it", doing, timeout)
         return ended
 
-    # -- from the engine thread --------------------------------------------------------------------------------------
-
     def _hand_over(self, callback: Callable[..., None], *args: object) -> None:
+        """From the engine thread to the event loop."""
         assert self.loop is not None
         try:
             self.loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:  # the loop is closed
             logger.debug("the event loop is closed; dropped %s", getattr(callback, "__name__", callback))
-
-    def _ready_on_thread(self, core: EngineCore) -> None:
-        self._hand_over(self._become_ready, EngineInfo.of(core), core.stats())
-
-    def _step_on_thread(self, outputs: list[RequestOutput], stats: EngineStats) -> None:
-        self._hand_over(self._dispatch, outputs, stats)
-
-    def _end_on_thread(self, reason: str | None) -> None:
-        self._hand_over(self._become_dead, reason)
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
@@ -268,16 +271,12 @@ class AsyncEngine:
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
             stream.put(output)
-            self._observe(stream.request, output)
+            try:
+                if self._on_output is not None:
+                    self._on_output(stream.request, output)
+            except Exception:  # the other outputs are still delivered
+                logger.exception("an output of %s could not be measured", output.request_id)
         self._note_idle()
-
-    def _observe(self, request: Request, output: RequestOutput) -> None:
-        """Call `on_output`. If it raises, the other outputs are still delivered."""
-        try:
-            if self._on_output is not None:
-                self._on_output(request, output)
-        except Exception:
-            logger.exception("an output of %s could not be measured", request.request_id)
 
     def _become_dead(self, reason: str | None) -> None:
         self.state = EngineState.DEAD

@@ -11,17 +11,17 @@ from collections.abc import Sequence as ListOf
 
 from mlxpaged.engine import recovery
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
-from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
+from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampler import SampledToken, Sampler
+from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
 from mlxpaged.engine.status import EngineStats, EngineStatus, engine_status
-from mlxpaged.engine.step import HostError, InFlightStep, StepLauncher
+from mlxpaged.engine.step import HostError, InFlightStep
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.models import ServedModel
-from mlxpaged.scheduler import Batch, FinishReason, Scheduler, Sequence, SequenceStatus
+from mlxpaged.scheduler import Batch, FinishReason, ScheduledSequence, Scheduler, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ class EngineCore:
         self.clock = clock
         self.embedder = embedder
         self.no_embedder_because = no_embedder_because
-        self._launcher = StepLauncher(runner, sampler, grammars, clock)
         self._in_flight: InFlightStep | None = None
         self._outputs: list[RequestOutput] = []  # of the running call of `step`
         self._ids = itertools.count()
@@ -89,12 +88,26 @@ class EngineCore:
         set_deadlines(sequence, request)
         self.scheduler.add(sequence)
         self.requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer, matcher)
-        self._deadlines.watch(sequence, request)
+        self._deadlines.watch(sequence)
         self._sequence_of[request.request_id] = sequence.sequence_id
 
-    def refusal(self, request: Request, error: str) -> RequestOutput:
-        """The only output of a request that `add` refused."""
-        return RequestOutput(request.request_id, self.clock(), finish_reason=FinishReason.ERROR, error=error)
+    def submit(self, requests: ListOf[Request]) -> list[RequestOutput]:
+        """Queue requests that arrive together. Returns the only outputs of those that cannot run, which the API refuses
+        in most cases before."""
+        refusals = []
+        for request in requests:
+            try:
+                self.add(request)
+            except ValueError as error:
+                now, reason = self.clock(), FinishReason.ERROR
+                refusals.append(RequestOutput(request.request_id, now, finish_reason=reason, error=str(error)))
+        return refusals
+
+    def embed(self, request: EmbeddingRequest) -> list[RequestOutput]:
+        """Queue inputs for the embedder, which must exist. The request's reply is the answer."""
+        assert self.embedder is not None
+        self.embedder.add(request)
+        return []
 
     def abort(self, request_id: str, error: str | None = None) -> list[RequestOutput]:
         """End a request and free all it holds. An unknown id is no error: the request may just have finished."""
@@ -142,7 +155,7 @@ class EngineCore:
         return dropped
 
     def status(self) -> EngineStatus:
-        sequences = ((running.request.request_id, running.sequence) for running in self.requests.values())
+        sequences = (running.sequence for running in self.requests.values())
         return engine_status(self.scheduler, sequences, self._num_steps, self.clock())
 
     def stats(self) -> EngineStats:
@@ -158,6 +171,9 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished() or self._in_flight is not None
 
+    def embeds(self) -> bool:
+        return self.embedder is not None and self.embedder.has_work()
+
     def close(self) -> None:
         """Release the swap space, which may be a file."""
         self.runner.close()
@@ -168,8 +184,7 @@ class EngineCore:
         """`step`, with a line in the debug log."""
         started = self.clock()
         outputs = self.step()
-        if self._log.wants_line():
-            self._log.write(self._num_steps, self.clock() - started, self.scheduler.stats())
+        self._log.write(self._num_steps, self.clock() - started, self.scheduler)
         return outputs
 
     def step(self) -> list[RequestOutput]:
@@ -196,7 +211,7 @@ class EngineCore:
     def normal_step(self, batch: Batch) -> None:
         """Run a batch to its end: forward pass, sampler, tokens, text. No other step may be in flight."""
         step = self._launch(batch)
-        self._launcher.sample(step, self.requests)
+        self._sample(step)
         self.runner.finish_step(*step.results)
         self._process(step)
 
@@ -209,7 +224,7 @@ class EngineCore:
         step = self._launch(batch, self._in_flight) if batch.rows else None
         self._finish_in_flight()
         if step is not None:
-            self._launcher.sample(step, self.requests)
+            self._sample(step)
         self._in_flight = step
 
     def finish_in_flight_step(self) -> list[RequestOutput]:
@@ -243,7 +258,38 @@ class EngineCore:
         return True
 
     def _launch(self, batch: Batch, previous: InFlightStep | None = None) -> InFlightStep:
-        return self._launcher.launch(batch, self.scheduler.get_block_tables(batch.sequence_ids), previous)
+        """Launch the forward pass. The sampled tokens of the previous step take the place of pending ones."""
+        started, tables = self.clock(), self.scheduler.get_block_tables(batch.sequence_ids)
+        try:
+            logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens)
+            step = InFlightStep(batch, started, logits)
+        except DeviceError:
+            raise
+        except Exception as error:
+            raise HostError from error
+        self.runner.start_step(logits, *step.results)
+        return step
+
+    def _sample(self, step: InFlightStep) -> None:
+        """Launch the sampler, for the sequences that still run: the previous step may have ended some.
+
+        The host has processed all earlier tokens of these sequences, so grammars, forced tokens and penalties are
+        exact, while the device still computes the logits.
+        """
+        rows = [row for row in step.batch.rows if row.sequence.status is SequenceStatus.RUNNING]
+        sampling = [row for row in rows if row.samples]
+        try:
+            samples = self.sampler.sample(step.logits_of(sampling), self._sampling_rows(sampling)) if sampling else None
+        except Exception as error:
+            raise HostError from error
+        step.set_samples(rows, [row.sequence.sequence_id for row in sampling], samples)
+        self.runner.start_step(*step.results)
+
+    def _sampling_rows(self, rows: ListOf[ScheduledSequence]) -> list[SamplingRow]:
+        running = [(self.requests[row.sequence.sequence_id], row.context_len) for row in rows]
+        constrained = [(each.matcher, each.forbidden(at)) for each, at in running if each.matcher is not None]
+        masks = iter(self.grammars.masks(constrained) if constrained else ())
+        return [each.sampling_row(at, None if each.matcher is None else next(masks)) for each, at in running]
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is not None:
@@ -262,6 +308,9 @@ class EngineCore:
             for sequence in preempted:
                 tokens.pop(sequence.sequence_id, None)
                 self.sampler.forget(sequence.sequence_id)
+        for row in step.rows if invalid else ():
+            if row.sequence.status is SequenceStatus.SWAPPED:  # it may have shared blocks of one that failed
+                self.scheduler.recompute(row.sequence)
         self.scheduler.update(Batch(step.rows), {sequence_id: token.token_id for sequence_id, token in tokens.items()})
         for sequence_id, token in tokens.items():
             if sequence_id in self.requests:
@@ -325,5 +374,4 @@ class EngineCore:
         del self.requests[sequence_id]
         del self._sequence_of[running.request.request_id]
         self._deadlines.forget(sequence_id)
-        self._log.forget(sequence_id)
         self.sampler.forget(sequence_id)

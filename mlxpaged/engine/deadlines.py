@@ -17,18 +17,12 @@ SHORTEST_WAIT = 0.05
 """Seconds. A deadline that is closer is not examined again before it passes."""
 
 
-class Deadline(NamedTuple):
-    """A deadline at `time`, on the engine's clock, to be examined at `next_check`."""
+class Check(NamedTuple):
+    """When to examine a deadline of a sequence, in seconds on the engine's clock."""
 
-    next_check: float
     time: float
     sequence_id: int
-    limit: float  # seconds from arrival
     of_first_token: bool
-
-    @property
-    def label(self) -> str:
-        return f"{'ttft_timeout' if self.of_first_token else 'timeout'} of {self.limit:g} s"
 
 
 def set_deadlines(sequence: Sequence, request: Request) -> None:
@@ -46,57 +40,56 @@ class Deadlines:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._heap: list[Deadline] = []
+        self._heap: list[Check] = []
         self._sequences: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def watch(self, sequence: Sequence, request: Request) -> None:
-        for limit, of_first_token in ((request.ttft_timeout, True), (request.timeout, False)):
-            if limit is not None:
-                time, sequence_id = request.arrival_time + limit, sequence.sequence_id
-                heapq.heappush(self._heap, Deadline(request.arrival_time, time, sequence_id, limit, of_first_token))
-                self._sequences[sequence_id] = sequence
+    def watch(self, sequence: Sequence) -> None:
+        for deadline, of_first_token in ((sequence.ttft_deadline, True), (sequence.deadline, False)):
+            if deadline < math.inf:
+                heapq.heappush(self._heap, Check(sequence.arrival_time, sequence.sequence_id, of_first_token))
+                self._sequences[sequence.sequence_id] = sequence
 
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended."""
         self._sequences.pop(sequence_id, None)
         if len(self._heap) > 4 * len(self._sequences) + 64:  # a sequence has at most two
-            self._heap = [deadline for deadline in self._heap if deadline.sequence_id in self._sequences]
+            self._heap = [check for check in self._heap if check.sequence_id in self._sequences]
             heapq.heapify(self._heap)
 
     def missed(self, now: float) -> Iterator[tuple[int, str]]:
         """Ids of the sequences to end, with the reason. They may be forgotten while this is iterated over."""
-        while self._heap and self._heap[0].next_check <= now:
-            deadline = heapq.heappop(self._heap)
-            sequence = self._sequences.get(deadline.sequence_id)
-            if sequence is None or (deadline.of_first_token and sequence.num_output_tokens > 0):
+        while self._heap and self._heap[0].time <= now:
+            check = heapq.heappop(self._heap)
+            sequence = self._sequences.get(check.sequence_id)
+            if sequence is None or (check.of_first_token and sequence.num_output_tokens > 0):
                 continue
-            if deadline.time <= now:
-                yield sequence.sequence_id, passed_message(deadline, sequence, now)
-                continue
-            left = deadline.time - now
-            prefill = self._scheduler.prefill_beyond(sequence, CLEAR_FACTOR * left)
-            if prefill is not None:
+            name, deadline = "timeout", sequence.deadline
+            if check.of_first_token:
+                name, deadline = "ttft_timeout", sequence.ttft_deadline
+            label, left = f"{name} of {deadline - sequence.arrival_time:g} s", deadline - now
+            if left <= 0:
+                yield sequence.sequence_id, f"{label} passed: {progress(sequence, now)}"
+            elif prefill := self._scheduler.prefill_beyond(sequence, CLEAR_FACTOR * left):
                 kind = "tokens" if sequence.num_output_tokens else "prompt tokens"
                 yield (
                     sequence.sequence_id,
-                    f"{deadline.label} cannot be met: the remaining {prefill.num_tokens} {kind} take about "
+                    f"{label} cannot be met: the remaining {prefill.num_tokens} {kind} take about "
                     f"{prefill.seconds:.1f} s on this machine",
                 )
-                continue
-            next_check = now + left / 2 if left > SHORTEST_WAIT else deadline.time
-            heapq.heappush(self._heap, deadline._replace(next_check=next_check))
+            else:
+                time = now + left / 2 if left > SHORTEST_WAIT else deadline
+                heapq.heappush(self._heap, check._replace(time=time))
 
 
-def passed_message(deadline: Deadline, sequence: Sequence, now: float) -> str:
+def progress(sequence: Sequence, now: float) -> str:
     """How far the sequence has come, for its client."""
     prompt = computed = sequence.num_prompt_tokens
     if sequence.num_output_tokens == 0:  # otherwise its prompt was computed, even if its blocks are lost now
         computed = min(prompt, max(sequence.num_computed_tokens, sequence.num_swapped_tokens))
     return (
-        f"{deadline.label} passed: after {now - sequence.arrival_time:.3f} s the request was "
-        f"{sequence.status.value}, with {computed} of {prompt} prompt tokens computed and "
-        f"{sequence.num_output_tokens} tokens generated"
+        f"after {now - sequence.arrival_time:.3f} s the request was {sequence.status.value}, with {computed} of "
+        f"{prompt} prompt tokens computed and {sequence.num_output_tokens} tokens generated"
     )

@@ -66,26 +66,19 @@ class Job:
         self.short = order[len(self.long) :]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """One input of a job."""
+    """One input of a job. cache, num_computed, pooled: of an input that is computed in chunks."""
 
     job: Job
     index: int
+    cache: list[Any] | None = None
+    num_computed: int = 0
+    pooled: mx.array | None = None
 
     @property
     def tokens(self) -> Sequence[int]:
         return self.job.request.inputs[self.index]
-
-
-@dataclass
-class LongRow:
-    """An input that is computed in chunks, and their results so far."""
-
-    row: Row
-    cache: list[Any]
-    num_computed: int = 0
-    pooled: mx.array | None = None
 
 
 class Embedder:
@@ -97,7 +90,7 @@ class Embedder:
         self._max_step_tokens = max_step_tokens
         self._step_tokens = min(STEP_TOKENS, max_step_tokens)
         self._jobs: deque[Job] = deque()
-        self._long: LongRow | None = None
+        self._long: Row | None = None
         self._long_is_next = False
         self._requests = self._tokens = self._steps = 0
 
@@ -125,8 +118,9 @@ class Embedder:
         """One forward pass. alone: no request generates."""
         for job in [job for job in self._jobs if job.request.reply.cancelled()]:
             self._drop(job)
-        if self._long is None:
-            self._begin_long()
+        if self._long is None and (first := next((job for job in self._jobs if job.long), None)) is not None:
+            self._long = Row(first, first.long.pop(), self.model.make_cache())
+            self._move_to_the_end(first)
         has_short = any(job.short for job in self._jobs)
         budget = self._max_step_tokens if alone else self._step_tokens
         if self._long is not None and (self._long_is_next or not has_short):
@@ -135,13 +129,6 @@ class Embedder:
         elif has_short:
             self._long_is_next = True
             self._run_together(self._next_rows(budget))
-
-    def _begin_long(self) -> None:
-        for job in self._jobs:
-            if job.long:
-                self._long = LongRow(Row(job, job.long.pop()), self.model.make_cache())
-                self._move_to_the_end(job)
-                return
 
     def _next_rows(self, budget: int) -> list[Row]:
         """Short inputs, perhaps of several jobs, that have at most `budget` tokens if padded to the longest one."""
@@ -180,13 +167,14 @@ class Embedder:
                 for job in jobs:
                     self._run_together([row for row in rows if row.job is job])
             return
-        self._count(sum(lengths))
+        self._steps += 1
+        self._tokens += sum(lengths)
         for row, vector in zip(rows, vectors, strict=True):
             self._finish(row, vector)
 
-    def _run_chunk(self, long: LongRow, budget: int) -> None:
-        start, total = long.num_computed, len(long.row.tokens)
-        chunk = long.row.tokens[start : start + budget]
+    def _run_chunk(self, long: Row, budget: int) -> None:
+        start, total = long.num_computed, len(long.tokens)
+        chunk = long.tokens[start : start + budget]
         try:
             pooled = self._pool(self.model.decode(mx.array([chunk]), long.cache), start, mx.array([total]))
             long.pooled = pooled if long.pooled is None else long.pooled + pooled
@@ -194,23 +182,20 @@ class Embedder:
         except Exception as error:
             logger.exception("embedding an input of %d tokens failed", total)
             synchronize()
-            self._fail(long.row.job, error)
+            self._fail(long.job, error)
             return
         long.num_computed += len(chunk)
-        self._count(len(chunk))
+        self._steps += 1
+        self._tokens += len(chunk)
         if long.num_computed == total:
             self._long = None
-            self._finish(long.row, np.array(long.pooled)[0])
+            self._finish(long, np.array(long.pooled)[0])
 
     def _pool(self, states: mx.array, start: int, lengths: mx.array) -> mx.array:
         """Weighted sum [B, D] of states [B, T, D] from position `start` on, for inputs of these lengths."""
         positions = mx.arange(start, start + states.shape[1])
         weights = self.model.spec.pooling.weights(positions[None], lengths[:, None])
         return (states.astype(mx.float32) * weights[..., None]).sum(axis=1)
-
-    def _count(self, num_tokens: int) -> None:
-        self._steps += 1
-        self._tokens += num_tokens
 
     def _finish(self, row: Row, pooled: Vectors) -> None:
         job = row.job
@@ -238,5 +223,5 @@ class Embedder:
 
     def _drop(self, job: Job) -> None:
         self._jobs.remove(job)
-        if self._long is not None and self._long.row.job is job:
+        if self._long is not None and self._long.job is job:
             self._long = None

@@ -8,71 +8,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from mlxpaged.engine.builder import build_embedder, build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.embedder import EmbeddingRequest
 from mlxpaged.engine.memory import wire_device_memory
-from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
+from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
-from mlxpaged.models import (
-    ModelNotFoundError,
-    UnsupportedModelError,
-    load_model,
-)
+from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, load_model
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Submit:
-    """Requests that arrive together, so that the same step finds them all."""
-
-    requests: tuple[Request, ...]
-
-
-@dataclass(frozen=True)
-class Embed:
-    """Inputs for the embedder, which must exist. The request's reply is the answer."""
-
-    request: EmbeddingRequest
-
-
-@dataclass(frozen=True)
-class Abort:
-    """End a request, or every request if request_id is None. error: None if the client left."""
-
-    request_id: str | None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Cancel:
-    """End requests; the reply is the list of those that had not ended yet."""
-
-    request_ids: tuple[str, ...]
-    reply: Future[list[EndedRequest]]
-
-
-@dataclass(frozen=True)
-class Query:
-    """Call `ask` on the engine thread; the reply is what it returns or raises."""
-
-    ask: Callable[[EngineCore], Any]
-    reply: Future[Any]
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End the thread. Running requests end with an error."""
-
-
-Command = Submit | Embed | Abort | Cancel | Query | Stop
+Command = Callable[[EngineCore], list[RequestOutput]]
+"""Runs between two steps, and returns the last outputs of the requests that it ended."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +43,15 @@ class EngineThread:
         self._config = config
         self.callbacks = callbacks
         self._clock = clock
-        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         # A daemon: a step or a download must not hold up an interpreter that quits.
         self._thread = threading.Thread(target=self._main, name="mlxpaged-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Command | None) -> None:
+        """None ends the thread. Running requests end with an error."""
         self.commands.put(command)
 
     def join(self, timeout: float) -> bool:
@@ -128,12 +80,12 @@ class EngineThread:
     def _serve(self, core: EngineCore) -> None:
         while True:
             outputs: list[RequestOutput] = []
-            while not (core.has_work() or embeds(core)) or not self.commands.empty():
+            while not (core.has_work() or core.embeds()) or not self.commands.empty():
                 command = self.commands.get()
-                if isinstance(command, Stop):
+                if command is None:
                     self._deliver(core, outputs + core.abort_all("the server was shut down"))
                     return
-                outputs += self._handle(core, command)
+                outputs += command(core)
                 if outputs and self.commands.empty():
                     self._deliver(core, outputs)
                     outputs = []
@@ -142,47 +94,12 @@ class EngineThread:
                 self._deliver(core, outputs)
             if core.has_work():
                 self._deliver(core, core.logged_step())
-            if core.embedder is not None and embeds(core):
+            if core.embedder is not None and core.embeds():
                 # An embedding waits for the device anyway, and its time must not count as that of the step in flight.
                 if outputs := core.finish_in_flight_step():
                     self._deliver(core, outputs)
                 core.embedder.step(alone=not core.has_work())
                 self._deliver(core, [])
 
-    def _handle(self, core: EngineCore, command: Submit | Embed | Abort | Cancel | Query) -> list[RequestOutput]:
-        match command:
-            case Submit(requests):
-                refusals = []
-                for request in requests:
-                    try:
-                        core.add(request)
-                    except ValueError as error:  # the API refuses most of these before
-                        refusals.append(core.refusal(request, str(error)))
-                return refusals
-            case Embed(request):
-                assert core.embedder is not None
-                core.embedder.add(request)
-                return []
-            case Abort(request_id, error):
-                if request_id is None:
-                    return core.abort_all(error or "the client left")
-                return core.abort(request_id, error)
-            case Cancel(request_ids, reply):
-                ended, outputs = core.cancel(request_ids)
-                if reply.set_running_or_notify_cancel():  # False if its waiter is gone
-                    reply.set_result(ended)
-                return outputs
-            case Query(ask, reply):
-                if reply.set_running_or_notify_cancel():
-                    try:
-                        reply.set_result(ask(core))
-                    except Exception as error:  # the error is the caller's
-                        reply.set_exception(error)
-                return []
-
     def _deliver(self, core: EngineCore, outputs: list[RequestOutput]) -> None:
         self.callbacks.on_step(outputs, core.stats())
-
-
-def embeds(core: EngineCore) -> bool:
-    return core.embedder is not None and core.embedder.has_work()

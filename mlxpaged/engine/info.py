@@ -3,58 +3,31 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
-from mlxpaged.cache import blocks_for
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.grammar import Grammars
-from mlxpaged.models import EmbeddingModel, Tokenizer
-from mlxpaged.scheduler import PromptTooLongError
+from mlxpaged.models import EmbeddingModel
+from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
 
 
-@dataclass(frozen=True)
 class EngineInfo:
-    """kv_cache_bytes: size of all KV pools. num_swap_slots: KV blocks that fit the swap space. created: Unix time.
+    """Does not change while the engine lives."""
 
-    embedding_model: None if no model makes embeddings, for the reason in no_embeddings_because.
-    """
-
-    model: str
-    tokenizer: Tokenizer
-    vocab_size: int
-    context_length: int
-    num_layers: int
-    weight_bytes: int
-    kv_cache_bytes: int
-    num_blocks: int
-    num_swap_slots: int
-    block_size: int
-    backend: str
-    created: int
-    grammars: Grammars
-    embedding_model: EmbeddingModel | None
-    no_embeddings_because: str
-
-    @classmethod
-    def of(cls, core: EngineCore) -> EngineInfo:
-        served = core.served
-        return cls(
-            model=served.name,
-            tokenizer=served.tokenizer,
-            vocab_size=served.vocab_size,
-            context_length=served.context_length,
-            num_layers=len(served.layers),
-            weight_bytes=served.weight_bytes,
-            kv_cache_bytes=core.runner.kv_cache_bytes,
-            num_blocks=core.scheduler.pool.num_blocks,
-            num_swap_slots=core.scheduler.config.num_swap_slots,
-            block_size=core.scheduler.pool.block_size,
-            backend=core.runner.backend,
-            created=int(time.time()),
-            grammars=core.grammars,
-            embedding_model=None if core.embedder is None else core.embedder.model,
-            no_embeddings_because=core.no_embedder_because,
-        )
+    def __init__(self, core: EngineCore) -> None:
+        served, pool = core.served, core.scheduler.pool
+        self.model = served.name
+        self.tokenizer = served.tokenizer
+        self.vocab_size = served.vocab_size
+        self.context_length = served.context_length
+        self.num_layers = len(served.layers)
+        self.weight_bytes = served.weight_bytes
+        self.kv_cache_bytes = core.runner.kv_cache_bytes  # of all KV pools
+        self.num_blocks, self.block_size = pool.num_blocks, pool.block_size
+        self.num_swap_slots = core.scheduler.config.num_swap_slots  # KV blocks that fit the swap space
+        self.backend = core.runner.backend
+        self.created = int(time.time())  # Unix time
+        self.grammars = core.grammars
+        self.embedding_model = None if core.embedder is None else core.embedder.model
+        self.no_embeddings_because = core.no_embedder_because
 
     @property
     def second_model(self) -> EmbeddingModel | None:
@@ -75,9 +48,8 @@ class EngineInfo:
 
         Raises PromptTooLongError, with size and limit, if the request could never run.
         """
-        room_in_context = self.context_length - num_prompt_tokens
-        room_in_pool = self.max_tokens_in_pool - num_prompt_tokens + 1
-        if room_in_context < 1 or (max_tokens is not None and max_tokens > room_in_context):
+        room = self.context_length - num_prompt_tokens
+        if room < 1 or (max_tokens is not None and max_tokens > room):
             wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
             raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens{wanted}; this model's context length is "
@@ -86,13 +58,5 @@ class EngineInfo:
                 max_tokens,
                 self.context_length,
             )
-        if room_in_pool < 1 or (max_tokens is not None and max_tokens > room_in_pool):
-            needed = num_prompt_tokens + (max_tokens or 1) - 1
-            raise PromptTooLongError(
-                f"the request needs KV memory for {needed} tokens ({blocks_for(needed, self.block_size)} blocks); the "
-                f"pool holds {self.max_tokens_in_pool} tokens ({self.num_blocks} blocks): raise --kv-cache-memory",
-                num_prompt_tokens,
-                max_tokens,
-                self.max_tokens_in_pool + 1,
-            )
-        return min(room_in_context, room_in_pool) if max_tokens is None else max_tokens
+        check_fits(num_prompt_tokens, max_tokens, self.num_blocks, self.block_size)
+        return self.max_model_len - num_prompt_tokens if max_tokens is None else max_tokens

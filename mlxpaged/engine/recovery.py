@@ -49,7 +49,9 @@ def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError)
 
 def running_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
     """The rows whose sequences still run. Sequences that were preempted since they were scheduled lose their pending
-    tokens here."""
+    tokens here. If one has ended, the last token of its answer may have made a block findable that is not computed."""
+    if any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
+        core.clear_cache()
     running = tuple(row for row in rows if row.sequence.status is SequenceStatus.RUNNING)
     core.scheduler.update(Batch(tuple(row for row in rows if row not in running)), {})
     return running

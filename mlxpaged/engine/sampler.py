@@ -1,6 +1,6 @@
 """From logits to tokens, for all rows of a step at once.
 
-Order, as in vLLM: logit bias and penalties, forbidden tokens and grammars, temperature, min-p, top-k, top-p, sampling.
+Order, as in vLLM: logit bias and forbidden tokens, penalties, grammars, temperature, min-p, top-k, top-p, sampling.
 A row is sampled by adding Gumbel noise to its scaled logits and taking the largest, which samples the softmax exactly
 (Gumbel 1954). The noise depends on the request's seed and the token's position alone, so a seeded request gives the
 same tokens in any batch.
@@ -86,7 +86,7 @@ class Sampler:
         if all(row.plain for row in rows):
             return Samples(mx.argmax(logits, axis=-1).astype(mx.int32))
         raw = logits.astype(mx.float32)
-        scores = masked(without_forbidden(self._counts.penalize(biased(raw, rows), rows), rows), rows)
+        scores = masked(self._counts.penalize(biased(raw, rows), rows), rows)
         tokens = mx.argmax(scores, axis=-1).astype(mx.int32)
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
         if random:
@@ -100,24 +100,15 @@ class Sampler:
 
 
 def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Add every row's logit_bias."""
+    """Add every row's logit_bias, and -inf to its forbidden tokens. A tokenizer may have end tokens that the model has
+    no logits for."""
     entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]
+    size = logits.shape[-1]
+    entries += [(i, token, -np.inf) for i, row in enumerate(rows) for token in row.forbidden if token < size]
     if not entries:
         return logits
     at, tokens, bias = zip(*entries, strict=True)
     return logits.at[mx.array(at), mx.array(tokens)].add(mx.array(bias))
-
-
-def without_forbidden(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Set each row's forbidden tokens to -inf. A tokenizer may have end tokens that the model has no logits for."""
-    size = logits.shape[-1]
-    entries = [(i, token) for i, row in enumerate(rows) for token in row.forbidden if token < size]
-    if not entries:
-        return logits
-    at, tokens = zip(*entries, strict=True)
-    allowed = mx.array(logits)
-    allowed[mx.array(at), mx.array(tokens)] = -mx.inf
-    return allowed
 
 
 def masked(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, EmbedderStats
 from mlxpaged.engine.timeline import Phase
 from mlxpaged.scheduler import Priority, Scheduler, SchedulerStats, Sequence, SequenceStatus
+from mlxpaged.scheduler.queue import ORDER
 
 MAX_WAITING_LISTED = 1000
 
@@ -53,33 +54,23 @@ class EngineStatus:
     waiting: tuple[SequenceState, ...]  # the first MAX_WAITING_LISTED, preempted and swapped ones included
 
 
-def order(entry: tuple[str, Sequence]) -> tuple[float, int]:
-    return entry[1].order
-
-
-def engine_status(
-    scheduler: Scheduler, sequences: Iterable[tuple[str, Sequence]], steps_total: int, now: float
-) -> EngineStatus:
-    """sequences: all unfinished ones, each with its request's id."""
-    running: list[tuple[str, Sequence]] = []
-    waiting: list[tuple[str, Sequence]] = []
-    for request_id, sequence in sequences:
-        (running if sequence.status is SequenceStatus.RUNNING else waiting).append((request_id, sequence))
-    running.sort(key=order)
-    first = heapq.nsmallest(MAX_WAITING_LISTED, waiting, order)
+def engine_status(scheduler: Scheduler, sequences: Iterable[Sequence], steps_total: int, now: float) -> EngineStatus:
+    """sequences: all unfinished ones."""
+    waiting = [sequence for sequence in sequences if sequence.status is not SequenceStatus.RUNNING]
+    first = heapq.nsmallest(MAX_WAITING_LISTED, waiting, ORDER)
     return EngineStatus(
         scheduler.stats(),
         steps_total,
-        running=tuple(sequence_state(scheduler, name, sequence, now) for name, sequence in running),
-        waiting=tuple(sequence_state(scheduler, name, sequence, now) for name, sequence in first),
+        running=tuple(sequence_state(scheduler, sequence, now) for sequence in scheduler.running),
+        waiting=tuple(sequence_state(scheduler, sequence, now) for sequence in first),
     )
 
 
-def sequence_state(scheduler: Scheduler, request_id: str, sequence: Sequence, now: float) -> SequenceState:
+def sequence_state(scheduler: Scheduler, sequence: Sequence, now: float) -> SequenceState:
     block_ids = sequence.block_table.block_ids if sequence.block_table is not None else []
     shared = scheduler.pool.shared(block_ids)
     return SequenceState(
-        request_id=request_id,
+        request_id=sequence.request_id,
         status=sequence.status,
         phase=phase(sequence) if sequence.status is SequenceStatus.RUNNING else None,
         priority=sequence.priority,

@@ -7,40 +7,34 @@ from collections.abc import Mapping
 
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.timeline import TimelineRecorder
-from mlxpaged.scheduler import Batch, SchedulerStats
+from mlxpaged.scheduler import Batch, Scheduler
 
 logger = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Hears of every step that starts and every sequence that ends."""
+    """Hears of every step that starts."""
 
     def __init__(self) -> None:
         self._batch = Batch(())
-        self._timelines: dict[int, TimelineRecorder] = {}  # of sequences in the batch
+        self._timelines: set[TimelineRecorder] = set()  # of sequences in the steps before that may still run
 
     def start_step(self, batch: Batch, requests: Mapping[int, RunningRequest], now: float) -> None:
         """Note which sequences run in the step, and which were preempted since the last one."""
         self._batch = batch
-        for sequence_id in [i for i, timeline in self._timelines.items() if timeline.check_preempted(now)]:
-            del self._timelines[sequence_id]
+        self._timelines = {timeline for timeline in self._timelines if not timeline.check_preempted(now)}
         for row in batch.rows:
-            sequence_id = row.sequence.sequence_id
-            timeline = requests[sequence_id].timeline
+            timeline = requests[row.sequence.sequence_id].timeline
             if timeline is not None:
-                self._timelines[sequence_id] = timeline
+                self._timelines.add(timeline)
                 timeline.schedule(row, now)
 
-    def forget(self, sequence_id: int) -> None:
-        self._timelines.pop(sequence_id, None)
-
-    def wants_line(self) -> bool:
-        """Whether the step that started last goes to the debug log."""
-        return bool(self._batch.rows) and logger.isEnabledFor(logging.DEBUG)
-
-    def write(self, number: int, seconds: float, stats: SchedulerStats) -> None:
-        """Write the line of the step that started last."""
+    def write(self, number: int, seconds: float, scheduler: Scheduler) -> None:
+        """Write the line of the step that started last to the debug log."""
         batch = self._batch
+        if not batch.rows or not logger.isEnabledFor(logging.DEBUG):
+            return
+        stats = scheduler.stats()
         decodes = sum(row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens for row in batch.rows)
         logger.debug(
             "step %d: rows=%d decode_rows=%d prompt_tokens=%d tokens=%d running=%d waiting=%d "

@@ -51,6 +51,7 @@ class TimelineRecorder:
         self._prompt_chunks: list[int] = []
         self._recomputed_tokens = 0
         self._steps = 0
+        self._preemptions = 0  # those that ended before the latest step
         self._reached = 0  # tokens that were computed, or found computed, at least once
 
     def _enter(self, phase: Phase, now: float) -> None:
@@ -60,9 +61,10 @@ class TimelineRecorder:
     def schedule(self, row: ScheduledSequence, now: float) -> None:
         """A step is about to run this row of the sequence."""
         sequence = self._sequence
-        if self._phase in (Phase.QUEUED, Phase.PREEMPTED):
+        if self._phase is Phase.QUEUED or sequence.num_preemptions > self._preemptions:
             decodes = row.num_tokens == 1 and sequence.num_output_tokens > 0  # swapped in, or all but one token cached
             self._enter(Phase.DECODE if decodes else Phase.PREFILL, now)
+        self._preemptions = sequence.num_preemptions
         prompt = sequence.num_prompt_tokens
         self._cached_tokens += max(0, min(row.start, prompt) - self._reached)
         chunk = min(row.context_len, prompt) - max(row.start, self._reached)
@@ -73,7 +75,7 @@ class TimelineRecorder:
         self._steps += 1
 
     def check_preempted(self, now: float) -> bool:
-        """Whether the sequence was preempted."""
+        """Whether the sequence no longer runs."""
         if self._sequence.status is SequenceStatus.RUNNING:
             return False
         self._enter(Phase.PREEMPTED, now)

@@ -25,6 +25,19 @@ class PromptTooLongError(ValueError):
         self.limit = limit
 
 
+def check_fits(num_prompt_tokens: int, max_tokens: int | None, num_blocks: int, block_size: int) -> None:
+    """Raises PromptTooLongError if the pool is too small. The last token of an answer is never in the pool."""
+    needed, room = num_prompt_tokens + (max_tokens or 1) - 1, num_blocks * block_size
+    if needed > room:
+        raise PromptTooLongError(
+            f"the request needs KV memory for {needed} tokens ({blocks_for(needed, block_size)} blocks); the pool "
+            f"holds {room} tokens ({num_blocks} blocks): raise --kv-cache-memory",
+            num_prompt_tokens,
+            max_tokens,
+            room + 1,
+        )
+
+
 @dataclass(frozen=True)
 class AdmissionControl:
     """Decides, changes nothing. The scheduler keeps `running` and `changed` up to date."""
@@ -40,20 +53,6 @@ class AdmissionControl:
     @property
     def num_free_slots(self) -> int:
         return self.max_num_seqs - len(self.running)
-
-    def check_fits(self, sequence: Sequence) -> None:
-        """Raises PromptTooLongError if the pool is too small for the sequence."""
-        pool = self.blocks.pool
-        blocks = blocks_for(sequence.max_kv_tokens, pool.block_size)
-        if blocks > pool.num_blocks:
-            raise PromptTooLongError(
-                f"{sequence.num_prompt_tokens} prompt tokens and up to {sequence.max_tokens} generated ones need "
-                f"{blocks} KV blocks of {pool.block_size} tokens; the pool has {pool.num_blocks} "
-                "(raise --kv-cache-memory)",
-                sequence.num_prompt_tokens,
-                sequence.max_tokens,
-                pool.num_blocks * pool.block_size,
-            )
 
     def find_room(self, sequence: Sequence) -> Reuse | None:
         """What a waiting sequence can reuse, if it may run now: there is a slot, and room for its whole prompt beside

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from mlxpaged.cache import BlockUsage, OutOfBlocksError
 from mlxpaged.cache.table_rows import IntArray
-from mlxpaged.scheduler.admission import AdmissionControl
+from mlxpaged.scheduler.admission import AdmissionControl, check_fits
 from mlxpaged.scheduler.batch import Batch, ScheduleBuilder
 from mlxpaged.scheduler.block_manager import BlockManager
 from mlxpaged.scheduler.config import SchedulerConfig
@@ -87,7 +87,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; a fork is queued once its parent's prompt is computed. Raises PromptTooLongError if the
         sequence could never run."""
-        self._admission.check_fits(sequence)
+        check_fits(sequence.num_prompt_tokens, sequence.max_tokens, self.pool.num_blocks, self.pool.block_size)
         if sequence.sequence_id in self._sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
         self._sequences[sequence.sequence_id] = sequence
@@ -274,12 +274,14 @@ class Scheduler:
             if budget.tokens == 0:
                 return
             if sequence.status is SequenceStatus.RUNNING:
-                self._catch_up(sequence)
+                if shared := self.blocks.catch_up(sequence):
+                    sequence.num_computed_tokens = shared
+                    self._changed.add(sequence.sequence_id)
                 num_tokens = budget.take_chunk(sequence)
                 if not self._grow(sequence, num_tokens, builder):
                     return
                 self._add(builder, sequence, num_tokens)
-            elif refused == LOOK_AHEAD or sequence.sequence_id in builder.preempted or self._is_held_back(sequence):
+            elif refused == LOOK_AHEAD or sequence.sequence_id in builder.preempted or self._is_suspect_running():
                 continue
             elif self._admit(sequence):
                 num_tokens = budget.take_chunk(sequence)
@@ -287,12 +289,6 @@ class Scheduler:
                 self._add(builder, sequence, num_tokens)
             else:
                 refused += 1
-
-    def _catch_up(self, sequence: Sequence) -> None:
-        computed = self.blocks.catch_up(sequence)
-        if computed:
-            sequence.num_computed_tokens = computed
-            self._changed.add(sequence.sequence_id)
 
     def _add(self, builder: ScheduleBuilder, sequence: Sequence, num_tokens: int) -> None:
         builder.add(sequence, num_tokens)
@@ -340,8 +336,8 @@ class Scheduler:
     def _preempt_for_waiting(self, builder: ScheduleBuilder) -> None:
         """Admit one waiting sequence for which running ones may be preempted: the first that has reached the starvation
         bound, or else the first in order."""
-        first = [sequence for sequence in self.waiting.first(LOOK_AHEAD) if not self._is_held_back(sequence)]
-        if not first:
+        first = self.waiting.first(LOOK_AHEAD)
+        if not first or self._is_suspect_running():
             return
         starving = next((sequence for sequence in first if sequence.skipped_steps >= STARVATION_BOUND), None)
         sequence = starving or first[0]
@@ -365,10 +361,10 @@ class Scheduler:
                 self._starvation_admissions += 1
                 logger.info("made room for %s: %s", sequence.label, sequence.describe_priority(self.clock()))
 
-    def _is_held_back(self, sequence: Sequence) -> bool:
-        """After a device error, the sequences of the failed step are readmitted one at a time, each after the one
-        before has sampled a token. A second error can then be put down to one of them."""
-        return sequence.num_device_failures > 0 and any(other.num_device_failures for other in self.running)
+    def _is_suspect_running(self) -> bool:
+        """After a device error, the sequences of the failed step are readmitted one at a time. No other is admitted
+        before that one has sampled a token, so that a second error can be put down to it."""
+        return any(other.num_device_failures for other in self.running)
 
     def _preempt(self, sequence: Sequence, builder: ScheduleBuilder) -> None:
         self._preemption.preempt(sequence, swap=not sequence.awaits_final_token)

@@ -15,7 +15,8 @@ from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, Sa
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.step import InFlightStep, StepResult
 from mlxpaged.models import ServedModel, load_model
-from mlxpaged.scheduler import Batch, FinishReason
+from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.scheduler import Batch, FinishReason, Priority
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
 POISONED_TOKEN = 77
@@ -192,6 +193,64 @@ def test_a_request_whose_steps_keep_failing_on_the_device_ends_and_its_neighbour
     assert core.scheduler.pool.usage().used == 0
 
 
+def test_a_request_on_trial_after_a_device_error_does_not_end_for_the_failure_of_a_new_one(
+    core: EngineCore, served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [expected] = run_requests(make_core(served), [PROMPTS[0]], max_tokens=12)
+    failed = lose_pools_when(monkeypatch, lambda step: holds_poisoned_token(step.batch))
+    submit(core, "culprit", [20, POISONED_TOKEN, 21])
+    submit(core, "sound", PROMPTS[0])
+    while len(failed) < 2:
+        core.step()
+    submit(core, "second culprit", [20, POISONED_TOKEN, 22])
+    outputs = run(core)
+    assert tokens(outputs["sound"]) == expected
+    assert outputs["second culprit"][-1].error == "the step failed on the device 2 times: injected"
+
+
+def test_a_block_that_a_failed_step_left_incomplete_is_not_reused_after_its_answer_ended(
+    core: EngineCore, served: ServedModel
+) -> None:
+    """The token that ends the answer is the last one of its block, and the step that computes it cannot be launched."""
+    prompt = list(range(100, 127))
+    params = {"temperature": 1.0, "seed": 1}
+    [free] = run_requests(make_core(served), [prompt], max_tokens=8, **params)
+    assert free.index(free[4]) == 4
+    [expected] = run_requests(make_core(served), [[*prompt, *free[:5], 7]], max_tokens=12)
+    forward = core.runner.forward
+
+    def failing(batch: Batch, *args: Any) -> mx.array:
+        if any(row.start == 31 for row in batch.rows):
+            raise RuntimeError("injected")
+        return forward(batch, *args)
+
+    core.runner.forward = failing  # type: ignore[method-assign]
+    submit(core, "first turn", prompt, stop_token_ids=frozenset({free[4]}), **params)
+    assert tokens(run(core)["first turn"]) == free[:5]
+    core.runner.forward = forward  # type: ignore[method-assign]
+    submit(core, "second turn", [*prompt, *free[:5], 7])
+    assert tokens(run(core)["second turn"]) == expected
+
+
+def test_what_a_failure_makes_the_engine_recompute_counts_as_prefill(
+    served: ServedModel, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    core = build_engine(EngineConfig(kv_cache_bytes=1_000_000), served, lambda: now[0])
+    failed: list[InFlightStep] = []
+    failed = lose_pools_when(monkeypatch, lambda step: not failed and step.rows[0].sequence.num_output_tokens == 5)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    core.add(Request("first", PROMPTS[0], params, 0.0, timeline=True))
+    prefills = []
+    while core.has_work():
+        now[0] += 1
+        for output in core.step():
+            if output.timeline is not None:
+                prefills.append(output.timeline.prefill_seconds)
+                assert output.timeline.preemptions == 1
+    assert prefills == [2.0 if overlaps else 0.0]  # a step on its own begins and ends at the same time of this clock
+
+
 def test_an_error_while_the_pools_are_rebuilt_is_the_end_of_the_engine(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +348,40 @@ def test_logits_that_are_not_finite_fail_their_request_instead_of_choosing_a_tok
     outputs = run(core)
     assert outputs["spoiled"][-1].error == "the model's logits are not finite"
     assert tokens(outputs["sound"]) == expected
+
+
+def test_what_was_swapped_out_of_a_step_with_infinite_logits_is_recomputed(served: ServedModel, overlaps: bool) -> None:
+    """It shares blocks that are not finite, and has left the pool before the step is read."""
+    prefix = list(range(100, 164))
+    prompt = [*prefix, *range(150)]
+    [expected] = run_requests(make_core(served), [prompt], max_tokens=5)
+    block = 32 * bytes_per_token(served.layers)
+    core = make_core(served, kv_cache_bytes=16 * block, swap_space_bytes=16 * block, max_num_batched_tokens=200)
+    submit(core, "spoiled", [*prefix, 1, 2, 3])
+    submit(core, "sharer", prompt, max_tokens=5)
+    forward, calls = core.runner.forward, []
+
+    def spoiling(batch: Batch, *args: Any) -> mx.array:
+        logits = forward(batch, *args)
+        calls.append(batch)
+        if len(calls) > 1:
+            return logits
+        table = batch.rows[0].sequence.block_table
+        assert table is not None
+        for layer in core.runner.layers:
+            keys, values = layer.kv.read_blocks(table.block_ids)
+            layer.kv.write_blocks(table.block_ids, keys * mx.nan, values * mx.nan)
+        return logits * mx.nan
+
+    core.runner.forward = spoiling  # type: ignore[method-assign]
+    outputs = {output.request_id: [output] for output in core.step()}
+    urgent = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    core.add(Request("urgent", [9] * 266, urgent, time.monotonic(), priority=Priority.HIGH))
+    for name, more in run(core).items():
+        outputs.setdefault(name, []).extend(more)
+    assert outputs["spoiled"][-1].error == "the model's logits are not finite"
+    assert tokens(outputs["sharer"]) == expected
+    assert (core.stats().scheduler.blocks_swapped_out_total > 0) == overlaps
 
 
 def test_the_engine_measures_its_steps_and_cuts_prompts_to_the_limit(

@@ -67,7 +67,7 @@ def finish(core: EngineCore, clock: Clock, cancel_at: dict[int, str] | None = No
 def watched(deadlines: Deadlines, number: int, request: Request) -> Sequence:
     sequence = Sequence(number, request.prompt_token_ids, 4, arrival_time=request.arrival_time)
     set_deadlines(sequence, request)
-    deadlines.watch(sequence, request)
+    deadlines.watch(sequence)
     return sequence
 
 

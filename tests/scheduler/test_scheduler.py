@@ -126,7 +126,7 @@ def test_block_tables_of_unknown_or_waiting_sequences_raise() -> None:
 def test_what_could_never_fit_is_refused_at_once_with_size_and_limit() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     scheduler.add(sequence(1, 10, max_tokens=7))
-    with pytest.raises(PromptTooLongError, match=r"5 KV blocks .* pool has 4 .*--kv-cache-memory"):
+    with pytest.raises(PromptTooLongError, match=r"\(5 blocks\).* pool .*\(4 blocks\).*--kv-cache-memory"):
         scheduler.add(sequence(2, 10, max_tokens=8))
     assert scheduler.stats().waiting == 1
 
