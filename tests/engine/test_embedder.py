@@ -171,9 +171,9 @@ def test_a_request_that_makes_a_step_fail_ends_alone(tmp_path: Path) -> None:
     assert outputs[2].vectors.shape == (2, 64)
 
 
-@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU has lanes")
-@pytest.mark.usefixtures("many_lanes")
-def test_an_evaluation_that_fails_on_a_lane_ends_its_request_alone(tmp_path: Path) -> None:
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU has several streams")
+@pytest.mark.usefixtures("many_streams")
+def test_an_evaluation_that_fails_on_a_stream_ends_its_request_alone(tmp_path: Path) -> None:
     """The error is raised inside MLX; the stream is used again."""
     embedder = make_embedder(make_embedding_model(tmp_path / "m"))
     decode = embedder.model.decode
