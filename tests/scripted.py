@@ -95,7 +95,7 @@ def scripted_server(
 
 def follow(server: RunningServer, script: Mapping[str, str]) -> None:
     runner = server.core.runner
-    forward, tokenizer = runner.forward, server.core.served.tokenizer._decoder
+    forward, tokenizer = runner.forward, server.core.served.tokenizer.reader
 
     answers: dict[int, list[int]] = {}  # by sequence
 

@@ -60,7 +60,8 @@ def make_tiny_model(directory: Path, model_type: str, seed: int = 0, **overrides
     mx.random.seed(seed)
     model = model_class(args_class.from_dict(config))
     # The default initialisation makes logits almost equal; larger weights make greedy choices clear-cut.
-    weights = {name: array * 3 if array.ndim > 1 else array for name, array in tree_flatten(model.parameters())}
+    parameters: Any = tree_flatten(model.parameters())
+    weights = {name: array * 3 if array.ndim > 1 else array for name, array in parameters}
     mx.save_safetensors(str(directory / "model.safetensors"), weights)
     (directory / "config.json").write_text(json.dumps(config))
     for name in TOKENIZER_FILES:

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,52 @@ def test_the_api_never_imports_mlx_itself() -> None:
 
 def test_the_metal_sources_are_beside_the_package_or_inside_the_wheel() -> None:
     assert (PACKAGE / "metal_kernels").is_dir() or (PACKAGE.parent / "metal_kernels").is_dir()
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names_of_the_package() -> set[str]:
+    """Functions, fields and constants of mlxpaged/ whose names begin with an underscore."""
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return {name for name in found if private(name)}
+
+
+def names_used_of_others(path: Path) -> Iterator[tuple[int, str]]:
+    """Attributes of all but self and cls, imported names, and names given to setattr and getattr as text."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlxpaged"):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("setattr", "getattr", "object"):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield node.lineno, argument.value.split(".")[-1]
+
+
+def test_tests_use_no_private_name_of_the_package() -> None:
+    tests = Path(__file__).parent
+    names = private_names_of_the_package()
+    assert names, "the search finds private names"
+    used = [
+        f"{path.relative_to(tests)}:{line}: {name}"
+        for path in tests.rglob("*.py")
+        if path.parent.name != "metal_on_cpu"  # an interpreter of its own, with private parts of its own
+        for line, name in names_used_of_others(path)
+        if name in names
+    ]
+    assert not used, used
 
 
 def test_the_tests_that_the_readme_of_the_tests_names_exist() -> None:

@@ -19,6 +19,7 @@ from openai.types import Batch
 from mlxpaged.api import DataDirInUseError, HttpConfig, create_app
 from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.batches import Store
+from mlxpaged.api.batches import lines as batch_lines
 from mlxpaged.api.batches.records import BatchRecord, OutputLine
 from mlxpaged.api.generation import prompt
 from mlxpaged.engine import EngineConfig
@@ -170,6 +171,24 @@ def test_a_file_that_is_no_batch_runs_nothing(client: OpenAI, lines: Any, code: 
     assert batch.errors.data is not None
     assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, number)
     assert batch.output_file_id is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "found"),
+    [
+        ("MAX_REQUESTS", 2, [("too_many_requests", 3)]),
+        ("MAX_LINE_BYTES", 9, [("line_too_long", line) for line in (1, 2, 3, 4)]),
+        ("MAX_ERRORS", 1, [("duplicate_custom_id", 4)]),
+    ],
+)
+def test_a_file_over_a_limit_is_refused_with_its_lines(
+    limit: str, value: int, found: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_lines, limit, value)
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(json.dumps(LINE | {"custom_id": name}) for name in "abca"))
+    errors = batch_lines.check_lines(path, COMPLETIONS)[1]
+    assert [(error.code, error.line) for error in errors] == found
 
 
 def test_files_are_kept_listed_and_deleted(client: OpenAI) -> None:

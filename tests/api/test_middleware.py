@@ -297,13 +297,13 @@ def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monk
         with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
             connection.sendall(sent)
             assert connection.recv(1) == b""
-    connection = http.client.HTTPConnection(host, int(port), timeout=DEADLINE)
-    with contextlib.closing(connection):
-        connection.connect()
-        connection.auto_open = 0  # never a second connection
+    kept_alive = http.client.HTTPConnection(host, int(port), timeout=DEADLINE)
+    with contextlib.closing(kept_alive):
+        kept_alive.connect()
+        kept_alive.auto_open = 0  # never a second connection
         for _ in range(2):  # one that has sent a request stays
-            connection.request("GET", "/health")
-            response = connection.getresponse()
+            kept_alive.request("GET", "/health")
+            response = kept_alive.getresponse()
             assert response.status == 200
             response.read()
             time.sleep(0.3)

@@ -45,7 +45,7 @@ BLOCKS = {demo_with_tools: 24, thinking_model: 160}
 
 def random_request(seed: int, make: Any) -> dict[str, Any]:
     rng = random.Random(seed)
-    tools = []
+    tools: list[Any] = []
     for name in rng.sample(NAMES, rng.randint(1, 4)):
         parameters = random_object(rng, rng.randint(1, 2)) if rng.random() < 0.8 else None
         function = {"name": name, "parameters": parameters, "strict": rng.choice([True, True, False, None])}

@@ -67,7 +67,8 @@ def test_a_call_and_its_result_make_an_answer(client: OpenAI) -> None:
     body = question("Rome?")
     choice = client.chat.completions.create(**body).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-    (call,) = choice.message.tool_calls or ()
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
     assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
         "function",
         "weather",

@@ -135,8 +135,8 @@ def test_values_that_an_earlier_owner_left_in_a_block_do_not_show() -> None:
         kv.write(keys[begin:end], values[begin:end], meta)
         query = mx.array(rng.normal(size=(1, 4, 16)).astype(np.float32))
         out = kv.attend(query, AttentionMetadata.build([1], [end], [[2, 0, 3, 1]]), scale=0.25)
-        own = [np.array(array[:end], dtype=np.float64) for array in (keys, values)]
-        expected = reference_attention(np.array(query, dtype=np.float64), *own, 0.25, Extras(), None)
+        q, k, v = (np.array(array, dtype=np.float64) for array in (query, keys[:end], values[:end]))
+        expected = reference_attention(q, k, v, 0.25, Extras(), None)
         np.testing.assert_allclose(np.array(out), expected, atol=1e-5)
 
 

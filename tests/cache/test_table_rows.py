@@ -49,7 +49,7 @@ class TablesMachine(RuleBasedStateMachine):
 
     @rule(target=tables, parent=tables, share=st.floats(0, 1))
     def fork(self, parent: BlockTable, share: float) -> BlockTable:
-        fork = self.start()
+        fork: Any = self.start()
         fork.fork(parent, int(share * SIZE * len(parent)))
         return fork
 

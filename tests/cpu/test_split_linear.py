@@ -14,6 +14,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlxpaged.cpu import streams
 from mlxpaged.cpu.split_linear import (
     LinearByInput,
+    SplitExperts,
     SplitFeedForward,
     SplitHead,
     SplitLinear,
@@ -95,14 +96,14 @@ EXPERTS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.usefixtures("many_streams")
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_layer_of_experts(name: str) -> None:
-    layer = EXPERTS[name]()
+    layer: Any = EXPERTS[name]()
     if "bias" in layer:
         layer.bias = mx.random.normal(layer.bias.shape)
     x, experts = mx.random.normal((6, 1, 1, 64)), mx.array([[0, 3], [1, 1], [2, 0], [3, 3], [0, 1], [2, 3]])
     expected, weight, size = layer(x, experts), mx.array(layer.weight), nbytes(layer)
     inputs = layer.input_dims
     split_linear_layers(Model(layer))
-    assert isinstance(layer, SplitLinear)
+    assert isinstance(layer, SplitExperts)
     assert len(layer.parts) == 3
     assert close(layer(x, experts), expected)
     assert close(layer(x, experts, sorted_indices=False), expected)

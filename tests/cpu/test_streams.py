@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -132,7 +133,7 @@ def test_every_thread_has_streams_of_its_own() -> None:
     sums: list[float] = []
 
     def add() -> None:
-        parts = []
+        parts: list[Any] = []
         for part, on in streams.assign(streams.split(4, 1.0)):
             with on:
                 parts.append(mx.ones((4, 8))[part].sum())

@@ -108,6 +108,6 @@ def test_a_model_without_chat_template_says_what_to_use_instead() -> None:
 
 def test_what_a_template_refuses_is_reported_in_its_own_words() -> None:
     wrapped = load_tokenizer(DEMO_PATH)
-    wrapped._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    wrapped.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ChatTemplateError, match="refuses these messages: roles must alternate"):
         Tokenizer(wrapped).apply_chat_template([{"role": "user", "content": "hi"}])

@@ -39,7 +39,7 @@ class FakeClock:
 def make_scheduler(
     num_blocks: int = 64, block_size: int = 4, clock: Callable[[], float] | None = None, **options: int | bool | str
 ) -> Scheduler:
-    settings: dict[str, int | bool | str] = {"max_num_seqs": 8, "max_num_batched_tokens": 16} | options
+    settings: dict[str, int | bool | str] = {"max_num_seqs": 8, "max_num_batched_tokens": 16, **options}
     config = SchedulerConfig(num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
     return Scheduler(config, FakeClock() if clock is None else clock)
 

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxpaged.scheduler import FinishReason, Priority, PromptTooLongError
+from mlxpaged.scheduler import FinishReason, Priority, PromptTooLongError, Sequence
 from mlxpaged.scheduler import scheduler as scheduler_module
 from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
 
@@ -67,7 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
         )
         self.simulation = Simulation(scheduler, overlap)
-        self.accepted: dict[int, object] = {}
+        self.accepted: dict[int, Sequence] = {}
 
     @property
     def sim(self) -> Simulation:

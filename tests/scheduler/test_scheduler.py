@@ -377,7 +377,7 @@ def test_a_sequence_preempted_with_its_token_in_flight_samples_it_again_if_that_
         for _ in range(steps):
             simulation.step()
         was_running = second.status is SequenceStatus.RUNNING
-        simulation.fail(lambda running, first=first: first)
+        simulation.fail(lambda running: next(each for each in running if each.sequence_id == 1))
         preempted += was_running and second.status is SequenceStatus.PREEMPTED
         assert second.num_pending_tokens == 0
         simulation.run()
