@@ -339,8 +339,6 @@ class EngineCore:
         preempted: list[Sequence] = []
         if sequence.status is SequenceStatus.RUNNING:
             preempted = self.scheduler.fail(sequence.sequence_id)
-            for other in preempted:
-                other.drop_pending_tokens()
         else:  # it was preempted since, and the blocks that it published cannot be told from others
             self.scheduler.finish(sequence.sequence_id, FinishReason.ERROR)
             self.clear_cache()

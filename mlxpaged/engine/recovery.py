@@ -70,8 +70,7 @@ def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) 
     core.scheduler.reset_cache()
     for batch in batches:
         core.scheduler.undo_moves(batch)
-    for sequence in (row.sequence for batch in batches for row in batch.rows):
-        sequence.drop_pending_tokens()
+        core.scheduler.update(batch, {})  # no token of it will be read
     for sequence in (row.sequence for row in batches[0].rows):
         sequence.num_device_failures += 1
         if sequence.num_device_failures >= MAX_DEVICE_FAILURES and sequence.finish_reason is None:

@@ -224,7 +224,10 @@ class Scheduler:
         sequence = self.get(sequence_id)
         invalid = self.blocks.unpublish(sequence)
         self.finish(sequence_id, FinishReason.ERROR)
-        return self._preemption.recompute_sharing(invalid)
+        preempted = self._preemption.recompute_sharing(invalid)
+        for other in preempted:
+            other.drop_pending_tokens()
+        return preempted
 
     def recompute(self, sequence: Sequence) -> None:
         """What the steps in flight compute for a sequence is lost. Sequences that share it are recomputed too."""

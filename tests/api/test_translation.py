@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,8 @@ def test_what_a_chat_template_would_ignore_is_refused(
     directory = make_scripted_model(tmp_path, "json_tools")
     (directory / "chat_template.jinja").write_text(template)
     assert demo_server.engine.info is not None
-    info = dataclasses.replace(demo_server.engine.info, tokenizer=Tokenizer(load_tokenizer(directory)))
+    info = copy.copy(demo_server.engine.info)
+    info.tokenizer = Tokenizer(load_tokenizer(directory))
     assert isinstance(request_.prompt, Chat)
     with pytest.raises(ApiError) as caught:
         rendering(request_, request_.prompt, info)

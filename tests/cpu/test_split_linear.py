@@ -14,7 +14,6 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlxpaged.cpu import streams
 from mlxpaged.cpu.split_linear import (
     LinearByInput,
-    SplitExperts,
     SplitFeedForward,
     SplitHead,
     SplitLinear,
@@ -103,7 +102,7 @@ def test_a_layer_of_experts(name: str) -> None:
     expected, weight, size = layer(x, experts), mx.array(layer.weight), nbytes(layer)
     inputs = layer.input_dims
     split_linear_layers(Model(layer))
-    assert isinstance(layer, SplitExperts)
+    assert isinstance(layer, SplitLinear)
     assert len(layer.parts) == 3
     assert close(layer(x, experts), expected)
     assert close(layer(x, experts, sorted_indices=False), expected)
