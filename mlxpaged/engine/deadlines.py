@@ -69,7 +69,8 @@ class Deadlines:
             name, deadline = "timeout", sequence.deadline
             if check.of_first_token:
                 name, deadline = "ttft_timeout", sequence.ttft_deadline
-            label, left = f"{name} of {deadline - sequence.arrival_time:g} s", deadline - now
+            limit = round(deadline - sequence.arrival_time, 9)  # as the client wrote it: the clock's value costs digits
+            label, left = f"{name} of {limit:g} s", deadline - now
             if left <= 0:
                 yield sequence.sequence_id, f"{label} passed: {progress(sequence, now)}"
             elif prefill := self._scheduler.prefill_beyond(sequence, CLEAR_FACTOR * left):
