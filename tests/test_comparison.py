@@ -378,7 +378,7 @@ def interrupt(seconds: float) -> threading.Timer:
 def test_an_interrupt_ends_a_load_at_once_and_its_threads_with_the_server(
     model: Path, tmp_path: Path, letter: str
 ) -> None:
-    """What is under way would take minutes, and what was to be asked later is never asked."""
+    """Requests in flight would take minutes, and the later ones are never sent."""
     long = Sizes(a_output=8000, a_concurrent=(2,), c_stream_output=8000, d_output=8000)
     before = set(threading.enumerate())
     stopped: list[Server] = []

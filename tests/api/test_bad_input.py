@@ -1,4 +1,4 @@
-"""Bad input gets a 4xx in OpenAI's format that names the field, and disturbs nobody."""
+"""Bad input gets a 4xx in OpenAI's format that names the field, and disturbs no other request."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ def test_a_body_just_below_the_limit_is_read(demo_server: RunningServer) -> None
 def test_text_that_cannot_fit_the_context_is_refused_without_being_tokenized(
     demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Millions of characters would hold the only tokenizer thread, and with it everybody else, for minutes."""
+    """Millions of characters would hold the only tokenizer thread, and with it all other requests, for minutes."""
     assert demo_server.engine.info is not None
     tokenizer, seen = demo_server.engine.info.tokenizer, []
 
@@ -457,7 +457,7 @@ def test_best_of_must_fit_n_and_the_stream(demo_server: RunningServer, fields: d
 
 @pytest.mark.parametrize("prompt", ['"a",' * 500_000 + "1", "[1]," * 500_000 + "[1]", "1," * 1_000_000 + '"a"'])
 def test_a_long_list_of_prompts_is_refused_at_its_first_fault(demo_server: RunningServer, prompt: str) -> None:
-    """One error each for a million elements took half a minute of everybody's time."""
+    """One error each for a million elements held all requests up for half a minute."""
     with raw(demo_server) as client:
         error = check_error(client.post(COMPLETIONS, content=f'{{"prompt":[{prompt}]}}'.encode()), 400, "prompt")
     assert error["param"].startswith("prompt")

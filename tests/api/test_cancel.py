@@ -1,4 +1,4 @@
-"""Requests that somebody ends by their ids, and the ids themselves."""
+"""Requests that are cancelled by their ids, and the ids themselves."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_an_unknown_id_is_not_found(server: RunningServer) -> None:
 
 
 def test_an_empty_id_ends_nobody(server: RunningServer) -> None:
-    """Whoever forgets to fill the id in must not end everybody's requests."""
+    """A client that leaves the id empty must not end all requests."""
     with StepGate(server) as gate:
         pending = start(server, run_on("x", 5), "somebody")
         with httpx.Client(follow_redirects=True, trust_env=False, verify=False) as client:
@@ -331,7 +331,7 @@ def test_an_id_in_use_is_refused(server: RunningServer) -> None:
 
 
 def test_an_id_stays_taken_until_the_engine_has_let_go_of_it(server: RunningServer) -> None:
-    """Its client has left, and the step under way still works for it."""
+    """Its client has left, and the step in flight still computes its row."""
     with StepGate(server) as gate, raw(server) as client:
         with client.stream("POST", COMPLETIONS, json=run_on("x", 50, stream=True), headers={"X-Request-Id": "gone"}):
             gate.wait_held()

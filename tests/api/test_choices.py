@@ -124,7 +124,7 @@ def test_best_of_returns_the_answers_that_the_model_thinks_likeliest(demo_server
     answer = post(demo_server, body)
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * n))
     assert [choice["text"] for choice in answer["choices"]] == [choice["text"] for choice in expected]
-    assert all(choice["logprobs"] is None for choice in answer["choices"]), "nobody asked for them"
+    assert all(choice["logprobs"] is None for choice in answer["choices"]), "the request did not ask for them"
     assert answer["usage"]["completion_tokens"] == 2 * 5 * 10, "the others were generated too"
     assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
     shown = post(demo_server, body | {"logprobs": 2})["choices"]

@@ -1,4 +1,4 @@
-"""Sixteen streams in a pool for three of them: preempted and swapped many times, and nobody can tell from the text."""
+"""Sixteen streams in a pool for three of them: preempted and swapped many times, and the texts do not show it."""
 
 from __future__ import annotations
 

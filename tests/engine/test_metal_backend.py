@@ -94,7 +94,7 @@ def test_the_engine_gives_the_same_tokens_on_either_backend(
 def test_sampled_requests_survive_aborts_and_a_failing_step_on_either_backend(
     served: ServedModel, interpreter: Interpreter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On metal, steps overlap: the one that fails has a successor under way, and a request leaves in between."""
+    """On metal, steps overlap: the one that fails has a successor in flight, and a request leaves in between."""
     params: list[dict[str, Any]] = [
         {"temperature": 1.0, "seed": 1},
         {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 40, "frequency_penalty": 1.0},

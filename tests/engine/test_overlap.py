@@ -152,7 +152,7 @@ def test_a_request_aborted_while_its_step_is_under_way_is_gone_at_once(
     [last] = core.abort("alone")
     assert last.finish_reason is FinishReason.ABORT
     assert core.scheduler.pool.usage().used == 0
-    assert core.has_work(), "the step under way is still to be ended"
+    assert core.has_work(), "the step in flight is still to be read"
     assert core.step() == []
     assert not core.has_work()
 

@@ -58,7 +58,7 @@ class ResourceLimit(MetalRunError):
 
 
 class UninitialisedRead(MetalRunError):
-    """Memory was used that nobody had stored to."""
+    """Memory was used that no thread had stored to."""
 
 
 class UninitialisedOutput(MetalRunError):
