@@ -27,10 +27,9 @@ from mlxpaged.attention.tuning import (
     ShapeClass,
     Tuning,
     default_choice,
-    parse_choice,
     parse_tuning,
 )
-from mlxpaged.attention.tuning_cache import TuningCache
+from mlxpaged.attention.tuning_cache import Times, TuningCache
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +96,11 @@ Prepare = Callable[[AttentionShape, Workload, Choice], Run]
 
 @dataclass
 class ShapeTimes:
-    """Times of the layers of one shape. times: seconds per call by class and choice; missing classes have not been
-    measured. cached: they were measured at an earlier start."""
+    """Times of the layers of one shape. Missing classes were not measured. cached: they are of an earlier start."""
 
     shape: AttentionShape
     classes: list[ShapeClass]
-    times: dict[ShapeClass, dict[Choice, float]] = field(default_factory=dict)
+    times: Times = field(default_factory=dict)
     cached: bool = False
 
     def choice(self, shape_class: ShapeClass) -> Choice:
@@ -262,7 +260,7 @@ def tune(
         return found
     cache = cache or TuningCache()
     for one in found:
-        one.times = {} if retune else stored_times(cache, one, limits)
+        one.times = {} if retune else cache.load(cache_key(one.shape, limits), one.classes)
         one.cached = bool(one.times)
     missing = [one for one in found if not one.cached]
     if missing:
@@ -272,8 +270,7 @@ def tune(
             mx.clear_cache()  # frees the timed pools
     for one in missing:
         if one.times:
-            texts = {str(entry): {str(choice): t for choice, t in by.items()} for entry, by in one.times.items()}
-            cache.save(cache_key(one.shape, limits), texts)
+            cache.save(cache_key(one.shape, limits), one.times)
     return found
 
 
@@ -281,18 +278,6 @@ def cache_key(shape: AttentionShape, limits: Limits) -> str:
     """Includes the limits as far as workloads depend on them."""
     context, batch = min(limits.context_length, CONTEXTS[-1]), min(limits.max_num_seqs, BATCHES[-1])
     return f"{shape}; {context} tokens, {batch} sequences"
-
-
-def stored_times(cache: TuningCache, one: ShapeTimes, limits: Limits) -> dict[ShapeClass, dict[Choice, float]]:
-    """Empty if there are none, or they cannot be understood."""
-    key = cache_key(one.shape, limits)
-    names = {str(entry): entry for entry in one.classes}
-    try:
-        stored = cache.load(key) or {}
-        return {names[name]: {parse_choice(text): t for text, t in by.items()} for name, by in stored.items()}
-    except (KeyError, ValueError) as error:
-        logger.warning("the cached attention times of %s are ignored: %r", key, error)
-        return {}
 
 
 def choose_tunings(

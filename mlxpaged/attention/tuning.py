@@ -7,6 +7,7 @@ metal.py follows them.
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,13 +133,11 @@ AUTO = "auto"
 
 def parse_choice(text: str) -> Choice:
     """Parses "contiguous" or "paged:512". Raises ValueError for anything else."""
-    name, _, number = text.partition(":")
     if text == "contiguous":
         return CONTIGUOUS
-    if name == "paged" and number.isascii() and number.isdigit() and len(number) <= len(str(MAX_PARTITION)):
-        partition = int(number)
-        if MIN_PARTITION <= partition <= MAX_PARTITION:
-            return Choice(partition)
+    match = re.fullmatch(r"paged:([0-9]{1,7})", text)
+    if match and MIN_PARTITION <= int(match[1]) <= MAX_PARTITION:
+        return Choice(int(match[1]))
     partitions = f"paged:N with N from {MIN_PARTITION} to {MAX_PARTITION} keys"
     raise ValueError(f"must be auto, default, contiguous or {partitions}, got {text!r}")
 

@@ -1,4 +1,4 @@
-"""Keeps measured times between starts: one JSON file with an entry for each machine and layer shape.
+"""Keeps measured times between starts, in one JSON file.
 
 No error here is fatal. A file that cannot be read counts as empty; if it cannot be written, the next start measures
 again. Both log a warning.
@@ -12,8 +12,8 @@ import math
 import os
 import platform
 import sys
-import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,15 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged.attention import kernels
+from mlxpaged.attention.tuning import Choice, ShapeClass, parse_choice
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """To be increased if the same classes and candidates come to mean other launches or workloads."""
 
-Times = dict[str, dict[str, float]]
-"""Seconds by shape class and choice, both as text."""
+Times = dict[ShapeClass, dict[Choice, float]]
+"""Seconds per call by class and choice."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class Machine:
             kernels=kernels.source_hash(),
         )
 
+    @property
+    def versions(self) -> str:
+        return f"{self.system}, MLX {self.mlx}, kernels {self.kernels}, format {FORMAT}"
+
 
 def default_path() -> Path:
     """In the user's cache directory. Raises RuntimeError if the user has no home directory."""
@@ -60,71 +65,60 @@ def default_path() -> Path:
 
 
 class TuningCache:
-    """The entries of this machine in the file at `path`; None for the default file."""
+    """The times of this machine in the file at `path`; None for the default file.
+
+    The file has JSON objects in each other: by chip, versions, key (a layer shape), class and choice. It keeps the
+    times of other chips, because home directories move between machines.
+    """
 
     def __init__(self, path: Path | None = None, machine: Machine | None = None) -> None:
         self.path = path
         self._machine = machine or Machine.current()
 
-    def load(self, key: str) -> Times | None:
-        """The times that were saved under `key` on such a machine."""
-        for entry in self._entries():
-            if self._is_for(entry, key):
-                try:
-                    return checked_times(entry["times"])
-                except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-                    logger.warning("the cached attention times of %s are ignored: %r", key, error)
-        return None
+    def load(self, key: str, classes: Iterable[ShapeClass]) -> Times:
+        """The times that were saved under `key` on such a machine; empty if there are none."""
+        class_of = {str(entry): entry for entry in classes}
+        try:
+            stored = self._of_this_machine(self._read()).get(key, {}).items()
+            return {class_of[name]: checked_times(by_choice) for name, by_choice in stored}
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            logger.warning("the cached attention times of %s are ignored: %r", key, error)
+            return {}
 
     def save(self, key: str, times: Times) -> None:
-        """Replace the entry of `key`. Entries of this chip with other system, MLX or kernel versions are dropped. Those
-        of other chips stay, because home directories move between machines."""
-        kept = [entry for entry in self._entries() if not self._is_for(entry, key) and not self._is_stale(entry)]
-        entry = {"machine": asdict(self._machine), "key": key, "times": times}
+        """Replace the times of `key`. Times of this chip with other system, MLX or kernel versions are dropped."""
+        content = self._read()
+        texts = {str(entry): {str(choice): t for choice, t in by_choice.items()} for entry, by_choice in times.items()}
+        kept = self._of_this_machine(content)
+        content[self._machine.chip] = {self._machine.versions: kept | {key: texts}}
         try:
-            write_atomically(self.path or default_path(), {"format": FORMAT, "entries": [*kept, entry]})
+            path = self.path or default_path()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            try:
+                temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+                temporary.replace(path)  # readers see either the old file or the new one
+            finally:
+                temporary.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
             logger.warning("attention times could not be saved, the next start measures again: %s", error)
 
-    def _entries(self) -> list[Any]:
+    def _of_this_machine(self, content: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
+        return content.get(self._machine.chip, {}).get(self._machine.versions, {})
+
+    def _read(self) -> dict[str, dict[str, dict[str, Any]]]:
         try:
             content = json.loads((self.path or default_path()).read_text(encoding="utf-8"))
-            if content["format"] != FORMAT:
-                return []
-            return list(content["entries"])
+            return {chip: {name: dict(keys) for name, keys in versions.items()} for chip, versions in content.items()}
         except FileNotFoundError:
-            return []
-        except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+            return {}
+        except (OSError, RuntimeError, AttributeError, TypeError, ValueError) as error:
             logger.warning("cached attention times cannot be read and are measured again: %r", error)
-            return []
-
-    def _is_for(self, entry: Any, key: str) -> bool:
-        return isinstance(entry, dict) and entry.get("machine") == asdict(self._machine) and entry.get("key") == key
-
-    def _is_stale(self, entry: Any) -> bool:
-        machine = entry.get("machine") if isinstance(entry, dict) else None
-        if not isinstance(machine, dict):
-            return True
-        return machine.get("chip") == self._machine.chip and machine != asdict(self._machine)
+            return {}
 
 
-def checked_times(times: Any) -> Times:
-    """Raises an error if these are not times."""
-    for by_choice in times.values():
-        if not by_choice or not all(math.isfinite(seconds) and seconds > 0 for seconds in by_choice.values()):
-            raise ValueError(f"not positive times: {by_choice}")
-    checked: Times = times
-    return checked
-
-
-def write_atomically(path: Path, content: Any) -> None:
-    """Readers see either the old file or the new one. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+def checked_times(by_choice: dict[str, Any]) -> dict[Choice, float]:
+    """Raises an error if these are not times of choices."""
+    if not by_choice or not all(math.isfinite(seconds) and seconds > 0 for seconds in by_choice.values()):
+        raise ValueError(f"not positive times: {by_choice}")
+    return {parse_choice(text): seconds for text, seconds in by_choice.items()}

@@ -294,13 +294,18 @@ def test_retune_measures_all_the_same_and_replaces_what_was_kept(cache: TuningCa
     again = measured(FakeDevice(), cache)
     assert again.cached
     assert again.choice(LONE) == Choice(256)
-    assert len(entries(cache)) == 1
+    assert num_entries(cache) == 1
 
 
-def entries(cache: TuningCache) -> list[dict[str, Any]]:
+def content(cache: TuningCache) -> dict[str, dict[str, dict[str, Any]]]:
+    """Of the file: by chip, versions and shape."""
     assert cache.path is not None
-    found: list[dict[str, Any]] = json.loads(cache.path.read_text())["entries"]
+    found: dict[str, dict[str, dict[str, Any]]] = json.loads(cache.path.read_text())
     return found
+
+
+def num_entries(cache: TuningCache) -> int:
+    return sum(len(shapes) for versions in content(cache).values() for shapes in versions.values())
 
 
 @pytest.mark.parametrize("changed", ["chip", "system", "mlx", "kernels"])
@@ -311,7 +316,7 @@ def test_another_machine_or_version_measures_for_itself(cache: TuningCache, chan
     assert not measured(device, other).cached
     assert device.calls
     stale = changed != "chip"  # entries of this chip with other versions are dropped
-    assert len(entries(cache)) == (1 if stale else 2)
+    assert num_entries(cache) == (1 if stale else 2)
     assert measured(FakeDevice(), other).cached
     assert measured(FakeDevice(), cache).cached != stale
 
@@ -366,32 +371,30 @@ def test_limits_beyond_what_is_measured_change_nothing(cache: TuningCache) -> No
 
 BROKEN = {
     "empty": "",
-    "cut off": '{"format": 1, "entries": [{"mach',
+    "cut off": '{"Apple M9": {"macOS',
     "not JSON": "\x00\xff",
     "nested": "[" * 100_000,
     "a list": "[]",
     "a number": "5",
-    "no entries": '{"format": 1}',
-    "entries of another kind": '{"format": 1, "entries": [1, null, {"machine": 3}]}',
-    "numbers for entries": '{"format": 1, "entries": 7}',
-    "another format": '{"format": 0, "entries": "whatever"}',
+    "numbers for chips": '{"Apple M9": 1}',
+    "lists for shapes": '{"Apple M9": {"macOS 30.1": [1, null, {"machine": 3}]}}',
+    "another format": '{"format": 1, "entries": "whatever"}',
 }
 
 
-@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
-def test_a_broken_file_is_measured_over(cache: TuningCache, content: str) -> None:
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_is_measured_over(cache: TuningCache, text: str) -> None:
     assert cache.path is not None
     cache.path.parent.mkdir(parents=True)
-    cache.path.write_text(content, encoding="latin-1")
+    cache.path.write_text(text, encoding="latin-1")
     assert not measured(FakeDevice(), cache).cached
     assert measured(FakeDevice(), cache).cached
-    assert len(entries(cache)) == 1
+    assert num_entries(cache) == 1
 
 
-def test_a_file_of_another_format_does_not_count(cache: TuningCache) -> None:
+def test_times_of_another_format_do_not_count(cache: TuningCache, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(FakeDevice(), cache)
-    assert cache.path is not None
-    cache.path.write_text(json.dumps(json.loads(cache.path.read_text()) | {"format": 0}))
+    monkeypatch.setattr(tuning_cache, "FORMAT", 0)
     assert not measured(FakeDevice(), cache).cached
 
 
@@ -418,9 +421,10 @@ def test_an_entry_that_makes_no_sense_is_warned_of_and_measured_over_and_its_nei
 ) -> None:
     tune([SHAPE, OTHER], SMALL, cache=cache, tuner=FakeDevice().tuner)
     assert cache.path is not None
-    content = json.loads(cache.path.read_text())
-    content["entries"][0]["times"] = times
-    cache.path.write_text(json.dumps(content))
+    whole = content(cache)
+    [[shapes]] = [versions.values() for versions in whole.values()]
+    shapes[next(iter(shapes))] = times
+    cache.path.write_text(json.dumps(whole))
     found = tune([SHAPE, OTHER], SMALL, cache=cache, tuner=FakeDevice().tuner)
     assert [one.cached for one in found] == [False, True]
     assert "are ignored" in caplog.text
@@ -444,10 +448,11 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert cache.path is not None
     before = cache.path.read_text()
 
-    def full(*_: Any, **__: Any) -> None:
+    def full(temporary: Path, text: str, encoding: str) -> None:
+        temporary.write_bytes(text.encode(encoding)[:100])
         raise OSError("no space left")
 
-    monkeypatch.setattr(tuning_cache.json, "dump", full)
+    monkeypatch.setattr(Path, "write_text", full)
     tune([SHAPE], SMALL, True, cache, FakeDevice().tuner)
     assert cache.path.read_text() == before
     assert list(cache.path.parent.iterdir()) == [cache.path]
