@@ -68,13 +68,13 @@ class Job:
 
 @dataclass
 class Row:
-    """One input of a job. cache, num_computed, pooled: of an input that is computed in chunks."""
+    """One input of a job. cache: of an input that is computed in chunks. pooled[D]: of the tokens computed so far."""
 
     job: Job
     index: int
     cache: list[Any] | None = None
     num_computed: int = 0
-    pooled: mx.array | None = None
+    pooled: Vectors | None = None
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -125,10 +125,10 @@ class Embedder:
         budget = self._max_step_tokens if alone else self._step_tokens
         if self._long is not None and (self._long_is_next or not has_short):
             self._long_is_next = False
-            self._run_chunk(self._long, budget)
+            self._run([self._long], budget)
         elif has_short:
             self._long_is_next = True
-            self._run_together(self._next_rows(budget))
+            self._run(self._next_rows(budget), budget)
 
     def _next_rows(self, budget: int) -> list[Row]:
         """Short inputs, perhaps of several jobs, that have at most `budget` tokens if padded to the longest one."""
@@ -148,48 +148,36 @@ class Embedder:
         self._jobs.remove(job)
         self._jobs.append(job)
 
-    def _run_together(self, rows: Sequence[Row]) -> None:
-        """If rows of several requests fail together, each request runs again alone: only the faulty one ends."""
-        lengths = [len(row.tokens) for row in rows]
-        tokens = [[*row.tokens, *[0] * (max(lengths) - len(row.tokens))] for row in rows]
+    def _run(self, rows: Sequence[Row], budget: int) -> None:
+        """Compute short inputs, or the next chunk of a long one. If rows of several requests fail together, each
+        request runs again alone: only the faulty one ends."""
+        start = rows[0].num_computed
+        chunks = [row.tokens[start : start + budget] for row in rows]
+        longest = max(map(len, chunks))
+        # Padding follows the input, and a causal decoder's states do not depend on later tokens.
+        tokens = [[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks]
         try:
-            # Padding follows the input, and a causal decoder's states do not depend on later tokens.
-            pooled = self._pool(self.model.decode(mx.array(tokens), None), 0, mx.array(lengths))
+            states = self.model.decode(mx.array(tokens), rows[0].cache)
+            pooled = self._pool(states, start, mx.array([len(row.tokens) for row in rows]))
             mx.eval(pooled)  # an error while NumPy evaluates would end the process
             vectors = np.array(pooled)
         except Exception as error:
             logger.exception("embedding %d inputs failed", len(rows))
             synchronize()
             jobs = {row.job for row in rows}
+            for job in jobs if len(jobs) > 1 else ():
+                self._run([row for row in rows if row.job is job], budget)
             if len(jobs) == 1:
-                self._fail(rows[0].job, error)
-            else:
-                for job in jobs:
-                    self._run_together([row for row in rows if row.job is job])
+                message = f"the embeddings failed: {type(error).__name__}: {error}"
+                self._end(rows[0].job, EmbeddingOutput(None, FinishReason.ERROR, message))
             return
         self._steps += 1
-        self._tokens += sum(lengths)
-        for row, vector in zip(rows, vectors, strict=True):
-            self._finish(row, vector)
-
-    def _run_chunk(self, long: Row, budget: int) -> None:
-        start, total = long.num_computed, len(long.tokens)
-        chunk = long.tokens[start : start + budget]
-        try:
-            pooled = self._pool(self.model.decode(mx.array([chunk]), long.cache), start, mx.array([total]))
-            long.pooled = pooled if long.pooled is None else long.pooled + pooled
-            mx.eval(long.pooled)
-        except Exception as error:
-            logger.exception("embedding an input of %d tokens failed", total)
-            synchronize()
-            self._fail(long.job, error)
-            return
-        long.num_computed += len(chunk)
-        self._steps += 1
-        self._tokens += len(chunk)
-        if long.num_computed == total:
-            self._long = None
-            self._finish(long, np.array(long.pooled)[0])
+        self._tokens += sum(map(len, chunks))
+        for row, chunk, vector in zip(rows, chunks, vectors, strict=True):
+            row.pooled = vector if row.pooled is None else row.pooled + vector
+            row.num_computed += len(chunk)
+            if row.num_computed == len(row.tokens):
+                self._finish(row, row.pooled)
 
     def _pool(self, states: mx.array, start: int, lengths: mx.array) -> mx.array:
         """Weighted sum [B, D] of states [B, T, D] from position `start` on, for inputs of these lengths."""
@@ -199,6 +187,8 @@ class Embedder:
 
     def _finish(self, row: Row, pooled: Vectors) -> None:
         job = row.job
+        if row is self._long:
+            self._long = None
         vector = pooled[: job.request.dimensions]
         if self.model.spec.normalize:
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as torch's normalize has it
@@ -211,10 +201,6 @@ class Embedder:
             self._end(job, EmbeddingOutput(job.vectors))
         else:
             self._end(job, EmbeddingOutput(None, FinishReason.ERROR, "an embedding is not finite"))
-
-    def _fail(self, job: Job, error: Exception) -> None:
-        message = f"the embeddings failed: {type(error).__name__}: {error}"
-        self._end(job, EmbeddingOutput(None, FinishReason.ERROR, message))
 
     def _end(self, job: Job, output: EmbeddingOutput) -> None:
         self._drop(job)
