@@ -52,77 +52,58 @@ class SwapSpace:
         self.num_slots = num_slots
         self.nbytes = num_slots * bytes_per_slot(layers)
         self._layers = list(layers)
-        self._columns = list(slot_columns(layers))
         memory = map_memory(self.nbytes) if directory is None else map_file(self.nbytes, directory)
-        self._slots: Bytes | None = memory.reshape(num_slots, -1)
+        layouts = [kv.layout for kv in layers]
+        key_bytes = [layout.key_bytes_per_block for layout in layouts]
+        sizes = [(keys, layout.bytes_per_block - keys) for keys, layout in zip(key_bytes, layouts, strict=True)]
+        # Views of the memory, [num_slots, bytes] each: keys of the first layer, its values, keys of the next.
+        self._columns: list[Bytes] = np.split(memory.reshape(num_slots, -1), np.cumsum(sizes)[:-1], axis=1)
 
     def store(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block to slot for every (block, slot). The blocks may be overwritten as soon as this returns.
 
         Raises ValueError, before anything is moved, for a block or slot out of range and a slot that is written twice.
         """
-        memory = self._checked(blocks=[block for block, _ in pairs], slots=[slot for _, slot in pairs])
-        check_unique("slot", [slot for _, slot in pairs])
-        for blocks, slots in pieces(pairs, bytes_per_slot(self._layers)):
-            read = [[array.view(mx.uint8) for array in kv.read_blocks(blocks)] for kv in self._layers]
+        self._check([block for block, _ in pairs], [slot for _, slot in pairs], written="slot")
+        for blocks, slots in self._pieces(pairs):
+            read = [array.view(mx.uint8) for kv in self._layers for array in kv.read_blocks(blocks)]
             mx.eval(read)  # one wait for all layers
-            for columns, arrays in zip(self._columns, read, strict=True):
-                for column, array in zip(columns, arrays, strict=True):
-                    memory[slots, column] = np.asarray(array).reshape(len(slots), -1)
+            for column, array in zip(self._columns, read, strict=True):
+                column[slots] = np.asarray(array).reshape(len(slots), -1)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy slot to block for every (slot, block); what the slots hold stays. Done when this returns.
 
         Raises ValueError, before anything is moved, for a block or slot out of range and a block that is written twice.
         """
-        memory = self._checked(blocks=[block for _, block in pairs], slots=[slot for slot, _ in pairs])
-        check_unique("block", [block for _, block in pairs])
-        for slots, blocks in pieces(pairs, bytes_per_slot(self._layers)):
-            for kv, columns in zip(self._layers, self._columns, strict=True):
+        self._check([block for _, block in pairs], [slot for slot, _ in pairs], written="block")
+        for slots, blocks in self._pieces(pairs):
+            for kv, *columns in zip(self._layers, self._columns[::2], self._columns[1::2], strict=True):
                 shape = (len(blocks), kv.layout.num_kv_heads, kv.layout.block_size, -1)
-                raw = [mx.array(memory[slots, column].reshape(shape)) for column in columns]
-                keys, values = [array.view(kv.layout.dtype) for array in raw]
+                keys, values = (mx.array(column[slots].reshape(shape)).view(kv.layout.dtype) for column in columns)
                 kv.write_blocks(blocks, keys, values)
             mx.eval([kv.arrays for kv in self._layers])  # frees the piece's copies before the next piece makes its own
 
     def close(self) -> None:
         """Free the memory or the file. Closing twice is no error."""
-        self._slots = None  # the array is the only reference to the mapping, and the mapping to the file
+        self._columns = []  # the only references to the mapping, which has the only one to the file
 
-    def _checked(self, blocks: Sequence[int], slots: Sequence[int]) -> Bytes:
-        if self._slots is None:
+    def _check(self, blocks: Sequence[int], slots: Sequence[int], written: str) -> None:
+        if not self._columns:
             raise ValueError("the swap space is closed")
-        check_range("block", blocks, self._layers[0].num_blocks)
-        check_range("slot", slots, self.num_slots)
-        return self._slots
+        for name, ids, count in (("block", blocks, self._layers[0].num_blocks), ("slot", slots, self.num_slots)):
+            for number in ids:
+                if not isinstance(number, int) or not 0 <= number < count:
+                    raise ValueError(f"{name} {number} is out of range: there are {count}")
+            if name == written and len(set(ids)) != len(ids):
+                raise ValueError(f"a {name} is written twice: {ids}")
 
-
-def check_range(name: str, ids: Sequence[int], count: int) -> None:
-    for number in ids:
-        if not isinstance(number, int) or not 0 <= number < count:
-            raise ValueError(f"{name} {number} is out of range: there are {count}")
-
-
-def check_unique(name: str, ids: Sequence[int]) -> None:
-    if len(set(ids)) != len(ids):
-        raise ValueError(f"a {name} is written twice: {list(ids)}")
-
-
-def slot_columns(layers: Sequence[LayerKVCache]) -> Iterator[tuple[slice, slice]]:
-    """The bytes of a slot that hold the keys and the values of each layer."""
-    start = 0
-    for kv in layers:
-        middle, end = start + kv.layout.key_bytes_per_block, start + kv.layout.bytes_per_block
-        yield slice(start, middle), slice(middle, end)
-        start = end
-
-
-def pieces(pairs: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Sources and targets in pieces of PIECE_BYTES, at least one pair each; `size` is the bytes of a pair."""
-    count = max(1, PIECE_BYTES // size)
-    for start in range(0, len(pairs), count):
-        piece = pairs[start : start + count]
-        yield [source for source, _ in piece], [target for _, target in piece]
+    def _pieces(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:
+        """Sources and targets in pieces of PIECE_BYTES, at least one pair each."""
+        count = max(1, PIECE_BYTES // bytes_per_slot(self._layers))
+        for start in range(0, len(pairs), count):
+            piece = pairs[start : start + count]
+            yield [source for source, _ in piece], [target for _, target in piece]
 
 
 def map_memory(size: int) -> Bytes:
