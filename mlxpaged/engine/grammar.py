@@ -11,7 +11,6 @@ import json
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -68,24 +67,10 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._wrapped = tokenizer
         self._vocab_size = vocab_size
-        self._kept: OrderedDict[Constraint | StructuredOutput, LLMatcher] = OrderedDict()
-        self._kept_lock = threading.Lock()
         self._executor = LLExecutor()
         self._tokenizer: LLTokenizer | None = None
-        self._tokenizer_lock = threading.Lock()  # its own: making the tokenizer takes a second
-
-    def compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
-        """A matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
-        with self._kept_lock:
-            if constraint in self._kept:
-                self._kept.move_to_end(constraint)
-                return self._kept[constraint]
-        matcher = self._compile(constraint)
-        with self._kept_lock:
-            self._kept[constraint] = matcher
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return matcher
+        self._tokenizer_lock = threading.Lock()  # making the tokenizer takes a second
+        self.compile = functools.lru_cache(KEPT)(self._compile)
 
     def start(self, constraint: Constraint | StructuredOutput, ignore_eos: bool) -> GrammarMatcher:
         """A matcher for one answer. Raises GrammarError."""
@@ -106,6 +91,7 @@ class Grammars:
         ]
 
     def _compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
+        """A matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
         check_length(constraint)
         try:
             text = constraint.text if isinstance(constraint, StructuredOutput) else None
