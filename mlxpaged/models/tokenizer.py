@@ -17,6 +17,7 @@ TAG_TOKENS = 16
 """Upper bound on the tokens of a thinking tag and the white space after it."""
 RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Arguments of the renderer itself, which a request's `chat_template_kwargs` may not set."""
+NO_IDS: frozenset[int] = frozenset()
 
 
 class ChatTemplateError(ValueError):
@@ -52,21 +53,21 @@ class Tokenizer:
     def __init__(self, wrapped: Any) -> None:
         self._encoder = wrapped
         self._decoder = copy.deepcopy(wrapped._tokenizer)
-        self._token_text = functools.cache(self.token_text)
+        self.token_text = functools.cache(self._token_text)
         self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
         added = self._decoder.added_tokens_decoder
-        self._special_ids = frozenset(self._decoder.all_special_ids) | {
-            i for i, token in added.items() if token.special
-        }
+        special = {*self._decoder.all_special_ids, *(i for i, token in added.items() if token.special)}
+        self._special_ids = frozenset(special)
         self.has_chat_template = bool(wrapped.has_chat_template)
-        form = tool_format(wrapped)
-        self.tags = Tags(wrapped.think_start or "", wrapped.think_end or "", form)
+        tools = None
+        if wrapped.has_tool_calling:
+            name = wrapped.tool_parser.__module__.rpartition(".")[2]
+            tools = ToolFormat(name, wrapped.tool_call_start, wrapped.tool_call_end, wrapped.tool_parser)
+        self.tags = Tags(wrapped.think_start or "", wrapped.think_end or "", tools)
         self.think_start_ids = self._tag_ids(self.tags.think_start)
         self.think_end_ids = self._tag_ids(self.tags.think_end)
-        self._think_tokens = ShownTokens(self._special_ids.intersection(self.think_start_ids + self.think_end_ids))
-        start = self._special_ids.intersection(self._tag_ids(form.start) if form else ())
-        end = self._special_ids.intersection(self._tag_ids(form.end) if form else ())
-        self._tool_tokens = ShownTokens(start | end, start, end)
+        self._call_start_ids = self._tag_ids(tools.start if tools else "")
+        self._call_end_ids = self._tag_ids(tools.end if tools else "")
         self.takes_late_system = self._shows_late_system()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -131,7 +132,7 @@ class Tokenizer:
     def text_with_specials(self, token_ids: Sequence[int]) -> str:
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=False))
 
-    def token_text(self, token_id: int) -> str:
+    def _token_text(self, token_id: int) -> str:
         """The text of a single token, special tokens included."""
         return self.text_with_specials([token_id])
 
@@ -158,34 +159,13 @@ class Tokenizer:
     def detokenizer(self, think_tags: bool = False, tool_tags: bool = False) -> Detokenizer:
         """think_tags, tool_tags: whether to show special tokens that are part of these tags; tool_tags also shows all
         special tokens inside a call."""
-        shown = [self._think_tokens] * think_tags + [self._tool_tokens] * tool_tags
-        union = functools.reduce(ShownTokens.union, shown, ShownTokens())
-        return Detokenizer(self.text_with_specials, self._token_text, self._special_ids, union)
+        shown = {*self.think_start_ids, *self.think_end_ids} if think_tags else NO_IDS
+        opening = self._special_ids.intersection(self._call_start_ids) if tool_tags else NO_IDS
+        closing = self._special_ids.intersection(self._call_end_ids) if tool_tags else NO_IDS
+        return Detokenizer(self, self._special_ids - shown - opening - closing, opening, closing)
 
     def _tag_ids(self, tag: str) -> list[int]:
         return list(self._encoder.encode(tag, add_special_tokens=False)) if tag else []
-
-
-def tool_format(wrapped: Any) -> ToolFormat | None:
-    if not wrapped.has_tool_calling:
-        return None
-    parse = wrapped.tool_parser
-    return ToolFormat(parse.__module__.rpartition(".")[2], wrapped.tool_call_start, wrapped.tool_call_end, parse)
-
-
-NO_IDS: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class ShownTokens:
-    """Special tokens that are part of the text: those in `always`, and all from an `opening` to a `closing` one."""
-
-    always: frozenset[int] = NO_IDS
-    opening: frozenset[int] = NO_IDS
-    closing: frozenset[int] = NO_IDS
-
-    def union(self, other: ShownTokens) -> ShownTokens:
-        return ShownTokens(self.always | other.always, self.opening | other.opening, self.closing | other.closing)
 
 
 class Detokenizer:
@@ -194,42 +174,36 @@ class Detokenizer:
     A token's text can depend on its predecessor (spaces), and its character may need a successor (bytes of UTF-8). So
     the tokens since the last but one emission are decoded together, and held back while they end inside a character.
     The last emission is nearly always one token, whose text is cached (`token_text`): decoding it again takes 2 us.
+
+    hidden: tokens that are no part of the text, except between an `opening` and a `closing` one.
     """
 
     def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        token_text: Callable[[int], str],
-        special_ids: frozenset[int],
-        shown: ShownTokens,
+        self, tokenizer: Tokenizer, hidden: frozenset[int], opening: frozenset[int], closing: frozenset[int]
     ) -> None:
-        self._decode = decode
-        self._token_text = token_text
-        self._special_ids = special_ids
-        self._shown = shown
+        self._tokenizer = tokenizer
+        self._hidden, self._opening, self._closing = hidden, opening, closing
         self._in_call = False
-        self._context: list[int] = []  # tokens of the last emission, without special tokens that are not shown
+        self._context: list[int] = []  # tokens of the last emission, without hidden ones
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
         """The text that this token completes; empty inside a character."""
-        if token_id in self._special_ids and not self._shows(token_id):
+        hidden = token_id in self._hidden and not self._in_call
+        self._in_call = (self._in_call or token_id in self._opening) and token_id not in self._closing
+        if hidden:
             return ""
         self._pending.append(token_id)
         return self._emit(hold_incomplete=True)
-
-    def _shows(self, special_id: int) -> bool:
-        shown = special_id in self._shown.always or self._in_call
-        self._in_call = (self._in_call or special_id in self._shown.opening) and special_id not in self._shown.closing
-        return shown
 
     def finish(self) -> str:
         """The rest of a character that never became complete."""
         return self._emit(hold_incomplete=False) if self._pending else ""
 
     def _emit(self, hold_incomplete: bool) -> str:
-        text = self._decode(self._context + self._pending)
-        before = self._token_text(self._context[0]) if len(self._context) == 1 else self._decode(self._context)
+        decode, context = self._tokenizer.text_with_specials, self._context
+        text = decode(context + self._pending)
+        before = self._tokenizer.token_text(context[0]) if len(context) == 1 else decode(context)
         if hold_incomplete and (text.endswith(REPLACEMENT) or len(text) <= len(before)):
             return ""
         self._context, self._pending = self._pending, []
