@@ -5,13 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from mlxpaged.engine.errors import (
-    DeadlineExceededError,
-    EngineState,
-    EngineUnavailableError,
-    RequestCancelledError,
-    RequestFailedError,
-)
+from mlxpaged.engine import errors
+from mlxpaged.engine.errors import EngineState
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.scheduler import FinishReason
 
@@ -49,10 +44,10 @@ def raise_unless_complete(reason: FinishReason | None, error: str | None, state:
     """Raises DeadlineExceededError, RequestCancelledError or RequestFailedError if a request ended without its answer,
     and EngineUnavailableError if that is because the engine itself ends."""
     if reason is FinishReason.TIMEOUT:
-        raise DeadlineExceededError(error)
+        raise errors.DeadlineExceededError(error)
     if reason is FinishReason.CANCELLED:
-        raise RequestCancelledError(error)
+        raise errors.RequestCancelledError(error)
     if reason in (FinishReason.ERROR, FinishReason.ABORT):
         if state in (EngineState.DRAINING, EngineState.DEAD):
-            raise EngineUnavailableError(state, error or "the client left")
-        raise RequestFailedError(error or "the client left")
+            raise errors.EngineUnavailableError(state, error or "the client left")
+        raise errors.RequestFailedError(error or "the client left")

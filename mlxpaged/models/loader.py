@@ -9,14 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx_lm.tool_parsers
+from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_reduce
 from mlx_lm.utils import load_model as load_weights
@@ -77,12 +71,12 @@ def resolve_model(name: str) -> Path:
         raise ModelNotFoundError(f"no such directory: {path}")
     try:
         return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
-    except GatedRepoError:
+    except hub_errors.GatedRepoError:
         message = f"{name} is gated: accept its terms on the hub and log in with `hf auth login`"
         raise ModelNotFoundError(message) from None
-    except RepositoryNotFoundError:
+    except hub_errors.RepositoryNotFoundError:
         raise ModelNotFoundError(f"{name} is neither a local directory nor a repository on the hub") from None
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (hub_errors.HFValidationError, hub_errors.HfHubHTTPError, OSError) as error:
         raise ModelNotFoundError(f"{name} could not be fetched from the hub: {error}") from error
 
 
