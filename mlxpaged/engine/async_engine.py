@@ -93,10 +93,6 @@ class AsyncEngine:
         }
         raise EngineUnavailableError(self.state, messages.get(self.state, f"the engine is dead: {self.reason}"))
 
-    def check(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """`EngineInfo.max_new_tokens`, for an engine that takes requests. Raises EngineUnavailableError too."""
-        return self.require_ready().max_new_tokens(num_prompt_tokens, max_tokens)
-
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[float]:
         """Reserve room for `count` requests until they are submitted. Yields the time.
@@ -120,9 +116,9 @@ class AsyncEngine:
         default_max_tokens: the limit of requests without max_tokens, as far as there is room.
         Raises EngineUnavailableError, PromptTooLongError, MinTokensError or DuplicateRequestError.
         """
-        streams = []
+        info, streams = self.require_ready(), []
         for request in requests:
-            max_tokens = self.check(len(request.prompt_token_ids), request.params.max_tokens)
+            max_tokens = info.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
             if request.request_id in self._streams:
                 raise errors.DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
             if request.params.max_tokens is None and default_max_tokens is not None:
@@ -240,7 +236,8 @@ class AsyncEngine:
     async def stop(self, timeout: float = 10.0) -> bool:
         """End the engine thread. Returns False if it does not end within `timeout` seconds."""
         self.thread.send(None)
-        ended = await asyncio.to_thread(self.thread.join, timeout)
+        await asyncio.to_thread(self.thread.join, timeout)
+        ended = not self.thread.is_alive()
         if not ended:
             doing = "loads the model" if self.info is None else "is busy"
             logger.warning("the engine thread still %s after %.0f s; not waiting for it", doing, timeout)

@@ -36,30 +36,22 @@ class Callbacks:
     on_end: Callable[[str | None], None]
 
 
-class EngineThread:
+class EngineThread(threading.Thread):
     """Runs commands between steps, and steps while there is work; sleeps on the queue while there is none."""
 
     def __init__(self, config: EngineConfig, callbacks: Callbacks, clock: Callable[[], float] = time.monotonic) -> None:
+        # A daemon: a step or a download must not hold up an interpreter that quits.
+        super().__init__(name="mlxpaged-engine", daemon=True)
         self._config = config
         self.callbacks = callbacks
         self._clock = clock
         self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        # A daemon: a step or a download must not hold up an interpreter that quits.
-        self._thread = threading.Thread(target=self._main, name="mlxpaged-engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def send(self, command: Command | None) -> None:
         """None ends the thread. Running requests end with an error."""
         self.commands.put(command)
 
-    def join(self, timeout: float) -> bool:
-        """Wait for the thread's end. Returns False if it still runs after `timeout` seconds."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _main(self) -> None:
+    def run(self) -> None:
         try:
             wire_device_memory()
             served = load_model(self._config.model, self._config.served_model_name, self._config.tool_parser)

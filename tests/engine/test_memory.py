@@ -182,5 +182,6 @@ def test_the_engine_wires_its_memory_before_it_loads_the_model(monkeypatch: pyte
     callbacks = engine_thread.Callbacks(lambda _: None, lambda *_: None, lambda reason: order.append(str(reason)))
     thread = engine_thread.EngineThread(EngineConfig(), callbacks)
     thread.start()
-    assert thread.join(10)
+    thread.join(10)
+    assert not thread.is_alive()
     assert order == ["wire", "load", "no such model"]
