@@ -123,8 +123,7 @@ class Tokenizer:
     def ends_with(self, prompt: Sequence[int], tag: str) -> bool:
         """Whether a prompt ends with a tag and white space. Templates open a think block for models that always think,
         and add a closed one if the model is not to think."""
-        tail = str(self._decoder.decode(list(prompt[-TAG_TOKENS:]), skip_special_tokens=False))
-        return tail.rstrip().endswith(tag)
+        return self.text_with_specials(prompt[-TAG_TOKENS:]).rstrip().endswith(tag)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=True))
