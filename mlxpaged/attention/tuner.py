@@ -14,21 +14,11 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from mlxpaged.attention import tuning
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.attention.tuning import (
-    BATCHES,
-    CHUNKS,
-    CONTEXTS,
-    CONTIGUOUS,
-    DEFAULT_TUNING,
-    Choice,
-    ShapeClass,
-    Tuning,
-    default_choice,
-    parse_tuning,
-)
+from mlxpaged.attention.tuning import CONTIGUOUS, Choice, ShapeClass, Tuning, default_choice, parse_tuning
 from mlxpaged.attention.tuning_cache import Times, TuningCache
 
 logger = logging.getLogger(__name__)
@@ -123,10 +113,10 @@ def can_measure() -> bool:
 def classes_of(shape: AttentionShape, limits: Limits) -> list[ShapeClass]:
     """The classes that the server can have and that leave a choice. Chunks of the last class are not timed: MLX's own
     attention is near the device's peak there, and hand-written prefill kernels took 4 to 6 times as long."""
-    contexts = reachable(CONTEXTS, visible_keys(shape, limits))
-    batches = reachable(BATCHES, limits.max_num_seqs)
+    contexts = reachable(tuning.CONTEXTS, visible_keys(shape, limits))
+    batches = reachable(tuning.BATCHES, limits.max_num_seqs)
     decode = [ShapeClass(1, n, keys, ragged) for n in batches for keys in contexts for ragged in (False, True)]
-    chunks = [ShapeClass(n, 1, keys) for n in reachable(CHUNKS[:-1], limits.context_length) for keys in contexts]
+    chunks = [ShapeClass(n, 1, keys) for n in reachable(tuning.CHUNKS[:-1], limits.context_length) for keys in contexts]
     return [entry for entry in decode if entry.batch > 1 or not entry.ragged] + chunks
 
 
@@ -156,7 +146,7 @@ def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workloa
     default = default_choice(shape_class)
     found = [default]
     ranges = {-(-longest // default.partition)} if default.partition is not None else set()
-    tried = SHORT_CHUNK_PARTITIONS if queries == CHUNKS[0] else CHUNK_PARTITIONS
+    tried = SHORT_CHUNK_PARTITIONS if queries == tuning.CHUNKS[0] else CHUNK_PARTITIONS
     for partition in DECODE_PARTITIONS if queries == 1 else tried:
         if (count := -(-longest // partition)) not in ranges:
             ranges.add(count)
@@ -276,7 +266,7 @@ def tune(
 
 def cache_key(shape: AttentionShape, limits: Limits) -> str:
     """Includes the limits as far as workloads depend on them."""
-    context, batch = min(limits.context_length, CONTEXTS[-1]), min(limits.max_num_seqs, BATCHES[-1])
+    context, batch = min(limits.context_length, tuning.CONTEXTS[-1]), min(limits.max_num_seqs, tuning.BATCHES[-1])
     return f"{shape}; {context} tokens, {batch} sequences"
 
 
@@ -288,9 +278,8 @@ def choose_tunings(
     Logs one line that says where the tuning comes from.
     """
     forced = parse_tuning(setting)
-    shapes = list(dict.fromkeys(shapes))
     if backend != "metal":
-        if retune or forced not in (None, DEFAULT_TUNING):
+        if retune or forced not in (None, tuning.DEFAULT_TUNING):
             logger.warning("attention tuning has no effect: attention runs on the %s backend", backend)
         return {}
     if forced is not None:

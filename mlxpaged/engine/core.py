@@ -74,14 +74,8 @@ class EngineCore:
             matcher = self.grammars.start(params.constraint, params.ignore_eos)
         runs_past_eos = params.ignore_eos and matcher is None  # a grammar allows the end token only at its end
         stop_ids = params.stop_token_ids | (frozenset() if runs_past_eos else self.served.tokenizer.eos_token_ids)
-        sequence = Sequence(
-            next(self._ids),
-            request.prompt_token_ids,
-            params.max_tokens,
-            stop_ids,
-            request.priority,
-            request.arrival_time,
-        )
+        prompt, arrival_time = request.prompt_token_ids, request.arrival_time
+        sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
         parent = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         sequence.fork_of = None if parent is None else self.requests[parent].sequence
@@ -176,7 +170,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Release the swap space, which may be a file."""
-        self.runner.close()
+        if self.runner.swap is not None:
+            self.runner.swap.close()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def check_schema(schema: Any) -> None:
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
     nodes = list(_nodes(schema))
-    texts = [text for node in nodes for text in (node.get("pattern"), *_names(node.get("patternProperties")))]
+    texts = [text for node in nodes for text in (node.get("pattern"), *_object(node.get("patternProperties")))]
     length = sum(len(text) for text in texts if isinstance(text, str))
     if length > MAX_PATTERN_CHARS:
         raise ValueError(f"has patterns of {length} characters; the limit is {MAX_PATTERN_CHARS}")
@@ -54,8 +54,9 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
         yield from _nodes(part)
 
 
-def _names(value: Any) -> list[str]:
-    return list(value) if isinstance(value, dict) else []
+def _object(value: Any) -> dict[str, Any]:
+    """The value, or an empty object in the place of anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def disjoint_one_of_as_any_of(root: Any) -> Any:
@@ -107,11 +108,8 @@ def _types(schema: dict[str, Any]) -> set[str]:
 
 
 def _values(schema: dict[str, Any], name: str) -> set[str]:
-    """The strings that a property is restricted to; none where it is not."""
-    properties = schema.get("properties")
-    found = properties.get(name) if isinstance(properties, dict) else None
-    if not isinstance(found, dict):
-        return set()
+    """The strings that a property may have. Empty if the schema does not list them."""
+    found = _object(_object(schema.get("properties")).get(name))
     if isinstance(found.get("const"), str):
         return {found["const"]}
     values = found.get("enum")
@@ -124,9 +122,9 @@ def _strings(values: Any) -> set[str]:
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
     """The schema, or what it is a reference to."""
-    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#/"):
-        found = root
-        for part in schema["$ref"][2:].split("/"):
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-        schema = found
-    return schema if isinstance(schema, dict) else {}
+    reference = _object(schema).get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        schema = root
+        for part in reference[2:].split("/"):
+            schema = _object(schema).get(part.replace("~1", "/").replace("~0", "~"))
+    return _object(schema)

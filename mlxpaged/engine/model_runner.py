@@ -166,11 +166,6 @@ class ModelRunner:
         if self.swap is not None:
             self.swap.load(moves.swap_in)
 
-    def close(self) -> None:
-        """Free the swap space."""
-        if self.swap is not None:
-            self.swap.close()
-
     def start_step(self, *results: mx.array) -> None:
         """Let the device begin, and return at once. Raises DeviceError."""
         with device_errors():

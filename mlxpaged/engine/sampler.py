@@ -8,7 +8,7 @@ same tokens in any batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -272,11 +272,10 @@ def most_likely(scores: mx.array, count: int) -> mx.array:
 
 @dataclass(frozen=True)
 class RowLogprobs:
-    """Log-probabilities of n of the rows of a step. rows[n]: which; counts[n]: how many of the most likely tokens each
-    asked for. sampled[n]: of the sampled token; best[n, k] and best_logprobs[n, k]: of the most likely tokens."""
+    """Log-probabilities of n of the rows of a step. counts: by row number, how many of the most likely tokens it asked
+    for. sampled[n]: of the sampled token; best[n, k] and best_logprobs[n, k]: of the most likely tokens."""
 
-    rows: Sequence[int]
-    counts: Sequence[int]
+    counts: Mapping[int, int]
     sampled: mx.array
     best: mx.array
     best_logprobs: mx.array
@@ -289,21 +288,20 @@ class RowLogprobs:
         """By row number; `tokens` are those of all rows of the step."""
         tables: list[list[Any]] = [array.tolist() for array in self.arrays]  # type: ignore[misc]
         found = {}
-        for i, count, logprob, top, top_logprobs in zip(self.rows, self.counts, *tables, strict=True):
+        for (i, count), logprob, top, top_logprobs in zip(self.counts.items(), *tables, strict=True):
             best = tuple(zip(top[:count], top_logprobs[:count], strict=True))
             found[i] = TokenLogprobs(tokens[i], logprob, best)
         return found
 
 
 def token_logprobs(logits: mx.array, tokens: mx.array, rows: Sequence[SamplingRow]) -> RowLogprobs | None:
-    """Of the rows that asked; None where none did."""
-    where = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    if not where:
+    """The log-probabilities of the rows that asked for them; None if no row did."""
+    counts = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
+    if not counts:
         return None
-    counts = [rows[i].params.logprobs or 0 for i in where]
-    index = mx.array(where)
+    index = mx.array(list(counts))
     chosen = logits[index]
     logprobs = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
     sampled = mx.take_along_axis(logprobs, tokens[index][:, None], axis=-1)[:, 0]
-    best = most_likely(logprobs, max(counts))
-    return RowLogprobs(where, counts, sampled, best, mx.take_along_axis(logprobs, best, axis=-1))
+    best = most_likely(logprobs, max(counts.values()))
+    return RowLogprobs(counts, sampled, best, mx.take_along_axis(logprobs, best, axis=-1))
