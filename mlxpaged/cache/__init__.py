@@ -11,16 +11,3 @@ from mlxpaged.cache.block_pool import (
 from mlxpaged.cache.block_table import BlockTable, blocks_for
 from mlxpaged.cache.prefix_cache import PrefixCache
 from mlxpaged.cache.table_rows import TableRows
-
-__all__ = [
-    "DEFAULT_BLOCK_SIZE",
-    "BlockPool",
-    "BlockPoolError",
-    "BlockTable",
-    "BlockUsage",
-    "DoubleFreeError",
-    "OutOfBlocksError",
-    "PrefixCache",
-    "TableRows",
-    "blocks_for",
-]

@@ -17,12 +17,12 @@ from mlxpaged.engine.errors import (
     RequestCancelledError,
     RequestFailedError,
 )
-from mlxpaged.engine.grammar import GrammarError, Grammars
+from mlxpaged.engine.grammar import GrammarError
 from mlxpaged.engine.info import EngineInfo
-from mlxpaged.engine.request import EndedRequest, Request, RequestOutput, TokenLogprobs
+from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
 from mlxpaged.engine.request_stream import RequestStream
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.status import EngineStats, EngineStatus, SequenceState
+from mlxpaged.engine.status import EngineStats, SequenceState
 from mlxpaged.engine.timeline import Timeline
 from mlxpaged.scheduler import Priority
 
@@ -33,17 +33,14 @@ __all__ = [
     "DeadlineExceededError",
     "DuplicateRequestError",
     "EmbeddingRequest",
-    "EndedRequest",
     "EngineBusyError",
     "EngineConfig",
     "EngineCore",
     "EngineInfo",
     "EngineState",
     "EngineStats",
-    "EngineStatus",
     "EngineUnavailableError",
     "GrammarError",
-    "Grammars",
     "MinTokensError",
     "Priority",
     "QueueFullError",

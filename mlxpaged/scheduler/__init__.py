@@ -6,20 +6,3 @@ from mlxpaged.scheduler.config import PREFILL_MODES, SchedulerConfig
 from mlxpaged.scheduler.scheduler import Scheduler, UnknownSequenceError
 from mlxpaged.scheduler.sequence import FinishReason, IllegalTransitionError, Priority, Sequence, SequenceStatus
 from mlxpaged.scheduler.stats import SchedulerStats
-
-__all__ = [
-    "PREFILL_MODES",
-    "Batch",
-    "BlockMoves",
-    "FinishReason",
-    "IllegalTransitionError",
-    "Priority",
-    "PromptTooLongError",
-    "ScheduledSequence",
-    "Scheduler",
-    "SchedulerConfig",
-    "SchedulerStats",
-    "Sequence",
-    "SequenceStatus",
-    "UnknownSequenceError",
-]
