@@ -69,9 +69,7 @@ class Scheduler:
         self._forks: dict[int, list[Sequence]] = {}  # by parent: they wait for its prompt
         self._changed: set[int] = set()  # got blocks with their contents for the step that is being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
-        self._admission = AdmissionControl(
-            config.max_num_seqs, self.blocks, self._preemption, self.running, self._changed
-        )
+        self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
         self._prefill = PrefillLimits(config)
         self._decode_credit = 0.0
         self._starvation_admissions = self._prefix_hit_tokens = self._prompt_tokens = 0
