@@ -12,7 +12,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -134,8 +134,8 @@ class StepCost:
             relative = np.asarray(parts) / SCALE / np.asarray(seconds)[:, None]
             coefficients = (non_negative_least_squares(relative, np.ones(len(seconds))) / SCALE).tolist()
             tokens = [(parts[PROMPT_TOKENS], parts[PROMPT_KEYS]) for parts, _ in self._with_prompts]
-            self._costs = Costs(
-                *coefficients,
+            self._costs = replace(
+                Costs(*coefficients),
                 longest_chunk=EXTRAPOLATION * int(max(count for count, _ in tokens)),
                 longest_context=EXTRAPOLATION * int(max(keys / count + count / 2 for count, keys in tokens)),
             )
