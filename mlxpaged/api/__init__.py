@@ -4,5 +4,3 @@ from mlxpaged.api.access.key_file import KeyFileError
 from mlxpaged.api.app import create_app
 from mlxpaged.api.batches import DataDirInUseError
 from mlxpaged.api.config import HttpConfig
-
-__all__ = ["DataDirInUseError", "HttpConfig", "KeyFileError", "create_app"]

@@ -7,23 +7,3 @@ from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.self_check import choose_backend
 from mlxpaged.attention.tuner import Limits, choose_tunings
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, parse_tuning
-
-__all__ = [
-    "BACKENDS",
-    "DEFAULT_TUNING",
-    "KV_DTYPES",
-    "AttentionMetadata",
-    "AttentionShape",
-    "KVLayout",
-    "LayerKVCache",
-    "Limits",
-    "PagedAttentionError",
-    "PagedLayer",
-    "StepContext",
-    "Tuning",
-    "choose_backend",
-    "choose_tunings",
-    "parse_tuning",
-    "resolve_backend",
-    "route_attention",
-]

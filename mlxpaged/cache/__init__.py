@@ -1,26 +1,6 @@
 """KV blocks as plain integers: the pool, the tables, the prefix cache. Never imports mlx."""
 
-from mlxpaged.cache.block_pool import (
-    DEFAULT_BLOCK_SIZE,
-    BlockPool,
-    BlockPoolError,
-    BlockUsage,
-    DoubleFreeError,
-    OutOfBlocksError,
-)
+from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, BlockPool, BlockUsage, OutOfBlocksError
 from mlxpaged.cache.block_table import BlockTable, blocks_for
 from mlxpaged.cache.prefix_cache import PrefixCache
 from mlxpaged.cache.table_rows import TableRows
-
-__all__ = [
-    "DEFAULT_BLOCK_SIZE",
-    "BlockPool",
-    "BlockPoolError",
-    "BlockTable",
-    "BlockUsage",
-    "DoubleFreeError",
-    "OutOfBlocksError",
-    "PrefixCache",
-    "TableRows",
-    "blocks_for",
-]

@@ -9,8 +9,6 @@ from mlxpaged import __version__
 from mlxpaged.cli import doctor, keys, serve
 from mlxpaged.cli.bench import command as bench
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. argv: without the program's name; None: the process's arguments."""

@@ -30,8 +30,9 @@ def add_parser(commands: Any) -> None:
     add.add_argument("--tier", type=one_of(*TIERS), default="normal", help="priority of its requests (default normal)")
     highest = 'highest priority that service_tier "priority" gives (default: the tier)'
     add.add_argument("--max-priority", type=one_of(*TIERS), help=highest)
-    add.add_argument("--rate-limit", type=positive_int, metavar="N", help="requests per minute (default: no limit)")
-    add.add_argument("--token-limit", type=positive_int, metavar="N", help="tokens per minute (default: no limit)")
+    for flag, counted in (("--rate-limit", "requests"), ("--token-limit", "tokens")):
+        limit = f"{counted} per minute (default: no limit)"
+        add.add_argument(flag, type=positive_int, metavar="N", help=limit, dest=f"{counted}_per_minute")
     add.add_argument("--admin", action="store_true", help="may also see and end the requests of all keys")
     show = verbs.add_parser("list", help="show the names and settings of the keys")
     remove = verbs.add_parser("remove", help="revoke a key")
@@ -54,22 +55,13 @@ def run(args: argparse.Namespace) -> int:
 def run_add(args: argparse.Namespace) -> None:
     path: Path = args.api_keys
     key, salt, digest = key_file.make_key()
+    settings = {name: getattr(args, name) for name in KeyEntry.model_fields if name in args}
     with key_file.locked(path):
         keys = key_file.read(path)[0].keys if path.exists() else ()
         if any(entry.name == args.name for entry in keys):
             raise KeyFileError(f"{path}: there is a key named {args.name} already")
         try:
-            entry = KeyEntry(
-                name=args.name,
-                salt=salt,
-                hash=digest,
-                tier=args.tier,
-                max_priority=args.max_priority,
-                admin=args.admin,
-                requests_per_minute=args.rate_limit,
-                tokens_per_minute=args.token_limit,
-                created=key_file.today(),
-            )
+            entry = KeyEntry(salt=salt, hash=digest, created=key_file.today(), **settings)
             content = KeyFile(keys=(*keys, entry))
         except ValidationError as error:
             raise key_file.unusable(path, error) from None

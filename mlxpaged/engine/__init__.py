@@ -17,7 +17,7 @@ from mlxpaged.engine.errors import (
     RequestCancelledError,
     RequestFailedError,
 )
-from mlxpaged.engine.grammar import GrammarError, Grammars
+from mlxpaged.engine.grammar import GrammarError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
 from mlxpaged.engine.request_stream import RequestStream
@@ -41,7 +41,6 @@ __all__ = [
     "EngineStats",
     "EngineUnavailableError",
     "GrammarError",
-    "Grammars",
     "MinTokensError",
     "Priority",
     "QueueFullError",

@@ -3,14 +3,12 @@
 from mlxpaged.cpu.streams import synchronize
 from mlxpaged.models.embedding import EmbeddingModel
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.layers import LayerSpec
 from mlxpaged.models.loader import (
     DEMO_MODEL,
     ServedModel,
     load_embedding_model,
     load_model,
     own_embedding_model,
-    resolve_model,
     tool_parsers,
 )
 from mlxpaged.models.tokenizer import Tags, Tokenizer, ToolFormat
@@ -18,7 +16,6 @@ from mlxpaged.models.tokenizer import Tags, Tokenizer, ToolFormat
 __all__ = [
     "DEMO_MODEL",
     "EmbeddingModel",
-    "LayerSpec",
     "ModelNotFoundError",
     "ServedModel",
     "Tags",
@@ -28,7 +25,6 @@ __all__ = [
     "load_embedding_model",
     "load_model",
     "own_embedding_model",
-    "resolve_model",
     "synchronize",
     "tool_parsers",
 ]

@@ -3,23 +3,6 @@
 from mlxpaged.scheduler.admission import PromptTooLongError
 from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence
 from mlxpaged.scheduler.config import PREFILL_MODES, SchedulerConfig
-from mlxpaged.scheduler.scheduler import Scheduler, UnknownSequenceError
+from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, IllegalTransitionError, Priority, Sequence, SequenceStatus
 from mlxpaged.scheduler.stats import SchedulerStats
-
-__all__ = [
-    "PREFILL_MODES",
-    "Batch",
-    "BlockMoves",
-    "FinishReason",
-    "IllegalTransitionError",
-    "Priority",
-    "PromptTooLongError",
-    "ScheduledSequence",
-    "Scheduler",
-    "SchedulerConfig",
-    "SchedulerStats",
-    "Sequence",
-    "SequenceStatus",
-    "UnknownSequenceError",
-]

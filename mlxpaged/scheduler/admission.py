@@ -9,9 +9,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from mlxpaged.cache import blocks_for
-from mlxpaged.scheduler.block_manager import BlockManager, Reuse
+from mlxpaged.scheduler.block_manager import Reuse
 from mlxpaged.scheduler.preemption import Preemption
-from mlxpaged.scheduler.queue import SequenceQueue
 from mlxpaged.scheduler.sequence import Sequence, SequenceStatus
 
 
@@ -40,27 +39,26 @@ def check_fits(num_prompt_tokens: int, max_tokens: int | None, num_blocks: int, 
 
 @dataclass(frozen=True)
 class AdmissionControl:
-    """Decides, changes nothing. The scheduler keeps `running` and `changed` up to date."""
+    """Decides, changes nothing. The scheduler keeps `changed` up to date."""
 
     max_num_seqs: int
     """Sequence slots. Each running sequence has one."""
-    blocks: BlockManager
     preemption: Preemption
-    running: SequenceQueue
     changed: Container[int]
     """Ids of the sequences whose blocks get their contents in the step that is being scheduled."""
 
     @property
     def num_free_slots(self) -> int:
-        return self.max_num_seqs - len(self.running)
+        return self.max_num_seqs - len(self.preemption.running)
 
     def find_room(self, sequence: Sequence) -> Reuse | None:
         """What a waiting sequence can reuse, if it may run now: there is a slot, and room for its whole prompt beside
         what the running sequences need next. None if it has to wait."""
         if self.num_free_slots < 1:
             return None
-        room = self.blocks.pool.num_free - self.preemption.reserved_blocks(sequence)
-        if self.blocks.least_room_for(sequence) > room:
+        blocks = self.preemption.blocks
+        room = blocks.pool.num_free - self.preemption.reserved_blocks(sequence)
+        if blocks.least_room_for(sequence) > room:
             return None
         parent = sequence.fork_of if sequence.status is SequenceStatus.WAITING else None
         # A fork copies a block of its parent before its step runs: an earlier step must have written that block.
@@ -68,5 +66,5 @@ class AdmissionControl:
             parent.num_committed_tokens < sequence.num_prompt_tokens or parent.sequence_id in self.changed
         ):
             parent = None
-        reuse = self.blocks.find(sequence, parent)
-        return reuse if self.blocks.room_for(sequence, reuse) <= room else None
+        reuse = blocks.find(sequence, parent)
+        return reuse if blocks.room_for(sequence, reuse) <= room else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mlxpaged.cache import BlockPool, BlockTable, OutOfBlocksError, TableRows, blocks_for
 from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache
 from mlxpaged.scheduler.batch import BlockMoves
+from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.sequence import RoomLookup, Sequence
 
 PRESSURE = 0.85
@@ -27,14 +28,14 @@ class BlockManager:
     """Owns the pool, the prefix cache and the swap slots, all as integers, and collects the moves of each step. The
     scheduler decides which sequence gets blocks; the model runner moves the bytes."""
 
-    def __init__(
-        self, num_blocks: int, block_size: int, num_swap_slots: int, prefix_caching: bool, cache_seed: bytes
-    ) -> None:
-        self.block_size = block_size
-        self.pool: BlockPool[CachedBlock] = BlockPool(num_blocks, block_size)
-        self.prefix_cache = PrefixCache(self.pool, cache_seed) if prefix_caching else None
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.block_size = config.block_size
+        self.pool: BlockPool[CachedBlock] = BlockPool(config.num_blocks, config.block_size)
+        self.prefix_cache = PrefixCache(self.pool, config.cache_seed) if config.prefix_caching else None
         self.tables = TableRows()
-        self.swap: BlockPool[None] | None = BlockPool(num_swap_slots, block_size) if num_swap_slots else None
+        self.swap: BlockPool[None] | None = None
+        if config.num_swap_slots:
+            self.swap = BlockPool(config.num_swap_slots, config.block_size)
         self.blocks_copied = self.blocks_swapped_out = self.blocks_swapped_in = 0
         self._loaded: list[int] = []  # swap slots that the step being scheduled reads
         self._copies: list[tuple[int, int]] = []

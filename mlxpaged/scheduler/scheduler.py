@@ -43,10 +43,6 @@ LOOK_AHEAD = 4
 """Waiting sequences without room that a step considers before it stops: a small one may overtake a large one."""
 
 
-class UnknownSequenceError(KeyError):
-    """No unfinished sequence has this id."""
-
-
 class Prefill(NamedTuple):
     """What is left to compute of a sequence, and how long that takes at least."""
 
@@ -62,22 +58,18 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
-        self.blocks = BlockManager(
-            config.num_blocks, config.block_size, config.num_swap_slots, config.prefix_caching, config.cache_seed
-        )
+        self.blocks = BlockManager(config)
         self.pool = self.blocks.pool
         self.prefix_cache = self.blocks.prefix_cache
         self.clock = clock
-        self._sequences: dict[int, Sequence] = {}  # all unfinished ones
+        self.sequences: dict[int, Sequence] = {}  # all unfinished ones, by id
         self._arrivals = itertools.count()
         self.running = SequenceQueue()
         self.waiting = WaitingQueue()
         self._forks: dict[int, list[Sequence]] = {}  # by parent: they wait for its prompt
         self._changed: set[int] = set()  # got blocks with their contents for the step that is being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
-        self._admission = AdmissionControl(
-            config.max_num_seqs, self.blocks, self._preemption, self.running, self._changed
-        )
+        self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
         self._prefill = PrefillLimits(config)
         self._decode_credit = 0.0
         self._starvation_admissions = self._prefix_hit_tokens = self._prompt_tokens = 0
@@ -88,27 +80,20 @@ class Scheduler:
         """Queue a sequence; a fork is queued once its parent's prompt is computed. Raises PromptTooLongError if the
         sequence could never run."""
         check_fits(sequence.num_prompt_tokens, sequence.max_tokens, self.pool.num_blocks, self.pool.block_size)
-        if sequence.sequence_id in self._sequences:
+        if sequence.sequence_id in self.sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
-        self._sequences[sequence.sequence_id] = sequence
+        self.sequences[sequence.sequence_id] = sequence
         sequence.arrival_number = next(self._arrivals)
         sequence.order = (sequence.priority + AGING_RATE * sequence.arrival_time, sequence.arrival_number)
         parent = sequence.fork_of
-        if parent is not None and parent.sequence_id in self._sequences and parent.num_output_tokens == 0:
+        if parent is not None and parent.sequence_id in self.sequences and parent.num_output_tokens == 0:
             self._forks.setdefault(parent.sequence_id, []).append(sequence)
         else:
             self.waiting.add(sequence)
 
-    def get(self, sequence_id: int) -> Sequence:
-        """Raises UnknownSequenceError if no unfinished sequence has this id."""
-        try:
-            return self._sequences[sequence_id]
-        except KeyError:
-            raise UnknownSequenceError(sequence_id) from None
-
     def finish(self, sequence_id: int, reason: FinishReason) -> Sequence:
-        """End a sequence in any state and release all that it holds."""
-        sequence = self.get(sequence_id)
+        """End a sequence in any state and release all that it holds. Raises KeyError if it has ended."""
+        sequence = self.sequences[sequence_id]
         siblings = self._forks.get(sequence.fork_of.sequence_id, []) if sequence.fork_of is not None else []
         if sequence in siblings:
             siblings.remove(sequence)
@@ -118,18 +103,18 @@ class Scheduler:
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         self.blocks.release(sequence)
-        del self._sequences[sequence_id]
+        del self.sequences[sequence_id]
         return sequence
 
     def has_unfinished(self) -> bool:
-        return bool(self._sequences)
+        return bool(self.sequences)
 
     def prefill_beyond(self, sequence: Sequence, seconds: float) -> Prefill | None:
         """What is left to compute of a sequence before its next token, if that takes more than `seconds` even with the
         device to itself. None if it may take less, or if too few prompts were computed to tell.
 
         A fork reuses what its parent computes, so the parent's prompt counts."""
-        if sequence.fork_of is not None and sequence.fork_of.sequence_id in self._sequences:
+        if sequence.fork_of is not None and sequence.fork_of.sequence_id in self.sequences:
             sequence = sequence.fork_of
         length = len(sequence.token_ids)
         start = max(sequence.num_computed_tokens, sequence.num_swapped_tokens)
@@ -190,21 +175,20 @@ class Scheduler:
                 self.blocks.publish(sequence)  # the token may be the last of a block that the step in flight computes
 
     def get_block_tables(self, sequence_ids: Iterable[int]) -> IntArray:
-        """Block ids [n, b] of n sequences, in order. Shorter tables are filled up with -1.
-
-        Raises UnknownSequenceError for an id without blocks."""
+        """Block ids [n, b] of n sequences, in order. Shorter tables are filled up with -1. Raises KeyError for an id
+        without blocks."""
         rows = []
         for sequence_id in sequence_ids:
-            table = self.get(sequence_id).block_table
+            table = self.sequences[sequence_id].block_table
             if table is None or table.row is None:
-                raise UnknownSequenceError(sequence_id)
+                raise KeyError(f"sequence {sequence_id} has no blocks")
             rows.append(table.row)
         return self.blocks.tables.select(rows)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             running=len(self.running),
-            waiting=len(self._sequences) - len(self.running),
+            waiting=len(self.sequences) - len(self.running),
             blocks=self.pool.usage(),
             swap=self.blocks.swap.usage() if self.blocks.swap is not None else BlockUsage(0, 0, 0),
             preemptions_total=self._preemption.total,
@@ -221,7 +205,7 @@ class Scheduler:
     def fail(self, sequence_id: int) -> list[Sequence]:
         """End a sequence whose step failed. The blocks that the steps in flight write for it are unpublished. Returns
         the sequences that already share them, which are preempted and recomputed."""
-        sequence = self.get(sequence_id)
+        sequence = self.sequences[sequence_id]
         invalid = self.blocks.unpublish(sequence)
         self.finish(sequence_id, FinishReason.ERROR)
         preempted = self._preemption.recompute_sharing(invalid)
@@ -236,7 +220,7 @@ class Scheduler:
     def undo_moves(self, batch: Batch) -> None:
         """The moves of a batch failed, wholly or in part: recompute the sequences that need them. The step in flight
         before it did not fail, and its tokens will be read."""
-        self._preemption.undo_moves(batch.moves, list(self._sequences.values()))
+        self._preemption.undo_moves(batch.moves, list(self.sequences.values()))
 
     def reset_cache(self) -> None:
         """The pool's contents are lost: recompute the running sequences and empty the prefix cache."""

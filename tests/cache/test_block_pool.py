@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mlxpaged.cache import BlockPool, BlockPoolError, BlockUsage, DoubleFreeError, OutOfBlocksError
+from mlxpaged.cache.block_pool import BlockPool, BlockPoolError, BlockUsage, DoubleFreeError, OutOfBlocksError
 from mlxpaged.engine import EngineConfig
 
 

@@ -48,19 +48,20 @@ def batch_of(command: Command, batch_id: str) -> dict[str, Any]:
 def test_a_batch_survives_the_end_of_the_process(tmp_path: Path, number: signal.Signals) -> None:
     flags = ("--data-dir", str(tmp_path / "data"), "--max-num-seqs", "2")
     with serving(tmp_path / "first", *flags) as command:
-        batch_id = submit(command, [2, 2, 3000, 2])
+        batch_id = submit(command, [2, 2, 400, 2])
         wait_until(lambda: batch_of(command, batch_id)["request_counts"]["completed"] == 2, DEADLINE)
         started = time.monotonic()
         command.process.send_signal(number)
-        status = command.wait_end()
+        status, stopping = command.wait_end(), time.monotonic() - started
         if number is signal.SIGTERM:
             assert status == 0
-            assert time.monotonic() - started < 10, "the drain waited for the batch"
             assert "Traceback" not in command.stderr
     kept = (tmp_path / "data" / "batches" / f"{batch_id}.output").read_text().splitlines()
     assert [json.loads(line)["custom_id"] for line in kept] == ["0", "1"]
     with serving(tmp_path / "second", *flags) as command:
+        started = time.monotonic()
         wait_until(lambda: batch_of(command, batch_id)["status"] == "completed", DEADLINE)
+        assert stopping < (time.monotonic() - started) / 2, "the drain waited for the batch"
         with http(command) as client:
             text = client.get(f"/v1/files/{batch_of(command, batch_id)['output_file_id']}/content").text
     assert text.splitlines()[:2] == kept

@@ -151,7 +151,7 @@ def test_a_deadline_that_may_be_met_after_all_is_kept_until_that_is_clear() -> N
 
 def test_a_deadline_is_not_given_up_while_the_prompt_advances_fast_enough() -> None:
     deadlines, scheduler = queued(1000, ttft_timeout=10.5)
-    sequence, now = scheduler.get(1), 0.0
+    sequence, now = scheduler.sequences[1], 0.0
     while sequence.num_output_tokens == 0:
         assert missed(deadlines, now) == []
         batch = scheduler.schedule()

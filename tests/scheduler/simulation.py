@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
+from mlxpaged.cache import BlockPool
 from mlxpaged.scheduler import (
     Batch,
     BlockMoves,
@@ -312,12 +314,12 @@ class Simulation:
         assert seq.finish_reason is not None
         self.ended[seq.sequence_id] = seq.finish_reason
 
-    def check_tables(self) -> None:
+    def check_tables(self, running: list[Sequence]) -> None:
         """The rows that a step gets, kept from step to step, equal the tables."""
-        running = [seq for seq in self.unfinished if seq.block_table is not None and len(seq.block_table)]
-        tables = [seq.block_table.block_ids for seq in running if seq.block_table is not None]
+        held = [(seq.sequence_id, seq.block_table.block_ids) for seq in running if seq.block_table]
+        tables = [block_ids for _, block_ids in held]
         width = max(map(len, tables), default=0)
-        kept = self.scheduler.get_block_tables([seq.sequence_id for seq in running])
+        kept = self.scheduler.get_block_tables([sequence_id for sequence_id, _ in held])
         assert kept.tolist() == [[*table, *[-1] * (width - len(table))] for table in tables]
 
     def check_books(self) -> None:
@@ -327,7 +329,8 @@ class Simulation:
         assert usage.used + usage.cached + usage.free == pool.num_blocks
         holders: Counter[int] = Counter()
         slots: Counter[int] = Counter()
-        for seq in self.unfinished:
+        unfinished = self.unfinished
+        for seq in unfinished:
             assert seq.num_pending_tokens == seq.token_ids.count(PENDING) <= 1 + self.overlap
             assert (seq.block_table is not None) == (seq.status is SequenceStatus.RUNNING)
             assert seq.block_table is not None or seq.num_computed_tokens == 0
@@ -335,10 +338,12 @@ class Simulation:
             slots.update(seq.swap_slots)
             if seq.block_table is not None:
                 holders.update(seq.block_table.block_ids)
-        self.check_tables()
-        assert all(pool.ref_count(block) == holders[block] for block in range(pool.num_blocks))
+        running = [s for s in unfinished if s.status is SequenceStatus.RUNNING]
+        self.check_tables(running)
+        assert counts_agree(pool, holders)
         assert pool.shared(range(pool.num_blocks)) == {block for block, count in holders.items() if count > 1}
-        for seq in self.scheduler.waiting:
+        waiting = list(self.scheduler.waiting)
+        for seq in waiting:
             if seq.fork_of is None:
                 lookup, least = seq.last_lookup, self.scheduler.blocks.least_room_for(seq)
                 room = self.scheduler.blocks.room_for(seq, self.scheduler.blocks.find(seq))
@@ -346,16 +351,21 @@ class Simulation:
                 seq.last_lookup = lookup
         swap = self.scheduler.blocks.swap
         if swap is not None:
-            assert all(swap.ref_count(slot) == slots[slot] <= 1 for slot in range(swap.num_blocks))
-        running = [s for s in self.unfinished if s.status is SequenceStatus.RUNNING]
+            assert max(slots.values(), default=0) <= 1
+            assert counts_agree(swap, slots)
         assert len(running) <= self.scheduler.config.max_num_seqs
         assert sorted(running, key=ORDER) == list(self.scheduler.running)
-        waiting = list(self.scheduler.waiting)
         assert sorted(waiting, key=ORDER) == waiting
-        for seq in self.unfinished:
+        for seq in unfinished:
             waits_for_parent = seq not in running and seq not in waiting
             if waits_for_parent:
                 assert seq.fork_of is not None
-                assert seq.fork_of in self.unfinished
+                assert seq.fork_of in unfinished
                 assert seq.fork_of.num_output_tokens == 0
             assert (seq in running) + (seq in waiting) + waits_for_parent == 1
+
+
+def counts_agree(pool: BlockPool[Any], holders: Counter[int]) -> bool:
+    """Whether each block has as many references as holders. Called so often that generators are too slow."""
+    blocks = range(pool.num_blocks)
+    return [*map(pool.ref_count, blocks)] == [holders.get(block, 0) for block in blocks]

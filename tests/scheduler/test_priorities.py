@@ -165,8 +165,8 @@ def test_a_prefix_that_only_victims_hold_is_no_room_for_a_sequence_that_shares_i
     assert scheduler.pool.num_free == 0
     simulation.add(sequence(4, [*prompt, *range(200, 208)], max_tokens=2, priority=HIGH))
     assert 4 not in simulation.step().sequence_ids
-    assert scheduler.get(2).num_preemptions == 0
-    assert scheduler.get(3).num_preemptions == 0
+    assert scheduler.sequences[2].num_preemptions == 0
+    assert scheduler.sequences[3].num_preemptions == 0
     simulation.run()
 
 
@@ -278,7 +278,7 @@ def test_a_blocked_sequence_runs_in_step_65_its_victim_is_queued_again_and_the_p
     simulation, number = blocked_queue(num_swap_slots)
     for _ in range(STARVATION_BOUND):
         assert number not in simulation.step().sequence_ids
-    victim, large = simulation.scheduler.get(1), simulation.scheduler.get(number)
+    victim, large = simulation.scheduler.sequences[1], simulation.scheduler.sequences[number]
     assert (large.skipped_steps, simulation.scheduler.stats().starvation_admissions_total) == (STARVATION_BOUND, 0)
     with caplog.at_level(logging.INFO, logger="mlxpaged.scheduler"):
         batch = simulation.step()
@@ -303,7 +303,7 @@ def test_steps_that_only_decode_are_skipped_steps_too(decode_preference: float) 
     simulation.add(sequence(1, 128, max_tokens=100))
     simulation.step()
     simulation.add(sequence(2, 200, max_tokens=2))
-    waiting = scheduler.get(2)
+    waiting = scheduler.sequences[2]
     while waiting.skipped_steps == 0:
         simulation.step()
     for skipped in range(2, STARVATION_BOUND + 1):
@@ -323,7 +323,7 @@ def test_a_step_that_only_decodes_is_not_counted_for_a_sequence_that_waits_for_a
     simulation.add(sequence(2, 20, max_tokens=2))
     for _ in range(STARVATION_BOUND + 5):
         assert simulation.step().sequence_ids == [1]
-    assert scheduler.get(2).skipped_steps == 0
+    assert scheduler.sequences[2].skipped_steps == 0
 
 
 @pytest.mark.parametrize("prompt", [125, 126, 127, 128])
@@ -350,7 +350,7 @@ def test_no_starvation_admission_is_counted_if_no_sequence_is_preempted() -> Non
 
 def test_a_preempted_sequence_loses_the_protection_of_the_starvation_bound() -> None:
     simulation, large = blocked_queue()
-    simulation.scheduler.get(large).max_tokens = 9
+    simulation.scheduler.sequences[large].max_tokens = 9
     for _ in range(STARVATION_BOUND + 1):
         simulation.step()
     simulation.scheduler.reset_cache()
@@ -479,7 +479,7 @@ def test_what_one_sequence_is_granted_or_refused_is_not_so_for_the_next() -> Non
     small = sequence(3, 8, max_tokens=1)
     simulation.add(small)
     assert 3 in simulation.step().sequence_ids
-    assert (simulation.scheduler.get(large).skipped_steps, small.skipped_steps) == (1, 0)
+    assert (simulation.scheduler.sequences[large].skipped_steps, small.skipped_steps) == (1, 0)
     for _ in range(STARVATION_BOUND):
         simulation.step()
     protected = {seq.sequence_id: seq.admitted_by_starvation_bound for seq in simulation.unfinished}

@@ -10,7 +10,6 @@ from mlxpaged.scheduler import (
     PromptTooLongError,
     SchedulerConfig,
     SequenceStatus,
-    UnknownSequenceError,
 )
 from tests.scheduler.simulation import Simulation, answer, make_scheduler, next_token, sequence, undisturbed
 
@@ -113,10 +112,10 @@ def test_block_tables_name_the_exact_blocks_of_each_sequence() -> None:
 
 def test_block_tables_of_unknown_or_waiting_sequences_raise() -> None:
     scheduler = make_scheduler()
-    with pytest.raises(UnknownSequenceError):
+    with pytest.raises(KeyError):
         scheduler.get_block_tables([7])
     scheduler.add(sequence(7, 2))
-    with pytest.raises(UnknownSequenceError):
+    with pytest.raises(KeyError):
         scheduler.get_block_tables([7])
 
 
@@ -274,7 +273,7 @@ def test_an_aborted_waiting_sequence_never_runs() -> None:
     simulation.run()
     assert simulation.computed[2] == 0
     assert simulation.ended[2] is FinishReason.ABORT
-    with pytest.raises(UnknownSequenceError):
+    with pytest.raises(KeyError):
         simulation.scheduler.finish(2, FinishReason.ABORT)
 
 

@@ -2,5 +2,3 @@
 
 from mlxpaged.api.batches.runner import BatchRunner
 from mlxpaged.api.batches.store import DataDirInUseError, Store
-
-__all__ = ["BatchRunner", "DataDirInUseError", "Store"]
