@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.schema import Body
@@ -30,8 +30,6 @@ ANY_OBJECT = '{"type":"object"}'
 
 class JsonSchema(Body):
     """name, description: labels. strict: either way the answer fits the schema."""
-
-    model_config = ConfigDict(protected_namespaces=())
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None

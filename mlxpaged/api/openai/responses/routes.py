@@ -14,9 +14,8 @@ from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation.answers import reply
 from mlxpaged.api.generation.prompt import count_tokens
 from mlxpaged.api.generation.submission import start
-from mlxpaged.api.openai.responses.items import Item, ItemReference
 from mlxpaged.api.openai.responses.renderer import ResponseRenderer
-from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
+from mlxpaged.api.openai.responses.schema import InputTokensRequest, Item, ItemList, ItemReference, ResponseRequest
 from mlxpaged.api.openai.responses.store import ResponseStore, StoredResponse
 from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
