@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
 from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, RequestFields
-from mlxpaged.api.openai.structured import JsonSchema
+from mlxpaged.api.openai.structured import JsonSchema, TextFormat
 from mlxpaged.api.page import PageQuery
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, OneOf
 
@@ -126,10 +126,6 @@ InputItem = Annotated[
     Item | ItemReference,
     OneOf("type", default=lambda fields: "message" if "role" in fields else "item_reference"),
 ]
-
-
-class TextFormat(Body):
-    type: Literal["text", "json_object"]
 
 
 class SchemaFormat(JsonSchema):

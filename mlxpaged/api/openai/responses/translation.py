@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,6 @@ from mlxpaged.api.generation.request import Chat, GenerationRequest, function_ca
 from mlxpaged.api.openai.responses import schema
 from mlxpaged.api.openai.responses.tools import full_name, functions, translated_choice
 from mlxpaged.api.openai.schema import EFFORT_TOKENS
-from mlxpaged.api.openai.structured import ANY_OBJECT
-from mlxpaged.engine import Constraint
 
 CLIENT_NAMES = {
     "messages": "input",
@@ -25,6 +22,7 @@ CLIENT_NAMES = {
 def translate(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> GenerationRequest:
     """items: the whole conversation; the instructions are not part of it."""
     effort = body.reasoning.effort if body.reasoning is not None else None
+    form = body.text.format if body.text is not None else None
     chat = Chat(
         messages=messages_of(body.instructions, items),
         tools=[tool for tool, _ in functions(body.tools)],
@@ -39,18 +37,9 @@ def translate(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> 
         max_tokens=answered and answered.max_output_tokens,
         logprobs=(answered.top_logprobs or 0) if answered and answered.wants_logprobs else None,
         thinking_budget=None if effort is None else EFFORT_TOKENS[effort],
-        constraint=constraint_of(body),
+        constraint=form and form.constraint("text.format"),
     )
     return GenerationRequest.of(body, prompt=chat, params=params, client_names=CLIENT_NAMES)
-
-
-def constraint_of(body: schema.InputTokensRequest) -> Constraint | None:
-    asked = body.text.format if body.text is not None else None
-    if isinstance(asked, schema.SchemaFormat):
-        return Constraint("json_schema", json.dumps(asked.schema_), "text.format.schema")
-    if asked is not None and asked.type == "json_object":
-        return Constraint("json_schema", ANY_OBJECT, "text.format")
-    return None
 
 
 def messages_of(instructions: str | None, items: Sequence[schema.Item]) -> list[dict[str, Any]]:
