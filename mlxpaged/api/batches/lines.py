@@ -69,6 +69,8 @@ def check_line(text: bytes, endpoint: str) -> str:
         line = validate(from_json(text), InputLine)
     except ValueError:
         raise ApiError(400, "the line is not valid JSON", code="invalid_json_line") from None
+    except ApiError as error:  # a batch has one code for all of them
+        raise ApiError(400, error.message, param=error.param) from None
     if line.url != endpoint:
         raise bad_parameter("url", f"the batch is for {endpoint}", "mismatched_url")
     return line.custom_id
