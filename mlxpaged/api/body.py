@@ -7,7 +7,7 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -23,6 +23,7 @@ MAX_DISCARDED_BYTES = 512 * 1024 * 1024
 BODY_SECONDS = 30.0
 """Plus a second for each MIN_BYTES_PER_SECOND received, so that a slow client cannot hold a connection for ever."""
 MIN_BYTES_PER_SECOND = 64 * 1024
+CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -36,36 +37,27 @@ async def read_json(request: Request, model: type[Model]) -> Model:
     return await server_of(request).prepare(request, lambda: parse(body, model))
 
 
-class NoCollection(contextlib.ContextDecorator):
+_collected: list[bool] = []
+"""By thread inside `no_collection`: whether the collector has to run when all of them have left."""
+_collected_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
     """Turns the garbage collector off: it would traverse millions of new objects again and again, for longer than it
-    takes to make them, while no other thread runs.
-
-    Several threads can be inside; the last one restores the collector's state.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._collects = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._collects = gc.isenabled()
-                gc.disable()
-            self._inside += 1
-
-    def __exit__(self, *_error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0 and self._collects:
+    takes to make them, while no other thread runs. The last thread that leaves restores the collector's state."""
+    with _collected_lock:
+        _collected.append(gc.isenabled() or any(_collected))
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _collected_lock:
+            if _collected.pop() and not _collected:
                 gc.enable()
 
 
-no_collection = NoCollection()
-
-
-@no_collection
+@no_collection()
 def parse(body: bytes | bytearray, model: type[Model]) -> Model:
     """Raises ApiError 400.
 
@@ -79,7 +71,7 @@ def parse(body: bytes | bytearray, model: type[Model]) -> Model:
     return validate(value, model)
 
 
-@no_collection
+@no_collection()
 def validate(value: Any, model: type[Model]) -> Model:
     """Parsed JSON of the right shape. Raises ApiError 400."""
     try:
@@ -110,7 +102,8 @@ async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
             except StopAsyncIteration:
                 break
             except asyncio.TimeoutError:
-                raise too_slow(received, allowed) from None
+                message = f"{received} bytes of the request body came in {allowed:.0f} s, and not its end"
+                raise ApiError(408, message, "timeout_error", "body", "body_timeout", CLOSE) from None
             received += len(piece)
             if received <= limit:
                 yield piece
@@ -124,12 +117,7 @@ async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
         raise too_large(limit)
 
 
-def too_slow(received: int, seconds: float) -> ApiError:
-    message = f"{received} bytes of the request body came in {seconds:.0f} s, and not its end"
-    return ApiError(408, message, "timeout_error", "body", "body_timeout", headers={"Connection": "close"})
-
-
 def too_large(limit: int) -> ApiError:
     mebibytes, rest = divmod(limit, 1024 * 1024)
     message = f"the request body is larger than {f'{limit} bytes' if rest else f'{mebibytes} MiB'}"
-    return ApiError(413, message, param="body", code="body_too_large", headers={"Connection": "close"})
+    return ApiError(413, message, param="body", code="body_too_large", headers=CLOSE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from mlxpaged.api import health, openapi, requests, status, tokenize
+from mlxpaged.api import openapi, requests, status, tokenize
 from mlxpaged.api.anthropic import messages
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches import routes as batches
@@ -53,8 +53,8 @@ ENDPOINTS = (
     ),
     get("/v1/models", models.list_models, "The models that are served"),
     get("/v1/models/{model:path}", models.get_model, "One model"),
-    post("/tokenize", tokenize.tokenize, "The tokens of a prompt or a conversation", TokenizeRequest, TokenizeResponse),
-    post("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizeRequest, DetokenizeResponse),
+    reads("/tokenize", tokenize.tokenize, "The tokens of a prompt or a chat", TokenizeRequest, answer=TokenizeResponse),
+    reads("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizeRequest, answer=DetokenizeResponse),
     # A path, so that an empty id is unknown, and is not redirected to the endpoint that ends all requests.
     delete("/v1/requests/{request_id:path}", requests.cancel, "End one request that is being answered"),
     delete("/v1/requests", requests.cancel_all, "End every request that is being answered"),
@@ -69,8 +69,8 @@ ENDPOINTS = (
     post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch", answer=BatchRecord),
     get("/v1/status", status.status, "Requests and memory in the engine", access=Access.ADMIN),
     post("/v1/cache/clear", status.clear_cache, "Empty the prefix cache", access=Access.ADMIN),
-    get("/health", health.health, "Whether the server takes requests", access=Access.OPEN),
-    get("/metrics", health.metrics, "Prometheus metrics", answer_type=TEXT),
+    get("/health", status.health, "Whether the server takes requests", access=Access.OPEN),
+    get("/metrics", status.metrics, "Prometheus metrics", answer_type=TEXT),
     get("/openapi.json", openapi.openapi, "This document"),
 )
 

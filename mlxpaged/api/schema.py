@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -75,20 +75,25 @@ Labels = Annotated[dict[str, str], until_first_fault(lambda value: isinstance(va
 @dataclass(frozen=True)
 class OneOf:
     """Chooses the branch of a union whose literal type of `key` has the value. An error's path has the branch in
-    brackets, as pydantic writes those of other unions. hidden: a value that the error does not show."""
+    brackets, as pydantic writes those of other unions. hidden: a value that the error does not show. default: the value
+    of an object, by its fields, that has none."""
 
     key: str
     hidden: str = ""
+    default: Callable[[Mapping[str, Any]], str | None] = lambda fields: None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        branches = {
-            value: branch for branch in get_args(source) for value in get_args(branch.model_fields[self.key].annotation)
-        }
+        types = {branch: get_args(branch.model_fields[self.key].annotation) for branch in get_args(source)}
+        branches = {value: branch for branch, values in types.items() for value in values if value is not None}
         *first, last = (value for value in branches if value != self.hidden)
         discriminator = Discriminator(
-            lambda value: f"[{value.get(self.key) if isinstance(value, dict) else getattr(value, self.key, None)}]",
+            self._branch,
             custom_error_type="unsupported_type",
             custom_error_message=f"{self.key}: only {', '.join(first)} and {last} are supported here",
         )
         tagged: Any = reduce(or_, (Annotated[branch, Tag(f"[{value}]")] for value, branch in branches.items()))
         return handler.generate_schema(Annotated[tagged, discriminator])
+
+    def _branch(self, value: Any) -> str:
+        fields = value if isinstance(value, dict) else vars(value) if isinstance(value, BaseModel) else {}
+        return f"[{fields.get(self.key) or self.default(fields)}]"

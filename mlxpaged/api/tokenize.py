@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
@@ -53,8 +52,7 @@ class DetokenizeResponse(Body):
     prompt: str
 
 
-async def tokenize(request: Request) -> Response:
-    body = await read_json(request, TokenizeRequest)
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     server = server_of(request)
     _, info = server.ready(body.model)
     messages = await server.prepare(request, lambda: [message.for_template() for message in body.messages or ()])
@@ -72,8 +70,7 @@ async def tokenize(request: Request) -> Response:
     return JSONResponse((await server.tokenize(work)).model_dump())
 
 
-async def detokenize(request: Request) -> Response:
-    body = await read_json(request, DetokenizeRequest)
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     server = server_of(request)
     _, info = server.ready(body.model)
     largest = await server.prepare(request, lambda: max(body.tokens, default=0))

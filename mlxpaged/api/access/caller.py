@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from mlxpaged.api.access.rate_limit import Allowance
-from mlxpaged.engine import EngineConfig, Priority
+from mlxpaged.engine import Priority
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,6 @@ def caller_of(request: Request) -> Caller | None:
     """None on a server without keys, where every request may do everything."""
     caller: Caller | None = request.state.caller
     return caller
-
-
-def priorities_of(request: Request, config: EngineConfig) -> tuple[Priority, Priority]:
-    """The priority of a request that asks for none, and the highest one that it may ask for. On a server without keys
-    both are the default."""
-    caller = caller_of(request)
-    return (config.default_priority,) * 2 if caller is None else (caller.default, caller.highest)
 
 
 def owner_of(request: Request) -> str | None:

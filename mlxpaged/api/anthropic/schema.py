@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, OneOf, StopStrings, ToolName
@@ -142,8 +142,6 @@ class Metadata(Body):
 
 
 class OutputFormat(Body):
-    model_config = ConfigDict(protected_namespaces=())
-
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 

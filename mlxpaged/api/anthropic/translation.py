@@ -130,17 +130,15 @@ def add_user(messages: list[dict[str, Any]], message: schema.UserMessage) -> Non
 def assistant(message: schema.AssistantMessage) -> dict[str, Any]:
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
-    texts = [block for block in message.content if isinstance(block, schema.TextBlock)]
-    calls = [
-        function_call(block.id, block.name, block.input)
-        for block in message.content
-        if isinstance(block, schema.ToolUseBlock)
-    ]
-    thoughts = [
-        block.thinking or unseal(block.signature)
-        for block in message.content
-        if isinstance(block, schema.ThinkingBlock)
-    ]
+    texts, calls, thoughts = [], [], []
+    for block in message.content:
+        match block:
+            case schema.TextBlock():
+                texts.append(block)
+            case schema.ToolUseBlock():
+                calls.append(function_call(block.id, block.name, block.input))
+            case schema.ThinkingBlock():
+                thoughts.append(block.thinking or unseal(block.signature))
     said: dict[str, Any] = {"role": "assistant", "content": text_of(texts)}
     if calls:
         said["tool_calls"] = calls

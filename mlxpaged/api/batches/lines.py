@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
+from pydantic_core import from_json
 
 from mlxpaged.api.batches.records import LineError
+from mlxpaged.api.body import validate
 from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.schema import Body
 
 MAX_REQUESTS = 50_000
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -16,9 +19,7 @@ MAX_ERRORS = 100
 """A file with more errors is reported with the first ones."""
 
 
-class InputLine(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class InputLine(Body):
     custom_id: str = Field(min_length=1, max_length=512)
     method: Literal["POST"]
     url: str
@@ -65,13 +66,11 @@ def check_line(text: bytes, endpoint: str) -> str:
     if len(text) > MAX_LINE_BYTES:
         raise ApiError(400, f"a request may have {MAX_LINE_BYTES // 1024**2} MiB", code="line_too_long")
     try:
-        line = InputLine.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        if first["type"] == "json_invalid":
-            raise ApiError(400, "the line is not valid JSON", code="invalid_json_line") from None
-        param = ".".join(map(str, first["loc"])) or None
-        raise ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param=param) from None
+        line = validate(from_json(text), InputLine)
+    except ValueError:
+        raise ApiError(400, "the line is not valid JSON", code="invalid_json_line") from None
+    except ApiError as error:  # a batch has one code for all of them
+        raise ApiError(400, error.message, param=error.param) from None
     if line.url != endpoint:
         raise bad_parameter("url", f"the batch is for {endpoint}", "mismatched_url")
     return line.custom_id

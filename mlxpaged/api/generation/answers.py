@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -116,11 +117,8 @@ class Answers:
         n, per_prompt = self._request.n, self._request.candidates
         if n == per_prompt:
             return candidates
-        chosen = []
-        for start in range(0, len(candidates), per_prompt):
-            of_prompt = candidates[start : start + per_prompt]
-            chosen += sorted(of_prompt, key=lambda answer: answer.mean_logprob, reverse=True)[:n]
-        return chosen
+        by_prompt = (candidates[start : start + per_prompt] for start in range(0, len(candidates), per_prompt))
+        return [best for each in by_prompt for best in nlargest(n, each, key=lambda answer: answer.mean_logprob)]
 
     @property
     def usage(self) -> Usage:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from mlxpaged.api.access.caller import Caller, caller_of, priorities_of
+from mlxpaged.api.access.caller import Caller, caller_of
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.request_id import HEADER, VALID, new_id
@@ -31,10 +31,11 @@ class RequestContext:
 
 def context_of(http: Request, request: GenerationRequest, config: EngineConfig, id_prefix: str) -> RequestContext:
     """Raises ApiError for a header or a field that asks for what the server does not grant."""
-    priority, service_tier = priority_of(request, *priorities_of(http, config))
+    caller = caller_of(http)
+    priority, service_tier = priority_of(request, caller, config.default_priority)
     return RequestContext(
         request_id=choose_id(http, id_prefix),
-        caller=caller_of(http),
+        caller=caller,
         priority=priority,
         service_tier=service_tier,
         timeout=config.request_timeout if request.timeout is None else request.timeout,
@@ -54,16 +55,17 @@ def choose_id(http: Request, prefix: str) -> str:
     return request_id
 
 
-def priority_of(request: GenerationRequest, default: Priority, highest: Priority) -> tuple[Priority, str]:
-    """The priority, and the response's name for it. A client may always lower its own."""
+def priority_of(request: GenerationRequest, caller: Caller | None, default: Priority) -> tuple[Priority, str]:
+    """The priority, and the response's name for it. A client may always lower its own. default: of a server without
+    keys, and the highest priority there."""
     if request.service_tier == "flex":
         return Priority.LOW, "flex"
     if request.service_tier == "priority":
-        if highest is not Priority.HIGH:
+        if (default if caller is None else caller.highest) is not Priority.HIGH:
             message = "'priority' is not open to this caller; 'auto', 'default' and 'flex' are"
             raise request.refusal("service_tier", message, code="service_tier_not_allowed")
         return Priority.HIGH, "priority"
-    return default, "default"
+    return default if caller is None else caller.default, "default"
 
 
 def wants_timeline(http: Request, config: EngineConfig) -> bool:

@@ -25,6 +25,7 @@ async def respond(request: Request, body: ChatRequest) -> Response:
 
 def translate(body: ChatRequest) -> GenerationRequest:
     """Raises ApiError."""
+    form = body.response_format.constraint("response_format") if body.response_format is not None else None
     chat = Chat(
         messages=[message.for_template() for message in body.messages],
         tools=[tool.function.translated(f"tools.{index}") for index, tool in enumerate(body.tools or ())],
@@ -41,7 +42,7 @@ def translate(body: ChatRequest) -> GenerationRequest:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         thinking_budget=EFFORT_TOKENS[body.reasoning_effort] if body.reasoning_effort else body.thinking_budget,
-        constraint=body.constraint(),
+        constraint=body.constraint(form),
     )
     client_names = {
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,6 @@ from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
 from mlxpaged.api.openai.tools import Call, Tool, ToolChoice
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, Stop, until_first_fault
-from mlxpaged.engine import Constraint
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100
@@ -185,11 +183,6 @@ class ChatRequest(SamplingFields):
             if message.tool_call_id is not None and message.tool_call_id not in called:
                 raise bad_parameter(f"messages.{i}.tool_call_id", "no message before this one has a call with this id")
         return self
-
-    def constraints(self) -> Iterator[Constraint]:
-        if self.response_format is not None:
-            yield from self.response_format.constraints()
-        yield from super().constraints()
 
 
 MAX_PROMPTS = 128

@@ -154,8 +154,8 @@ class OutputItems:
                 case deltas.Thinking(text):
                     self._logprobs = []
                     if self._open.get("type") != "reasoning":
-                        yield from self._begin({"id": new_id("rs"), "type": "reasoning", "summary": [], "content": []})
-                        yield from self._add_part({"type": "reasoning_text", "text": ""})
+                        item = {"id": new_id("rs"), "type": "reasoning", "summary": []}
+                        yield from self._begin(item, {"type": "reasoning_text", "text": ""})
                     self._open["content"][0]["text"] += text
                     yield "reasoning_text.delta", self._place(content_index=0, delta=text)
                 case deltas.CallStart(_, call_id, name):
@@ -182,8 +182,8 @@ class OutputItems:
 
     def _add_text(self, text: str) -> Iterator[Event]:
         if self._open.get("type") != "message":
-            yield from self._begin({"id": new_id("msg"), "type": "message", "role": "assistant", "content": []})
-            yield from self._add_part({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+            item = {"id": new_id("msg"), "type": "message", "role": "assistant"}
+            yield from self._begin(item, {"type": "output_text", "text": "", "annotations": [], "logprobs": []})
         logprobs, self._logprobs = self._logprobs, []
         part = self._open["content"][0]
         part["text"] += text
@@ -191,15 +191,15 @@ class OutputItems:
         if text or logprobs:
             yield "output_text.delta", self._place(content_index=0, delta=text, logprobs=logprobs)
 
-    def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _begin(self, item: dict[str, Any], part: dict[str, Any] | None = None) -> Iterator[Event]:
+        """part: the only one of its content, if it has any."""
         yield from self._end("completed")
         self._index += 1
-        self._open = item | {"status": "in_progress"}
+        self._open = item | ({} if part is None else {"content": []}) | {"status": "in_progress"}
         yield "output_item.added", {"output_index": self._index, "item": self._open}
-
-    def _add_part(self, part: dict[str, Any]) -> Iterator[Event]:
-        self._open["content"].append(part)
-        yield "content_part.added", self._place(content_index=0, part=part)
+        if part is not None:
+            self._open["content"].append(part)
+            yield "content_part.added", self._place(content_index=0, part=part)
 
     def _end(self, status: str) -> Iterator[Event]:
         item, place = self._open, self._place(content_index=0)
@@ -210,10 +210,8 @@ class OutputItems:
             yield "function_call_arguments.done", self._place(name=item["name"], arguments=item["arguments"])
         else:
             part = item["content"][0]
-            if item["type"] == "message":
-                yield "output_text.done", place | {"text": part["text"], "logprobs": part["logprobs"]}
-            else:
-                yield "reasoning_text.done", place | {"text": part["text"]}
+            said = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield f"{part['type']}.done", place | said
             yield "content_part.done", place | {"part": part}
         item["status"] = status
         self.items.append(item)

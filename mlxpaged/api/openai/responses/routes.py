@@ -14,13 +14,13 @@ from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation.answers import reply
 from mlxpaged.api.generation.prompt import count_tokens
 from mlxpaged.api.generation.submission import start
-from mlxpaged.api.openai.responses.items import Item, ItemReference
 from mlxpaged.api.openai.responses.renderer import ResponseRenderer
-from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
+from mlxpaged.api.openai.responses.schema import InputTokensRequest, Item, ItemList, ItemReference, ResponseRequest
 from mlxpaged.api.openai.responses.store import ResponseStore, StoredResponse
 from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import HEADER
+from mlxpaged.api.schema import Body
 from mlxpaged.engine import DuplicateRequestError
 
 
@@ -79,10 +79,7 @@ def referred(request: Request, index: int, item: Item | ItemReference) -> Item:
 
 
 async def retrieve(request: Request) -> Response:
-    if request.query_params:
-        raise bad_parameter(
-            next(iter(request.query_params)), "this parameter is not supported", "unsupported_parameter"
-        )
+    read_query(request, Body)  # no parameter is supported
     return JSONResponse(find(request).response)
 
 

@@ -1,16 +1,15 @@
-"""The bodies of the responses API. What is not listed here is refused."""
+"""The bodies of the responses API, and the items of its conversations. What is not listed here is refused."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.openai.responses.items import InputItem, MessageItem
 from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
 from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, RequestFields
-from mlxpaged.api.openai.structured import JsonSchema
+from mlxpaged.api.openai.structured import JsonSchema, TextFormat
 from mlxpaged.api.page import PageQuery
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, OneOf
 
@@ -18,8 +17,115 @@ LOGPROBS = "message.output_text.logprobs"
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-class TextFormat(Body):
-    type: Literal["text", "json_object"]
+class ContentPart(Body):
+    """annotations, logprobs: of an earlier answer that the client sends back. They are not shown to the model."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+Content = str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
+
+
+def text_of(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class StoredItem(Body):
+    """id, status: of an item that the client sends back. They change nothing."""
+
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+    def shown(self, item_id: str) -> dict[str, Any]:
+        """This item in the list of a response's input items."""
+        return {"status": "completed"} | self.model_dump(exclude_none=True) | {"id": item_id}
+
+
+class MessageItem(StoredItem):
+    """phase: a label of OpenAI's models. No chat template shows it."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    def shown(self, item_id: str) -> dict[str, Any]:
+        item = super().shown(item_id)
+        if isinstance(self.content, str):
+            said = self.role == "assistant"
+            part = {"type": "output_text", "annotations": []} if said else {"type": "input_text"}
+            item["content"] = [part | {"text": self.content}]
+        return item
+
+
+class FunctionCall(StoredItem):
+    """arguments: JSON, as the model wrote them. namespace: that of the tool, if it has one."""
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: str
+    arguments: str
+    namespace: str | None = None
+    caller: None = None
+
+
+class FunctionCallOutput(StoredItem):
+    """name, namespace: of the tool. The call has them too."""
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1)]
+    output: Content
+    name: str | None = None
+    namespace: str | None = None
+    caller: None = None
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class SummaryText(Body):
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningItem(StoredItem):
+    """encrypted_content: the thinking in a form that only another server can read."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[SummaryText], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
+    encrypted_content: str | None = None
+
+    @model_validator(mode="after")
+    def _thoughts_can_be_read(self) -> ReasoningItem:
+        if self.encrypted_content is not None and not self.content:
+            raise ValueError("encrypted_content: another server made it; without content there is nothing to read")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The thinking itself, or its summary if there is nothing else."""
+        return "\n".join(part.text for part in self.content or self.summary or ())
+
+
+class ItemReference(Body):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference", None] = None
+    id: str
+
+
+Item = MessageItem | FunctionCall | FunctionCallOutput | ReasoningItem
+OutputItem = Annotated[MessageItem | FunctionCall | ReasoningItem, Field(discriminator="type")]
+InputItem = Annotated[
+    Item | ItemReference,
+    OneOf("type", default=lambda fields: "message" if "role" in fields else "item_reference"),
+]
 
 
 class SchemaFormat(JsonSchema):

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from mlxpaged.api.openai.responses.items import Item, OutputItem
+from mlxpaged.api.openai.responses.schema import Item, OutputItem
 
 MAX_RESPONSES = 1000
 MAX_CHARS = 64 * 1024 * 1024

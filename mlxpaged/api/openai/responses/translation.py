@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, parsed, sampling_params
-from mlxpaged.api.openai.responses.items import (
-    FunctionCall,
-    FunctionCallOutput,
-    Item,
-    MessageItem,
-    ReasoningItem,
-    text_of,
-)
-from mlxpaged.api.openai.responses.schema import InputTokensRequest, ResponseRequest, SchemaFormat
+from mlxpaged.api.openai.responses import schema
 from mlxpaged.api.openai.responses.tools import full_name, functions, translated_choice
 from mlxpaged.api.openai.schema import EFFORT_TOKENS
-from mlxpaged.api.openai.structured import ANY_OBJECT
-from mlxpaged.engine import Constraint
 
 CLIENT_NAMES = {
     "messages": "input",
@@ -30,9 +19,10 @@ CLIENT_NAMES = {
 }
 
 
-def translate(body: InputTokensRequest, items: Sequence[Item]) -> GenerationRequest:
+def translate(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> GenerationRequest:
     """items: the whole conversation; the instructions are not part of it."""
     effort = body.reasoning.effort if body.reasoning is not None else None
+    form = body.text.format if body.text is not None else None
     chat = Chat(
         messages=messages_of(body.instructions, items),
         tools=[tool for tool, _ in functions(body.tools)],
@@ -41,27 +31,18 @@ def translate(body: InputTokensRequest, items: Sequence[Item]) -> GenerationRequ
         enable_thinking=False if effort == "none" else None,
         needs_thinking=effort not in (None, "none"),
     )
-    answered = body if isinstance(body, ResponseRequest) else None
+    answered = body if isinstance(body, schema.ResponseRequest) else None
     params = sampling_params(
         body,
         max_tokens=answered and answered.max_output_tokens,
         logprobs=(answered.top_logprobs or 0) if answered and answered.wants_logprobs else None,
         thinking_budget=None if effort is None else EFFORT_TOKENS[effort],
-        constraint=constraint_of(body),
+        constraint=form and form.constraint("text.format"),
     )
     return GenerationRequest.of(body, prompt=chat, params=params, client_names=CLIENT_NAMES)
 
 
-def constraint_of(body: InputTokensRequest) -> Constraint | None:
-    asked = body.text.format if body.text is not None else None
-    if isinstance(asked, SchemaFormat):
-        return Constraint("json_schema", json.dumps(asked.schema_), "text.format.schema")
-    if asked is not None and asked.type == "json_object":
-        return Constraint("json_schema", ANY_OBJECT, "text.format")
-    return None
-
-
-def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
+def messages_of(instructions: str | None, items: Sequence[schema.Item]) -> list[dict[str, Any]]:
     """The messages for the chat template.
 
     One message has all that an assistant thought, said and called in one answer. One system message has the
@@ -69,12 +50,12 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
     """
     system = [] if instructions is None else [instructions]
     messages: list[dict[str, Any]] = []
-    before: Item | None = None
+    before: schema.Item | None = None
     for item in items:
-        if isinstance(item, FunctionCallOutput):
-            messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
-        elif isinstance(item, MessageItem) and item.role != "assistant":
-            text = text_of(item.content)
+        if isinstance(item, schema.FunctionCallOutput):
+            messages.append({"role": "tool", "content": schema.text_of(item.output), "tool_call_id": item.call_id})
+        elif isinstance(item, schema.MessageItem) and item.role != "assistant":
+            text = schema.text_of(item.content)
             if item.role != "user" and not messages:
                 system.append(text)
             else:
@@ -92,32 +73,32 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
     return [{"role": "system", "content": "\n\n".join(system)}, *messages] if system else messages
 
 
-def continues_answer(before: Item | None, item: Item) -> bool:
+def continues_answer(before: schema.Item | None, item: schema.Item) -> bool:
     """Whether an assistant's item belongs to the same answer as the item before it."""
-    if isinstance(before, MessageItem):
-        return before.role == "assistant" and not isinstance(item, MessageItem)
-    return isinstance(before, (FunctionCall, ReasoningItem))
+    if isinstance(before, schema.MessageItem):
+        return before.role == "assistant" and not isinstance(item, schema.MessageItem)
+    return isinstance(before, (schema.FunctionCall, schema.ReasoningItem))
 
 
-def add_to_answer(message: dict[str, Any], item: Item) -> None:
+def add_to_answer(message: dict[str, Any], item: schema.Item) -> None:
     """content and reasoning_content are lists of their parts until the answer is complete."""
     match item:
-        case ReasoningItem():
+        case schema.ReasoningItem():
             thoughts = message.setdefault("reasoning_content", [])
             if thoughts or item.text:
                 thoughts.append(item.text)
-        case FunctionCall():
+        case schema.FunctionCall():
             call = function_call(item.call_id, full_name(item.namespace, item.name), parsed(item.arguments))
             message.setdefault("tool_calls", []).append(call)
-        case MessageItem():
-            message["content"].append(text_of(item.content))
+        case schema.MessageItem():
+            message["content"].append(schema.text_of(item.content))
 
 
-def check_calls(earlier: Sequence[Item], items: Sequence[Item]) -> None:
+def check_calls(earlier: Sequence[schema.Item], items: Sequence[schema.Item]) -> None:
     """Raises ApiError for a result without a call before it. items: those of the request."""
-    called = {item.call_id for item in earlier if isinstance(item, FunctionCall)}
+    called = {item.call_id for item in earlier if isinstance(item, schema.FunctionCall)}
     for i, item in enumerate(items):
-        if isinstance(item, FunctionCall):
+        if isinstance(item, schema.FunctionCall):
             called.add(item.call_id)
-        elif isinstance(item, FunctionCallOutput) and item.call_id not in called:
+        elif isinstance(item, schema.FunctionCallOutput) and item.call_id not in called:
             raise bad_parameter(f"input.{i}.call_id", f"no function_call before this item has the id {item.call_id!r}")
