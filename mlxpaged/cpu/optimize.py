@@ -2,6 +2,7 @@
 
 - Query, key and value projections are joined (joined_linear.py), and linear layers are split among CPU streams
   (split_linear.py).
+- Rope takes cosines and sines from tables (rope_tables.py).
 - SwiGLU is computed with exp2: MLX's CPU backend takes 14 ns for an element of a sigmoid, on one core. That was a
   quarter of a decode step of an 80-million model on two cores.
 """
@@ -19,6 +20,7 @@ from mlx_lm.models import activations
 from mlxpaged.cpu import streams
 from mlxpaged.cpu.exp2 import LOG2E, exp2
 from mlxpaged.cpu.joined_linear import join_projections
+from mlxpaged.cpu.rope_tables import tabulate_ropes
 from mlxpaged.cpu.split_linear import split_linear_layers
 
 swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
@@ -31,6 +33,7 @@ def optimize_for_cpu(model: Module) -> None:
     """Change the model in place; do nothing if MLX's default device is a GPU."""
     if streams.on_cpu():
         route_activation(model)
+        tabulate_ropes(model)
         join_projections(model)
         split_linear_layers(model)
 
