@@ -29,6 +29,9 @@ SERVER_PACKAGES = {
     "vllm-mlx": (MLX, "vllm-mlx==0.6.0"),
     "rapid-mlx": (MLX, "rapid-mlx==0.16.10"),
 }
+BEFORE = "mlxpaged-before"
+"""Another checkout of mlxpaged, beside this one (`--before`)."""
+
 DRIVER_PACKAGES = ("numpy>=1.26", "safetensors>=0.4", "tokenizers>=0.21", "huggingface-hub>=0.27", "matplotlib>=3.9")
 REPORTED_PACKAGES = ("mlxpaged", "mlx", "mlx-lm", "vllm-mlx", "rapid-mlx", "transformers", "torch")
 
@@ -80,7 +83,7 @@ def make_environment(name: str, packages: tuple[str, ...], cache: Path) -> Path:
     """The environment's Python, installed now if it was not before. Raises SetupError."""
     key = [sys.version, *packages]
     if "-e" in packages:
-        key.append((ROOT / "pyproject.toml").read_text())
+        key.append((Path(packages[1]) / "pyproject.toml").read_text())
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:10]
     directory = cache / "environments" / f"{name}-{digest}"
     python, stamp = directory / "bin" / "python", directory / ".installed"
@@ -118,7 +121,7 @@ def server_variables(name: str | None = None) -> dict[str, str]:
         and name not in ("PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD")
     }
     variables = inherited | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
-    if LINUX and name != "mlxpaged":
+    if LINUX and name not in ("mlxpaged", BEFORE):
         variables["LD_PRELOAD"] = OPENBLAS
     return variables
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .environments import CACHE, SERVER_PACKAGES
+from .environments import BEFORE, CACHE, SERVER_PACKAGES
 
 LOADS = ("A", "B", "C", "D", "E")
 
@@ -31,6 +31,7 @@ class Options:
 
     loads: tuple[str, ...]
     servers: tuple[str, ...]
+    before: Path | None
     model: str | None
     quick: bool
     repeat: int
@@ -50,6 +51,9 @@ def parse(arguments: list[str]) -> Options:
     servers = tuple(SERVER_PACKAGES)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS)
     parser.add_argument("--servers", nargs="+", choices=servers, default=servers)
+    parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="another checkout of mlxpaged, as a server more"
+    )
     parser.add_argument("--model", help="a directory or hub repository, for all servers; default: made from a seed")
     parser.add_argument("--quick", action="store_true", help="small loads: shows that all works, measures little")
     parser.add_argument("--repeat", type=int, default=1, help="times that all of it is run; reported are medians")
@@ -68,10 +72,13 @@ def parse(arguments: list[str]) -> Options:
             parser.error(f"--{name.replace('_', '-')} must be a number above 0")
     if args.capacity is not None and not 0 < args.capacity < math.inf:
         parser.error("--capacity must be a number above 0")
+    if args.before is not None and not (args.before / "pyproject.toml").is_file():
+        parser.error(f"--before {args.before}: not a checkout of mlxpaged")
     cache = args.cache.expanduser().resolve()
     return Options(
         loads=tuple(letter for letter in LOADS if letter in args.loads),
-        servers=tuple(server for server in servers if server in args.servers),
+        servers=tuple(server for server in servers if server in args.servers) + (BEFORE,) * bool(args.before),
+        before=args.before and args.before.resolve(),
         model=args.model,
         quick=args.quick,
         repeat=args.repeat,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .environments import BEFORE
 from .metrics import Figures, count_by, middle
 
 OURS = "mlxpaged"
@@ -81,6 +82,7 @@ def header(results: dict[str, Any]) -> list[str]:
     machine, servers = results["machine"], results["servers"]
     quick = ", **quick: too small to mean anything**" if results["quick"] else ""
     repeat = f"medians of {results['repeat']} runs (least to most)" if results["repeat"] > 1 else "one run"
+    before = f", before: {results['commit_before']}" if results.get("commit_before") else ""
     rows = [
         [
             name,
@@ -95,7 +97,7 @@ def header(results: dict[str, Any]) -> list[str]:
     return [
         f"{results['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, "
         f"{machine['system']}, Python {machine['python']}, load average {machine['load_average']:.2f} at the start; "
-        f"commit {results['commit'] or 'unknown'}; model: {results['model']}; "
+        f"commit {results['commit'] or 'unknown'}{before}; model: {results['model']}; "
         f"{repeat}, {results['minutes']:.0f} minutes{quick}.",
         "",
         METHOD,
@@ -180,7 +182,7 @@ def ratios(results: dict[str, Any]) -> list[str]:
     if OURS not in results["servers"]:
         return []
     rows = []
-    for load, least in (("A at 1", 1.0), ("A at 16", 1.3), ("B", 3.0)):
+    for load, least in (("A at 1", 1.0), ("A at 4", 1.4), ("A at 16", 1.3), ("B", 3.0)):
         if (ratio := to_best(results, load, "output_tokens_per_second", max)) is not None:
             rows.append([load, "output tok/s", f"{ratio:.2f}", f"at least {least}"])
     if (ratio := to_best(results, "C", "itl_p99", min)) is not None:
@@ -206,7 +208,7 @@ def to_best(results: dict[str, Any], load: str, name: str, best: Callable[[list[
 
     rows = rows_of(results, load)
     ours = [value(row) for row in rows if row.server == OURS]
-    peers = [found for row in rows if row.server != OURS and (found := value(row))]
+    peers = [found for row in rows if row.server not in (OURS, BEFORE) and (found := value(row))]
     if not peers or not ours or ours[0] is None:
         return None
     return ours[0] / best(peers)

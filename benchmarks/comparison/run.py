@@ -18,7 +18,18 @@ from typing import Any
 from . import servers
 from .chart import draw
 from .client import Client
-from .environments import LINUX, ROOT, SERVER_PACKAGES, SetupError, check_system, make_environment, probe
+from .environments import (
+    BEFORE,
+    LINUX,
+    MLX,
+    MLX_LM,
+    ROOT,
+    SERVER_PACKAGES,
+    SetupError,
+    check_system,
+    make_environment,
+    probe,
+)
 from .loads import CAPACITY, QUICK, Load, Sizes, capped, make_loads, warm_up
 from .metrics import Figures, measure
 from .model import Texts, benchmark_model
@@ -56,9 +67,10 @@ def compare(options: Options) -> None:
     sizes = QUICK if options.quick else Sizes()
     pythons: dict[str, Path] = {}
     results = new_results(options, model, sizes)
+    packages = SERVER_PACKAGES | {BEFORE: ("-e", str(options.before), MLX, MLX_LM)}
     for name in options.servers:
         try:
-            python = make_environment(name, SERVER_PACKAGES[name], options.cache)
+            python = make_environment(name, packages[name], options.cache)
             found = probe(python)
         except SetupError as error:
             print(f"{name}: {error}", flush=True)
@@ -200,7 +212,8 @@ def new_results(options: Options, model: Path, sizes: Sizes) -> Results:
         "repeat": options.repeat,
         "model": options.model or "made from a seed: Llama, float32, 12 layers of 768, 81 million parameters",
         "machine": machine(),
-        "commit": commit(),
+        "commit": commit(ROOT),
+        "commit_before": commit(options.before) if options.before else None,
         "sizes": asdict(sizes),
         "request_seconds": options.request_seconds,
         "load_seconds": options.load_seconds,
@@ -238,10 +251,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """Of this checkout, with a + if files differ from it."""
-    name = output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
-    changed = output_of("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+def commit(checkout: Path) -> str:
+    """Of a checkout, with a + if files differ from it."""
+    name = output_of("git", "-C", str(checkout), "rev-parse", "--short", "HEAD")
+    changed = output_of("git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no")
     return name + ("+" if changed else "")
 
 

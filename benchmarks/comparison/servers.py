@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .environments import LINUX, server_variables, telling_line
+from .environments import BEFORE, LINUX, server_variables, telling_line
 
 READY_SECONDS = 300
 STOP_SECONDS = 20
@@ -26,6 +26,7 @@ MEMORY_INTERVAL = 0.5
 # Everything that is not named here is the server's default.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "mlxpaged": ("mlxpaged", "serve", "{model}", "--port", "{port}"),
+    BEFORE: ("mlxpaged", "serve", "{model}", "--port", "{port}"),
     "mlx-lm": ("mlx_lm.server", "--model", "{model}", "--port", "{port}"),
     "vllm-mlx": ("vllm-mlx", "serve", "{model}", "--port", "{port}", "--continuous-batching"),
     # Its snapshot of the prefix cache would let one run know the prompts of the one before.
