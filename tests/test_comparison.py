@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.comparison import run as comparison
 from benchmarks.comparison.client import Answer, Client, take
-from benchmarks.comparison.environments import OPENBLAS, SetupError, server_variables, telling_line
+from benchmarks.comparison.environments import OPENBLAS, ROOT, SetupError, server_variables, telling_line
 from benchmarks.comparison.loads import CAPACITY, Run, Sizes, make_loads
 from benchmarks.comparison.metrics import Figures, measure, percentile
 from benchmarks.comparison.model import WORDS, Texts, make_model, make_tokenizer
@@ -345,9 +345,11 @@ def test_thinking_is_waited_for_and_not_sent_back(name: str) -> None:
     assert (answer.chunk_times, answer.text, answer.has_thinking) == ([1.0, 2.0], "Four.", True)
 
 
-def test_ratios_are_to_the_best_peer(tmp_path: Path) -> None:
-    results = comparison.new_results(parse(["--out", str(tmp_path)]), tmp_path, Sizes())
-    for server, pause in (("mlxpaged", 0.1), ("mlx-lm", 0.4), ("vllm-mlx", 0.2)):
+def test_ratios_are_to_the_best_peer_which_an_earlier_checkout_is_not(tmp_path: Path) -> None:
+    chosen = parse(["--out", str(tmp_path), "--before", str(ROOT)])
+    assert chosen.servers == ("mlxpaged", "mlx-lm", "vllm-mlx", "rapid-mlx", "mlxpaged-before")
+    results = comparison.new_results(chosen, tmp_path, Sizes())
+    for server, pause in (("mlxpaged", 0.1), ("mlx-lm", 0.4), ("vllm-mlx", 0.2), ("mlxpaged-before", 0.05)):
         times = [1.0 + pause * i for i in range(11)]
         answers = [an_answer("stream", 0.0, times), an_answer("long", 0.0, times)]
         for load in ("A at 1", "C"):
@@ -357,6 +359,13 @@ def test_ratios_are_to_the_best_peer(tmp_path: Path) -> None:
     assert "| A at 1 | output tok/s | 1.50 | at least 1.0 |" in text
     assert "| C | inter-token p99 | 0.500 | at most 0.1 |" in text
     assert "| rapid-mlx | **not run** |" in text
+    assert f"before: {comparison.commit(ROOT)}" in text
+
+
+def test_a_directory_that_is_no_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--before", str(tmp_path)])
+    assert f"--before {tmp_path}: not a checkout" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)
