@@ -78,7 +78,8 @@ def compare(options: Options) -> None:
             continue
         pythons[name] = python
         results["servers"][name] |= asdict(found)
-        print(f"{name}: {found.versions.get(name.removesuffix("-before"))}, mlx {found.versions.get('mlx')}, {found.gflops:.0f} GFLOP/s")
+        version = found.versions.get(name.removesuffix("-before"))
+        print(f"{name}: {version}, mlx {found.versions.get('mlx')}, {found.gflops:.0f} GFLOP/s")
 
     def start(name: str, log: Path) -> AbstractContextManager[Server]:
         return servers.running(name, pythons[name], model, log)

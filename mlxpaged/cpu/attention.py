@@ -6,7 +6,7 @@ denominators, as in FlashDecoding. A prefix that several sequences share is atte
 attention). Keys of prompt chunks and of shared blocks are copied, because many queries read them.
 
 Scores are scaled by log2(e), so that powers of two replace exponentials: attention spends more time on these than on
-products (exp2.py). Pairs, shared blocks and tiles of prompts are split among CPU streams.
+products (exp2.py). Pairs, shared blocks and the KV heads of prompts are split among CPU streams.
 """
 
 from __future__ import annotations
@@ -92,24 +92,28 @@ def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -
 
 def attend_chunk(queries: mx.array, kv: KV, chunk: ChunkPlan, options: Options) -> mx.array:
     """[L, Hq, D] -> [L, Hq, D]"""
-    length, num_heads, size = queries.shape
+    length, _, size = queries.shape
     grouped = scaled(queries, options).swapaxes(0, 1).reshape(kv.num_kv_heads, -1, length, size)
-    keys = contiguous(kv.keys, chunk.matrices).swapaxes(-1, -2)
-    values = contiguous(kv.values, chunk.matrices)
-    contexts = [stream for _, stream in assign(range(chunk.num_streams))]
-    outputs: list[mx.array] = []
-    for number, tile in enumerate(chunk.tiles):
-        with contexts[number % len(contexts)]:
-            own = grouped[:, :, tile.rows].flatten(1, 2)
-            if number >= len(contexts):  # one after the other: MLX would start all tiles, each with memory of its own
-                own = mx.depends(own, outputs[-len(contexts)])
-            scores = binary_scores(own @ keys[..., tile.keys], options.softcap) + tile.bias
-            sinks = options.sinks
-            if sinks is not None:
-                sinks = mx.repeat(sinks, len(range(length)[tile.rows])).reshape(*own.shape[:2], 1)
-            out = finish(attend_scores(scores, values[:, tile.keys]), sinks).astype(queries.dtype)
-            outputs.append(out.reshape(num_heads, -1, out.shape[-1]))
-    return mx.concatenate(outputs, axis=1).swapaxes(0, 1)
+    sinks = None if options.sinks is None else options.sinks.reshape(kv.num_kv_heads, -1, 1, 1)
+    outputs = []
+    for part, stream in assign(chunk.parts):
+        with stream:
+            keys = contiguous(kv.keys, part.matrices).swapaxes(-1, -2)
+            values = contiguous(kv.values, part.matrices)
+            tiles: list[mx.array] = []
+            for tile in chunk.tiles:
+                own = grouped[part.heads, :, tile.rows]
+                rows = own.shape[:-1]
+                own = own.flatten(1, 2)
+                if tiles:  # one after the other: MLX would start all tiles, each with memory of its own
+                    own = mx.depends(own, tiles[-1])
+                partial = attend_scores(
+                    binary_scores(own @ keys[..., tile.keys], options.softcap) + tile.bias, values[:, tile.keys]
+                )
+                row_sinks = None if sinks is None else mx.broadcast_to(sinks[part.heads], (*rows, 1)).flatten(1, 2)
+                tiles.append(finish(partial, row_sinks).astype(queries.dtype).reshape(*rows, -1))
+            outputs.append(mx.concatenate(tiles, axis=2))
+    return mx.concatenate(outputs).flatten(0, 1).swapaxes(0, 1)
 
 
 def attend_scores(scores: mx.array, values: mx.array, pairs: Pairs | None = None) -> Partial:

@@ -80,14 +80,20 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class HeadsPart:
+    """The KV heads that one CPU stream attends. matrices[head, block]: of the sequence's keys."""
+
+    heads: slice
+    matrices: mx.array
+
+
+@dataclass(frozen=True)
 class ChunkPlan:
-    """Prompt tokens of one sequence, at `rows` of the step. matrices[Hkv, block]: of its keys. CPU streams take turns
-    with the tiles."""
+    """Prompt tokens of one sequence, at `rows` of the step."""
 
     rows: slice
-    matrices: mx.array
+    parts: list[HeadsPart]
     tiles: list[Tile]
-    num_streams: int
 
 
 @dataclass(frozen=True)
@@ -122,9 +128,10 @@ def plan_chunk(
     num_keys = context_len - first_block * meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
     tiles = make_tiles(query_len, num_keys, window, group)
-    num_streams = min(len(tiles), streams.count(query_len * group * num_kv_heads * num_keys * SCORE))
-    matrices = mx.array(by_head(blocks, num_kv_heads).T)
-    return ChunkPlan(slice(row, row + query_len), matrices, tiles, num_streams)
+    matrices = by_head(blocks, num_kv_heads).T
+    heads = streams.split(num_kv_heads, query_len * group * num_kv_heads * num_keys * SCORE)
+    parts = [HeadsPart(part, mx.array(matrices[part])) for part in heads]
+    return ChunkPlan(slice(row, row + query_len), parts, tiles)
 
 
 def make_tiles(query_len: int, num_keys: int, window: int | None, group: int) -> list[Tile]:
