@@ -24,7 +24,7 @@ class SamplingRow(NamedTuple):
     """One row of logits. position: of the token to sample. token_ids: prompt and answer, known up to `position`.
 
     forbidden: tokens that must not be sampled. mask: the tokens that a grammar allows. forced: the token to take,
-    whatever the logits are.
+    for any logits.
     """
 
     sequence_id: int

@@ -162,7 +162,7 @@ def read_object(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
 
 
 def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:
-    """The model, without an output head if its architecture allows that. Raises whatever mlx-lm raises."""
+    """The model, without an output head if its architecture allows that. Raises the errors of mlx-lm."""
     known_classes = inspect.signature(load_model).parameters["get_model_classes"].default
 
     def classes(config: dict[str, Any]) -> tuple[type[Module], type]:
