@@ -1,7 +1,7 @@
-"""The gather backend: copies each sequence's keys and values out of the pool for MLX's own attention. Any device.
+"""The gather backend: copies each sequence's keys and values out of the pool, for MLX's own attention on any device.
 
-It is short and slow. It is the reference that the self-check compares the Metal kernels with, and the fallback on a Mac
-whose kernels fail that check. Only slots of a context are ever read, so what other slots hold cannot reach an output.
+It is short and slow. The self-check compares the Metal kernels with it, and a Mac uses it if its kernels fail that
+check. Only slots of a context are ever read, so the contents of other slots cannot reach an output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlxpaged.attention.pool import Options
 
 @dataclass(frozen=True)
 class Group:
-    """n sequences with L query tokens each, padded to the most visible keys K.
+    """n sequences with L query tokens each. K: the most keys that one of them sees; the others are padded to it.
 
     rows[n, L]: their query tokens. slots[n, K]: slots of their keys; unused entries repeat a slot of the context.
     mask[n, 1, L, K]: True for keys that a query sees.
@@ -32,7 +32,7 @@ class Group:
 
 
 class GatherPool:
-    """Keys and values are [slot, kv_head, size], so that a token is one contiguous row."""
+    """Keys and values are [slot, kv_head, size], so that a token is contiguous."""
 
     def __init__(self, num_blocks: int, layout: KVLayout) -> None:
         slots, heads = num_blocks * layout.block_size, layout.num_kv_heads
@@ -67,7 +67,7 @@ class GatherPool:
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         slots = self._slots_of(ids)
         keys, values = (array[slots].swapaxes(1, 2) for array in (self._keys, self._values))
-        mx.eval(keys, values)  # a read that is still pending would make the next write copy the whole pool
+        mx.eval(keys, values)  # if a read were still pending, the next write would copy the whole pool
         return keys, values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
@@ -81,7 +81,7 @@ class GatherPool:
 
 
 def make_groups(meta: AttentionMetadata, window: int | None) -> tuple[list[Group], mx.array]:
-    """One group for every number of query tokens, and the order that brings their rows back to the step's."""
+    """One group for each number of query tokens, and the order that puts the groups' rows back in the step's order."""
     lens, contexts = np.asarray(meta.host_query_lens), np.asarray(meta.host_context_lens)
     starts = np.cumsum(lens) - lens
     groups, all_rows = [], []

@@ -1,6 +1,6 @@
 """Builds and launches the Metal kernels, and checks the limits of a launch.
 
-The first lines of each file in metal_kernels/ say what the kernel computes and which shapes it takes.
+The first lines of each file in metal_kernels/ say what its kernel computes and which shapes it takes.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ def launch(
 
 @functools.cache
 def build(metal_kernel: Callable[..., Any], name: str) -> Any:
-    """Called once per kernel; MLX compiles it once per set of template arguments. The factory is part of the key, so a
-    stand-in for `mx.fast.metal_kernel` gets kernels of its own."""
+    """Build a kernel once. MLX compiles it once per set of template arguments. The factory is part of the cache key, so
+    that a stand-in for `mx.fast.metal_kernel` gets kernels of its own."""
     inputs, outputs = INPUTS_AND_OUTPUTS[name]
     source = (kernel_directory() / f"{name}.metal").read_text()
     return metal_kernel(name=name, input_names=inputs, output_names=outputs, source=source)
 
 
 def source_hash() -> str:
-    """Changes if any kernel source changes, so that times measured with other sources are ignored."""
+    """A hash that changes if any kernel source changes, so that times measured with other sources are ignored."""
     digest = hashlib.sha256()
     for path in sorted(kernel_directory().glob("*.metal")):
         digest.update(path.read_bytes() + b"\0")

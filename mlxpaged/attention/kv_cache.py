@@ -1,4 +1,4 @@
-"""The KV cache of one layer: checks arguments, then calls the pool of its backend."""
+"""The KV cache of one layer. It checks arguments, then calls the pool of its backend."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
 def resolve_backend(backend: str) -> str:
-    """The backend of a pool that is made with `backend`: "auto" is "cpu" if MLX's default device is the CPU, else
-    "gather".
+    """The backend that `backend` stands for: "auto" is "cpu" if MLX's default device is the CPU, else "gather".
 
-    The engine resolves "auto" with a self-check of the Metal kernels first (self_check.py). Raises ValueError for a
-    backend that does not exist or cannot run here.
+    For "auto", the engine first checks the Metal kernels (self_check.py). Raises ValueError if a backend does not exist
+    or cannot run here.
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -45,8 +44,8 @@ def resolve_backend(backend: str) -> str:
 class LayerKVCache:
     """Keys and values of one layer: `num_blocks` blocks, addressed through block tables.
 
-    tuning: how the Metal backend attends; the others ignore it. Raises ValueError for arguments out of range, and for a
-    type or size that the backend does not support.
+    tuning: how the Metal backend attends; the others ignore it. Raises ValueError if an argument is out of range, or if
+    the backend does not support a type or size.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """What an unmodified mlx-lm model sees: one KV cache per layer, and attention that reads that layer's pool.
 
-The model gets the batch flattened to [T, 1] tokens: every token is a row of length one with its own position, so linear
+The model gets the batch flattened to [T, 1] tokens. Every token is a row of length one with its own position, so linear
 layers, norms, experts and rope need no change. Only attention combines rows of a sequence. Models call a module-level
-`scaled_dot_product_attention`; `route_attention` replaces it with a function that recognises our cache object and calls
-the original for every other cache, so other models of the same module are not affected.
+`scaled_dot_product_attention`. `route_attention` replaces it with a function that recognises PagedLayer and calls the
+original for every other cache, so other models of the same module are not affected.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PagedLayer:
 
     @property
     def offset(self) -> mx.array:
-        """Positions of the tokens, [T]: rope takes one offset per row."""
+        """Positions [T] of the tokens: rope takes one offset per row."""
         return self._step.meta.positions
 
     def make_mask(self, *_args: Any, window_size: int | None = None, **_kwargs: Any) -> None:
@@ -69,7 +69,7 @@ class PagedLayer:
             )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write [T, Hkv, 1, D] to the pool. The returned arrays only satisfy the protocol: `attend` reads the pool."""
+        """Write [T, Hkv, 1, D] to the pool. The model passes the returned arrays on, but `attend` reads the pool."""
         self.kv.write(keys.squeeze(2), values.squeeze(2), self._step.meta)
         return keys, values
 
@@ -83,7 +83,7 @@ class PagedLayer:
 
 
 def route_attention(model: Module) -> int:
-    """Make every module that defines a layer of `model` use paged attention for our caches. Returns their number."""
+    """Make each module that defines a layer of `model` use paged attention for PagedLayer. Returns their number."""
     names = {type(module).__module__ for _, module in model.named_modules()}
     modules = [sys.modules[name] for name in names if hasattr(sys.modules[name], ATTENTION_FUNCTION)]
     for module in modules:
@@ -105,7 +105,7 @@ def _routing(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     ) -> mx.array:
         if isinstance(cache, PagedLayer):
             return cache.attend(queries, scale, mask, sinks)
-        # Most modules' own function takes no sinks: pass them only if the model did.
+        # Most modules' own function takes no sinks, so they are passed only if the model passed them.
         extra = {} if sinks is None else {"sinks": sinks}
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **extra)
 

@@ -1,4 +1,4 @@
-"""What one layer keeps for a token, the bytes that it takes, and how the layer attends."""
+"""What one layer keeps for a token, how many bytes that takes, and how the layer attends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 @dataclass(frozen=True)
 class KVLayout:
-    """key_size, value_size: elements of one head. block_size: tokens. Raises ValueError for values out of range."""
+    """key_size, value_size: elements of one head. block_size: tokens. Raises ValueError if a value is out of range."""
 
     num_kv_heads: int
     key_size: int
@@ -47,7 +47,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the choice of kernels depends on. window, sinks: as in `LayerKVCache.attend`."""
+    """All that the choice of kernels depends on. window, sinks: as in `LayerKVCache.attend`."""
 
     num_query_heads: int
     layout: KVLayout

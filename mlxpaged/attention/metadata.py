@@ -18,16 +18,16 @@ MAX_SLOT = 2**31 - 1
 """Slot numbers are int32."""
 
 UNUSED = -1
-"""Fills a block table after its last block."""
+"""Fills the rest of a block table."""
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
     """A ragged batch of S sequences and T query tokens. All arrays are int32 on the device.
 
-    positions[T]: position of each query token in its sequence. slot_mapping[T]: `block * block_size + offset`, where
-    the token's key and value are written. block_tables[S, max_blocks]: block ids, then UNUSED. Fields named `host_` are
-    lists and NumPy arrays; host_context_lens include the step's query tokens.
+    positions[T]: position of each query token in its sequence. slot_mapping[T]: the slot of each token's key and value,
+    `block * block_size + offset`. block_tables[S, max_blocks]: block ids, then UNUSED. Fields named `host_` are lists
+    and NumPy arrays; host_context_lens include the step's query tokens.
     """
 
     block_size: int
@@ -39,7 +39,7 @@ class AttentionMetadata:
     host_block_tables: IntArray
     max_block: int
     derived: dict[Any, Any] = field(default_factory=dict)
-    """What a backend computes once for this step and reuses in every layer."""
+    """Data that a backend computes once for this step and reuses in every layer."""
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +53,7 @@ class AttentionMetadata:
         block_tables: Sequence[Sequence[int]],
         block_size: int = DEFAULT_BLOCK_SIZE,
     ) -> AttentionMetadata:
-        """Query token j of the n of sequence i sits at position `context_lens[i] - n + j`.
+        """Token j of the n query tokens of sequence i is at position `context_lens[i] - n + j`.
 
         Raises ValueError if the lists do not fit each other, a length or block id is out of range, or a table is too
         short for its context.
@@ -95,10 +95,10 @@ class AttentionMetadata:
         block_size: int,
         more: Sequence[IntArray] = (),
     ) -> tuple[AttentionMetadata, list[mx.array]]:
-        """`build` without its checks, for the scheduler's numbers; block_tables are padded with UNUSED.
+        """Do the same as `build` without most checks, for the scheduler's numbers. block_tables are padded with UNUSED.
 
-        more: vectors that go to the device in the same upload; they are returned in order. Raises ValueError if a table
-        is too short for its context: its tokens would be written into blocks of other sequences.
+        more: vectors that go to the device in the same upload. They are returned in order. Raises ValueError if a table
+        is too short for its context: the tokens would be written into blocks of other sequences.
         """
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)

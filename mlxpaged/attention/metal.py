@@ -68,7 +68,7 @@ class AttentionVariant:
 
     @property
     def vec(self) -> int:
-        """Output columns per thread, so that a thread keeps about 32 sums in its registers."""
+        """Output columns per thread, so that a thread keeps 32 to 64 sums in its registers."""
         return max(4 if self.rows <= 8 else 2 if self.rows <= 16 else 1, -(-self.head_dim // THREADS))
 
     @property
@@ -91,8 +91,8 @@ class AttentionVariant:
 def choose_variant(
     dtype: mx.Dtype, head_dim: int, block_size: int, kv_heads: int, group: int, single_queries: bool, *flags: bool
 ) -> AttentionVariant:
-    """All heads of a group in one threadgroup if they fit its memory and registers, else in as few parts as do. flags:
-    the last fields of the variant."""
+    """Put all heads of a group in one threadgroup if they fit its memory and registers, else in as few as possible.
+    flags: the last fields of the variant."""
     rows = ROWS
     while True:
         heads = -(-group // -(-group // rows))
@@ -123,10 +123,10 @@ class ContiguousPart:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step's query tokens are attended: one launch for the decoding sequences, one for the chunks of each
-    partition, and one contiguous part per sequence whose keys are copied.
+    """How the query tokens of a step attend: one launch for the decoding sequences, one for the chunks of each
+    partition, and one contiguous part for each sequence whose keys are copied.
 
-    order: brings the parts' outputs back to the order of the query tokens; None if there is one part.
+    order: puts the parts' outputs back in the order of the query tokens; None if there is one part.
     """
 
     parts: list[PagedPart | ContiguousPart]
@@ -134,7 +134,7 @@ class Plan:
 
 
 class MetalPool:
-    """Keys and values as rows of a head's elements, [block, kv_head, slot] in order. tuning: which kernels attend.
+    """Keys and values are rows of head_dim elements, in the order [block, kv_head, slot]. tuning: which kernels attend.
 
     Raises ValueError for a layout that the kernels do not support.
     """
@@ -206,7 +206,7 @@ class MetalPool:
         self._launch_blocks("block_write", [keys, values, blocks, self._keys, self._values, self._token], len(ids))
 
     def _make_plan(self, meta: AttentionMetadata, window: int | None, group: int) -> Plan:
-        """All decoding sequences are one shape class and take one choice; every chunk has its own."""
+        """All decoding sequences together are one shape class with one choice. Every chunk has its own choice."""
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
         keys = np.minimum(meta.host_context_lens, NO_WINDOW if window is None else window)
@@ -239,7 +239,7 @@ class MetalPool:
     def _attend_paged(
         self, queries: mx.array, meta: AttentionMetadata, options: Options, part: PagedPart
     ) -> tuple[mx.array, mx.array]:
-        """The part's rows, in the order of its schedule, and the token of having read the pools."""
+        """The part's output rows, in the order of its schedule, and the token of its read of the pools."""
         schedule = part.schedule
         heads = queries.shape[1]
         partial = schedule.ranges is not None
@@ -289,7 +289,7 @@ class MetalPool:
     def _attend_contiguous(
         self, queries: mx.array, options: Options, part: ContiguousPart
     ) -> tuple[mx.array, mx.array]:
-        """The part's rows, and the token of having read the pools."""
+        """The part's output rows, and the token of its read of the pools."""
         quads = self.head_dim // 4
         shape = (self.num_kv_heads, part.num_keys, self.head_dim)
         keys, values, token = kernels.launch(
@@ -323,7 +323,7 @@ class MetalPool:
 
 
 def contiguous_part(meta: AttentionMetadata, sequence: int, first_row: int, window: int | None) -> ContiguousPart:
-    """Copies only blocks that hold a key which one of the sequence's query tokens sees."""
+    """Copies only the blocks with keys that at least one query token of the sequence sees."""
     query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
     first_key = 0 if window is None else max(0, context_len - query_len + 1 - window)
     first_block = first_key // meta.block_size
@@ -337,7 +337,7 @@ def contiguous_part(meta: AttentionMetadata, sequence: int, first_row: int, wind
 
 
 def check_supported(layout: KVLayout) -> None:
-    """Raises ValueError that names what the kernels do not support."""
+    """Raises ValueError if the kernels do not support the layout. The message names what they do not support."""
     if layout.key_size != layout.value_size:
         raise ValueError(
             f"the Metal kernels take keys and values of one size, not {layout.key_size} and {layout.value_size}"

@@ -24,7 +24,7 @@ class KVPool(Protocol):
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Keys, values and tokens. Evaluating these waits for everything that the pool was asked to do."""
+        """Keys, values and tokens. Evaluating them waits for all reads and writes that the pool has launched."""
 
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None: ...
 

@@ -37,7 +37,7 @@ class KernelCheck:
 
 
 class CheckRun:
-    """One backend's run of a case. Both backends' runs use the same random numbers."""
+    """One backend's run of a case. The runs of both backends use the same random numbers."""
 
     def __init__(self, shape: AttentionShape, backend: str, tuning: Tuning) -> None:
         self._shape = shape
@@ -62,8 +62,8 @@ class CheckRun:
         return self.kv.attend(queries, meta, scale=layout.key_size**-0.5, window=shape.window, sinks=self._sinks)
 
     def overlapped_steps(self) -> list[mx.array]:
-        """Decoding steps that are all in flight before the first one is waited for: each must see its own writes and
-        those of earlier steps, and none of later ones."""
+        """Run decoding steps that are all in flight before the first one is waited for. Each must see its own writes
+        and those of earlier steps, and none of later steps."""
         results = [self.step([5, 1], [5, 1])]
         for done in range(1, OVERLAPPED_STEPS):
             results.append(self.step([1, 1], [5 + done, 1 + done]))
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Callable[[CheckRun], list[mx.array]], Tuning]] = {
     "merge_partials, long contexts": (CheckRun.split_contexts, DEFAULT_TUNING),
     "block_write, block_copy and block_read": (CheckRun.whole_blocks, DEFAULT_TUNING),
 }
-"""The cases with their tunings: together they run every kernel variant that any tuning can choose."""
+"""The cases with their tunings. Together they run every kernel variant that any tuning can choose."""
 
 
 def self_check(shapes: Iterable[AttentionShape]) -> list[KernelCheck]:
@@ -104,7 +104,7 @@ def self_check(shapes: Iterable[AttentionShape]) -> list[KernelCheck]:
 
 
 def problem(shape: AttentionShape, case: str) -> str | None:
-    """What is wrong with a case on the Metal backend, in a sentence; None if nothing is."""
+    """What is wrong with a case on the Metal backend, in a sentence; None if it passes."""
     try:
         run, tuning = CASES[case]
         expected, got = (run(CheckRun(shape, backend, tuning)) for backend in ("gather", "metal"))

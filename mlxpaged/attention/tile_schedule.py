@@ -15,7 +15,7 @@ from mlxpaged.attention.metadata import AttentionMetadata
 class TileSchedule:
     """items[num_items, 8] and ranges[max(num_rows, 2), 4] are laid out as the kernels' headers say.
 
-    ranges is None if the keys of every tile are in one item: then nothing is merged. num_rows: query tokens.
+    ranges is None if each tile has all its keys in one item: then nothing is merged. num_rows: query tokens.
     num_partials: rows before merging.
     """
 

@@ -1,7 +1,7 @@
-"""Measures which choice is fastest on this machine for each shape class of a model's layers.
+"""Measures which choice is fastest on this machine, for each shape class of a model's layers.
 
-It takes a few seconds at the first start; later starts read the times from a file (tuning_cache.py). Only a Metal
-device is measured: elsewhere the defaults are used.
+It takes a few seconds at the first start. Later starts read the times from a file (tuning_cache.py). It measures only
+on a Metal device. Other devices use the defaults.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BUDGET_S = 5.0
 """Seconds for all shapes of a model together. Classes that are not measured in time keep the default."""
 
 MARGIN = 0.05
-"""A choice replaces the default only if it is faster by more than this share: less is noise, and with the default
-everywhere an answer's bits do not depend on its batch."""
+"""A choice replaces the default only if it is faster by more than this share. Less is noise, and with the default for
+all classes the bits of an answer do not depend on its batch."""
 
 REPETITIONS = 5
 REPETITION_S = 0.002
@@ -43,7 +43,7 @@ HOPELESS = 2.0
 DECODE_PARTITIONS = (256, 512, 1024, 4096)
 SHORT_CHUNK_PARTITIONS = (512, 4096)
 CHUNK_PARTITIONS = (4096,)
-"""Longer chunks fill the device without a split, and a split costs memory for each of their tokens."""
+"""Chunks that are not short fill the device without a split, and a split costs memory for each of their tokens."""
 
 MAX_COPIED_SEQUENCES = 4
 """Most decoding sequences for which contiguous copies are tried. Copies cost launches and memory per sequence; with
@@ -54,7 +54,7 @@ POOL_BYTES = 256 * 1024**2
 share blocks. Decoding contexts larger than this are not copied either."""
 
 RAGGED_SHARE = 8
-"""In a timed ragged batch, one sequence has the context of the class and the others have a part: 1 / RAGGED_SHARE."""
+"""In a timed ragged batch, one sequence has the context of the class, and the others have 1 / RAGGED_SHARE of it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ Prepare = Callable[[AttentionShape, Workload, Choice], Run]
 
 @dataclass
 class ShapeTimes:
-    """Times of the layers of one shape. Missing classes were not measured. cached: they are of an earlier start."""
+    """Times of the layers of one shape. Missing classes were not measured. cached: whether the file had them."""
 
     shape: AttentionShape
     classes: list[ShapeClass]
@@ -121,7 +121,7 @@ def classes_of(shape: AttentionShape, limits: Limits) -> list[ShapeClass]:
 
 
 def reachable(bounds: tuple[int, ...], limit: int) -> list[int]:
-    """The upper bounds of the classes of values up to `limit`."""
+    """The upper bounds of the classes that values up to `limit` belong to."""
     return [bound for below, bound in zip((0, *bounds), bounds, strict=False) if below < limit]
 
 
@@ -141,7 +141,7 @@ def workload_of(shape_class: ShapeClass, shape: AttentionShape, limits: Limits) 
 
 
 def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workload) -> list[Choice]:
-    """The default first. A partition with as many ranges of the longest context as an earlier one is left out."""
+    """The choices to time, the default first. It skips a partition that makes as many ranges as an earlier one."""
     longest, queries = max(workload.context_lens), shape_class.queries
     default = default_choice(shape_class)
     found = [default]
@@ -159,7 +159,7 @@ def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workloa
 
 
 def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
-    """Uses a pool of zeros: the time does not depend on what a key holds."""
+    """Use a pool of zeros: the time does not depend on the contents of a key."""
     layout, size = shape.layout, shape.layout.block_size
     needed = [-(-context // size) for context in workload.context_lens]
     blocks = min(sum(needed), max(1, POOL_BYTES // layout.bytes_per_block))
@@ -192,7 +192,7 @@ class Tuner:
         self._clock = clock
 
     def measure(self, wanted: list[ShapeTimes], limits: Limits) -> None:
-        """Measure all classes, cheap ones first, so that the budget cuts off the rare ones."""
+        """Measure all classes, the cheap ones first, so that the budget cuts off rare ones."""
         deadline = self._clock() + BUDGET_S
         jobs = [(workload_of(entry, one.shape, limits), entry, one) for one in wanted for entry in one.classes]
         for workload, entry, one in sorted(jobs, key=lambda job: job[0].cost):
@@ -205,7 +205,7 @@ class Tuner:
     def _compare(
         self, shape_class: ShapeClass, shape: AttentionShape, workload: Workload, deadline: float
     ) -> dict[Choice, float] | None:
-        """Seconds per call by choice, for choices that work; None if there was no time for all of them."""
+        """Seconds per call, by choice, for choices that work. None if there was no time for all of them."""
         times: dict[Choice, float] = {}
         for choice in candidates(shape_class, shape, workload):
             if self._clock() >= deadline:

@@ -1,6 +1,6 @@
-"""Which kernel attends each part of a step on the Metal backend: a table from shape classes to choices.
+"""Decides which kernel attends each part of a step on the Metal backend, by a table from shape classes to choices.
 
-This file defines classes and choices, finds the class of a step, and has the defaults. tuner.py measures other choices,
+This file defines classes, choices and defaults, and finds the class of a step. tuner.py measures the choices, and
 metal.py follows them.
 """
 
@@ -29,7 +29,7 @@ once, the paged kernel reads them once per query tile, and MLX's own attention i
 BATCHES = (1, 4, 16, 64)
 CONTEXTS = (1024, 8192, 32768)
 CHUNKS = (31, LONG_CHUNK - 1, 255, 2048)
-"""Upper bounds of the classes, in decoding sequences, keys and query tokens. The last class includes all beyond."""
+"""Upper bounds of the classes: decoding sequences, keys and query tokens. The last class has no upper bound."""
 
 EVEN = 0.75
 """A decoding batch is even if its mean context is at least this share of the longest, else ragged: most threadgroups of
@@ -77,7 +77,7 @@ class ShapeClass:
 
 
 def end(bound: int, bounds: tuple[int, ...]) -> str:
-    """One bound of a class in words."""
+    """The range of a class along one axis, as text."""
     return f"to {bound}" if bound < bounds[-1] else f"above {bounds[-2]}"
 
 

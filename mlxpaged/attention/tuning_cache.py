@@ -1,7 +1,7 @@
 """Keeps measured times between starts, in one JSON file.
 
-No error here is fatal. A file that cannot be read counts as empty; if it cannot be written, the next start measures
-again. Both log a warning.
+No error here is fatal. If the file cannot be read, it counts as empty. If it cannot be written, the next start measures
+again. Both cases log a warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlxpaged.attention.tuning import Choice, ShapeClass, parse_choice
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""To be increased if the same classes and candidates come to mean other launches or workloads."""
+"""Increase it if the same classes and choices come to mean other launches or workloads."""
 
 Times = dict[ShapeClass, dict[Choice, float]]
 """Seconds per call by class and choice."""
@@ -67,7 +67,7 @@ def default_path() -> Path:
 class TuningCache:
     """The times of this machine in the file at `path`; None for the default file.
 
-    The file has JSON objects in each other: by chip, versions, key (a layer shape), class and choice. It keeps the
+    The file has nested JSON objects: by chip, versions, key (a layer shape), class and choice. It keeps the
     times of other chips, because home directories move between machines.
     """
 
@@ -118,7 +118,7 @@ class TuningCache:
 
 
 def checked_times(by_choice: dict[str, Any]) -> dict[Choice, float]:
-    """Raises an error if these are not times of choices."""
+    """The times by choice. Raises an error of any type if the texts are not choices, or the values not times."""
     if not by_choice or not all(math.isfinite(seconds) and seconds > 0 for seconds in by_choice.values()):
         raise ValueError(f"not positive times: {by_choice}")
     return {parse_choice(text): seconds for text, seconds in by_choice.items()}

@@ -1,4 +1,4 @@
-"""KV blocks as plain integers: the pool, the tables, the prefix cache. Never imports mlx."""
+"""KV blocks as plain integers: the pool, the tables, the prefix cache. Nothing here imports mlx."""
 
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, BlockPool, BlockUsage, OutOfBlocksError
 from mlxpaged.cache.block_table import BlockTable, blocks_for

@@ -1,4 +1,4 @@
-"""Which KV blocks are in use, and which is handed out next.
+"""Tracks which KV blocks are in use, and which is allocated next.
 
 A block is an integer, the index into every layer's KV pool. This module counts references and keeps the free list. The
 prefix cache attaches to each block a record of its content, which this module only stores.
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 SUPPORTED_BLOCK_SIZES = (8, 16, 32)
-"""Tokens per block that the attention kernels are written for. The pool itself takes any power of two."""
+"""Tokens per block that the attention kernels support. The pool itself takes any power of two."""
 
 DEFAULT_BLOCK_SIZE = 32
-"""Tokens per block. The only place that sets the default."""
+"""Tokens per block. No other place sets this default."""
 
 Content = TypeVar("Content")
 
@@ -34,9 +34,9 @@ class DoubleFreeError(BlockPoolError):
 
 @dataclass(frozen=True)
 class BlockUsage:
-    """A count of the pool's blocks: `used + cached + free` is its size.
+    """A count of the pool's blocks. `used + cached + free` is the size of the pool.
 
-    used: referenced by at least one sequence. cached: unreferenced, content still findable. free: the rest.
+    used: at least one sequence references the block. cached: none does, but its content can be found. free: the rest.
     """
 
     used: int
@@ -45,10 +45,10 @@ class BlockUsage:
 
 
 class BlockPool(Generic[Content]):
-    """Reference-counted blocks with a free list in least-recently-used order; every operation is O(1) per block.
+    """Reference-counted blocks with a free list in least-recently-used order. Every operation is O(1) per block.
 
     A freed block keeps its content until it is allocated again, so the free list is also the prefix cache. Blocks
-    without content are allocated first, then the cached ones, the least recently used first. These are in an
+    without content are allocated first, then cached ones, the least recently used first. The cached ones are in an
     OrderedDict: a hit removes a block from the middle, and a plain dict does not pop its first key in O(1).
     """
 
@@ -79,8 +79,8 @@ class BlockPool(Generic[Content]):
         return self._ref_counts[block]
 
     def shared(self, blocks: Iterable[int]) -> set[int]:
-        """The blocks with several references. It takes a fifth of the time of counting each: /v1/status calls it for
-        all running sequences between two steps."""
+        """The blocks with several references. /v1/status calls it for all running sequences between two steps, so it
+        intersects sets: that takes a fifth of the time of checking each block's count."""
         return self._shared.intersection(blocks) if self._shared else set()
 
     def content(self, block: int) -> Content | None:
@@ -120,7 +120,7 @@ class BlockPool(Generic[Content]):
             self._shared.add(block)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each block, in the given order; the first to become free is evicted first.
+        """Drop one reference to each block, in the given order. The first block that becomes free is evicted first.
 
         Raises DoubleFreeError at a block without references.
         """

@@ -15,10 +15,10 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class BlockTable:
-    """Maps a sequence's token positions to blocks: position p lives in `block_ids[p // block_size]`.
+    """Maps a sequence's token positions to blocks: position p is in `block_ids[p // block_size]`.
 
-    `grow` takes blocks when its sequence passes a boundary, not earlier. `publish` makes full blocks findable by other
-    sequences. `release` frees all blocks; the empty table can grow again. row: index of its copy in `rows`, if any.
+    `grow` takes blocks when its sequence passes a boundary, not earlier. `publish` lets other sequences find full
+    blocks. `release` frees all blocks; the empty table can grow again. row: index of its copy in `rows`, if any.
     """
 
     def __init__(self, pool: BlockPool[CachedBlock], rows: TableRows, prefix_cache: PrefixCache | None = None) -> None:
@@ -27,7 +27,7 @@ class BlockTable:
         self._pool = pool
         self._rows = rows
         self._prefix_cache = prefix_cache
-        self.chain: list[CachedBlock] = []  # contents of the leading full blocks, as far as published or adopted
+        self.chain: list[CachedBlock] = []  # contents of the leading full blocks that are published or adopted
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -51,7 +51,7 @@ class BlockTable:
         self._rows.write(self.row, first, block_ids)
 
     def adopt(self, hit: Sequence[CachedBlock]) -> None:
-        """Share the blocks of a hit, after those of the chain. They replace the private blocks there."""
+        """Share the blocks of a hit, after those of the chain. They replace the private blocks at their positions."""
         for cached in hit:
             self._pool.share(cached.block)
         first = len(self.chain)
@@ -61,7 +61,7 @@ class BlockTable:
         self._pool.release(reversed(replaced))
 
     def fork(self, parent: BlockTable, num_tokens: int) -> None:
-        """Start an empty table with the parent's blocks of `num_tokens` tokens; the last one may be partly full."""
+        """Fill an empty table with the parent's blocks of `num_tokens` tokens. The last one may be partly full."""
         if self.block_ids:
             raise ValueError("only an empty table can become a fork")
         self._put(0, parent.block_ids[: blocks_for(num_tokens, self._pool.block_size)])
@@ -88,7 +88,7 @@ class BlockTable:
         return source, target
 
     def publish(self, token_ids: Sequence[int], num_tokens: int, keys: Sequence[bytes]) -> None:
-        """Make the full blocks of the first `num_tokens` tokens findable. `keys` are the hashes of all full blocks."""
+        """Publish the full blocks of the first `num_tokens` tokens. keys: the hashes of all full blocks."""
         if self._prefix_cache is None:
             return
         size = self._pool.block_size
@@ -98,9 +98,9 @@ class BlockTable:
             self.chain.append(self._prefix_cache.insert(keys[index], parent, tokens, self.block_ids[index]))
 
     def unpublish(self, num_full_blocks: int) -> list[int]:
-        """Undo the publication of the blocks from `num_full_blocks` on: their contents were never computed.
+        """Undo the publication of the blocks from `num_full_blocks` on, because their contents were not computed.
 
-        Returns their ids: other tables may have adopted them and must not keep them.
+        Returns their ids. Other tables may have adopted them and must not keep them.
         """
         own = set(self.block_ids[num_full_blocks:])
         unpublished = [cached.block for cached in self.chain[num_full_blocks:] if cached.block in own]

@@ -1,8 +1,8 @@
-"""Finding blocks by what they contain, so that a prompt's known prefix is not computed again.
+"""Finds blocks by their contents, so that a known prefix of a prompt is not computed again.
 
-A full block's key is a 128-bit hash of its predecessor's key and its own tokens, seeded with everything else that KV
-values depend on (model, adapter, KV type). The hash only finds a candidate: a hit also needs equal tokens and the same
-predecessor, so a collision causes a miss and never shares the KV of another prompt.
+A full block's key is a 128-bit hash of its predecessor's key and its own tokens. The first key is made from a seed: the
+model and the KV type, on which KV values also depend. The hash only finds a candidate: a hit also needs equal tokens
+and the same predecessor. So a collision causes a miss and never shares the KV of another prompt.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class CachedBlock:
 
 
 def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
-    """The 128-bit key of a full block that follows the block (or the seed) named by `parent_key`."""
+    """The 128-bit key of a full block. parent_key: the key of the preceding block, or the hash of the seed."""
     return hashlib.blake2b(parent_key + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class PrefixCache:
-    """Index of the published blocks of one pool. seed: everything except the tokens that KV values depend on."""
+    """Index of the published blocks of one pool. seed: all that KV values depend on, except the tokens."""
 
     def __init__(self, pool: BlockPool[CachedBlock], seed: bytes = b"") -> None:
         self._pool = pool
@@ -43,7 +43,7 @@ class PrefixCache:
         return len(self._by_key)
 
     def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], num_tokens: int) -> None:
-        """Complete `keys`, the hashes of the full blocks of the first `num_tokens` tokens."""
+        """Append to `keys` until it has the hashes of all full blocks of the first `num_tokens` tokens."""
         size = self._pool.block_size
         for index in range(len(keys), num_tokens // size):
             parent_key = keys[-1] if keys else self._root
@@ -69,15 +69,15 @@ class PrefixCache:
     def insert(self, key: bytes, parent: CachedBlock | None, tokens: tuple[int, ...], block: int) -> CachedBlock:
         """Publish a block. Returns the record of its content.
 
-        If the same content is already cached in another block, that block's record is returned and `block` stays
-        private to its sequence. If other content has the key (a collision), the new block is not indexed.
+        If another block already has the same content, that block's record is returned, and `block` stays private to its
+        sequence. If other content has the same key (a collision), the new block is not indexed.
         """
         existing = self._by_key.get(key)
         if existing is not None and existing.parent is parent and existing.tokens == tokens:
             return existing
         record = CachedBlock(key, parent, tokens, block)
         if existing is not None and not self._reachable(existing.parent):
-            self._pool.forget(existing.block)  # its predecessor was evicted, so no prompt can reach it
+            self._pool.forget(existing.block)  # its predecessor was evicted, so no prompt can find it
             existing = None
         if existing is None and self._reachable(parent):
             self._by_key[key] = record

@@ -1,4 +1,4 @@
-"""The block tables of all sequences in one array, from which a step selects its rows."""
+"""Keeps the block tables of all sequences in one array, from which a step selects its rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 
 UNUSED = -1
-"""Fills the unused tail of a row, as the attention metadata requires."""
+"""Fills the rest of a row, as the attention metadata requires."""
 
 
 class TableRows:
-    """One row of block ids per table, which the table writes when it changes: most steps change none, and a table that
-    grows writes its new blocks only. The array grows when rows or columns run out."""
+    """One row of block ids per table. A table writes its row when it changes: most steps change none, and a table that
+    grows writes only its new blocks. The array grows when it has too few rows or columns."""
 
     def __init__(self) -> None:
         self._ids: IntArray = np.full((4, 8), UNUSED, dtype=np.int32)
@@ -23,7 +23,7 @@ class TableRows:
         self._free = list(range(4))
 
     def take(self) -> int:
-        """A free row. It may contain old ids: write it from its first entry on."""
+        """Take a free row. It may contain old ids: write it from its first entry on."""
         if not self._free:
             size = len(self._ids)
             self._free = list(range(size, 2 * size))
@@ -44,6 +44,6 @@ class TableRows:
         self._lengths[row] = end
 
     def select(self, rows: Sequence[int]) -> IntArray:
-        """A copy of some rows [n, b], b being the longest length. Shorter rows are filled up with UNUSED."""
+        """A copy [n, b] of some rows. b is the length of the longest; shorter rows are padded with UNUSED."""
         index = np.asarray(rows, dtype=np.intp)
         return self._ids[index, : self._lengths[index].max(initial=0)]

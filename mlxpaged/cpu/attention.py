@@ -6,7 +6,7 @@ denominators, as in FlashDecoding. A prefix that several sequences share is atte
 attention). Keys of prompt chunks and of shared blocks are copied, because many queries read them.
 
 Scores are scaled by log2(e), so that powers of two replace exponentials: attention spends more time on these than on
-products (exp2.py). Pairs, shared blocks and the KV heads of prompts are split among CPU streams.
+matrix products (exp2.py). Pairs, shared blocks and the KV heads of prompts are split among CPU streams.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the "cpu" backend attends the query tokens of one step: made on the host, used by every layer of one window.
+"""Plans how the "cpu" backend attends the query tokens of a step, on the host, once for all layers with one window.
 
 The pool is an array of matrices [slot, size], one for each (block, KV head); its first axis is `block * Hkv + head`.
 """
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 BoolArray = npt.NDArray[np.bool_]
 
 MIN_SHARED = 32
-"""Fewest (sequence, block) pairs that make a shared run worth its overhead."""
+"""Fewest (sequence, block) pairs for which sharing blocks is worth its overhead."""
 
 TILE = 64
-"""Queries of a prompt in one tile: enough for fast products, and few masked keys."""
+"""Queries of a prompt in one tile. Larger tiles have faster products, smaller ones have fewer masked keys."""
 
 PAIR = 1e-6
 """Seconds for a (sequence, block) pair and one KV head, on one core."""
@@ -61,7 +61,7 @@ class DecodePlan:
     """The n sequences with one query token each, at `rows` of the step.
 
     work: lists with a part for each CPU stream. merged[n * Hkv, b]: which rows of all parts belong to a query row; None
-    if that is 0, 1, 2... padding[n * Hkv, b, 1, 1]: minus infinity for entries that fill `merged` up, else 0.
+    if that is 0, 1, 2... padding[n * Hkv, b, 1, 1]: minus infinity for padding entries of `merged`, else 0.
     """
 
     rows: mx.array | slice
@@ -98,7 +98,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """order: brings the outputs, decoding sequences first, back to the order of the query tokens; None if they are."""
+    """order: puts the outputs, decoding sequences first, in the order of the query tokens; None if they are in it."""
 
     decode: DecodePlan | None
     chunks: list[ChunkPlan]
@@ -135,7 +135,8 @@ def plan_chunk(
 
 
 def make_tiles(query_len: int, num_keys: int, window: int | None, group: int) -> list[Tile]:
-    """All biases are views of one, except a shorter last tile's: every query sees the keys before it alike."""
+    """The tiles of a chunk. Their biases are views of one array, except a shorter last tile's: every query sees the
+    keys before it alike."""
     firsts = range(num_keys - query_len, num_keys, TILE)  # indices among the keys of the tiles' first queries
     most = visible_before(firsts[-1], window)
     query, key = np.arange(min(TILE, query_len))[:, None], np.arange(-most, min(TILE, query_len))
@@ -207,7 +208,7 @@ def by_head(indices: IntArray, num_kv_heads: int) -> IntArray:
 
 
 def bias_of(visible: BoolArray) -> mx.array:
-    """0 where a key is visible, else minus infinity."""
+    """0 for a visible key, else minus infinity."""
     return mx.array(np.where(visible, np.float32(0), np.float32(-np.inf)))
 
 
@@ -222,8 +223,8 @@ def parts_by_owner(owner: IntArray, num_owners: int) -> tuple[IntArray, BoolArra
 
 
 def shared_runs(tables: IntArray, last: IntArray) -> list[tuple[IntArray, int]]:
-    """Sequences with the same first block, and how many blocks before their `last` ones all of them have in common.
-    Small runs are left out."""
+    """Sequences that share their first block, and the number of leading blocks, before the last one of any of them,
+    that they have in common. Runs with fewer than MIN_SHARED pairs are left out."""
     runs = []
     blocks, counts = np.unique(tables[:, 0], return_counts=True)
     for block in blocks[counts > 1]:

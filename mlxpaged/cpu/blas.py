@@ -25,7 +25,7 @@ loaded: str | None = None
 """The BLAS library in use, with its routines; None for the BLAS of MLX's wheel."""
 
 hint = INSTALL
-"""How to get a fast one."""
+"""How to get a faster one."""
 
 
 def prepare() -> None:

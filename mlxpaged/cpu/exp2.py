@@ -1,4 +1,4 @@
-"""Powers of two, from which softmax and sigmoid are made.
+"""Computes powers of two, for softmax and sigmoid.
 
 MLX's CPU backend calls the C library for each power: 6 ns per element. It vectorises additions, products and shifts
 (0.15 to 0.3 ns per element), and seventeen of them make a power.

@@ -51,7 +51,7 @@ class CpuPool:
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         matrices = self._matrices_of(ids)
         keys, values = self._keys[matrices], self._values[matrices]
-        mx.eval(keys, values)  # a read that is still pending would make the next write copy the whole pool
+        mx.eval(keys, values)  # if a read were still pending, the next write would copy the whole pool
         return keys, values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
@@ -69,8 +69,8 @@ Indices = tuple[mx.array, mx.array]
 
 
 def slot_indices(meta: AttentionMetadata, num_kv_heads: int) -> tuple[Indices, Indices | None]:
-    """Where the step's tokens are written, [T, num_kv_heads] each, and the unused tail slots of blocks that begin with
-    this step, if any, [n] each.
+    """The slots that the step's tokens are written to, [T, num_kv_heads] each, and the unused tail slots, [n] each, of
+    blocks that begin with this step; None if there are none.
 
     Decoding reads such a block whole. Unused slots get scores of minus infinity and weights of zero, but neither
     removes a NaN that an earlier owner of the block left there, so they are zeroed.

@@ -1,4 +1,4 @@
-"""`optimize_for_cpu`: what makes a loaded model's own operations faster on MLX's CPU backend.
+"""`optimize_for_cpu` makes a loaded model's own operations faster on MLX's CPU backend.
 
 - Query, key and value projections are joined (joined_linear.py), and linear layers are split among CPU streams
   (split_linear.py).
@@ -51,7 +51,7 @@ def route_activation(model: Module) -> None:
 
 
 def swiglu_by_exp2(gate: mx.array, x: mx.array) -> mx.array:
-    """`gate * sigmoid(gate) * x` of float32; other types are left to mlx-lm."""
+    """`gate * sigmoid(gate) * x` for float32. mlx-lm computes other types."""
     if gate.dtype != mx.float32 or x.dtype != mx.float32:
         return swiglu_of_mlx_lm(gate, x)
     parts = []

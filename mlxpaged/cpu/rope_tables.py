@@ -18,7 +18,7 @@ from mlxpaged.cpu.split_linear import precede
 
 
 class Tables:
-    """Cosines and sines [T, 1, 1, dims] of the positions [T] that `rope` got last."""
+    """Cosines and sines [T, 1, 1, dims] of the positions [T] that `at` got last."""
 
     def __init__(self, rope: Any) -> None:
         self._rope = rope
@@ -38,7 +38,8 @@ class Tables:
 
 
 class RopeByTables(Module):
-    """Precedes a rope's own class, which rotates all inputs but a step's: [T, heads, 1, D] of float32, T offsets."""
+    """A base class before a rope's own, for a step's inputs: [T, heads, 1, D] of float32, T offsets. The rope's own
+    class rotates all other inputs."""
 
     tables: Tables
     dims: int
@@ -55,8 +56,8 @@ class RopeByTables(Module):
 
 
 def tabulate_ropes(model: Module) -> None:
-    """Ropes with equal settings share tables. Only classes are changed that rotate the first half of the first `dims`
-    elements against their second half."""
+    """Ropes with equal settings share tables. Only classes change that rotate the first half of the first `dims`
+    elements against the second half."""
     tables: dict[str, Tables] = {}
     for module in model.modules():
         if type(module) in (RoPE, Llama3RoPE, YarnRoPE) and not module.traditional:

@@ -5,7 +5,7 @@ times as long as one. In two parts of one thread each they take 1.2 times as lon
 products, of half types and quantized weights, use one thread; two parts on two cores take half of the time.
 
 A feed-forward network with gate, up and down projections is split as a whole by its hidden units, whose contributions
-are added, so that streams meet once instead of four times.
+are added, so that streams wait for each other once instead of four times.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOLERANCE = 1e-4
 
 
 class LinearByInput(Linear):
-    """A linear layer that stores its matrix as [in, out]: a product with one row then takes three quarters of the time.
+    """A linear layer that stores its matrix as [in, out]. A product with one row then takes three quarters of the time.
     `weight` is still [out, in]."""
 
     matrix: mx.array
@@ -53,8 +53,8 @@ class LinearByInput(Linear):
 
 
 class SplitLinear(Module):
-    """Precedes the class of a linear layer, or of a layer of experts, among the bases. `parts` are layers of that
-    class; [..., in] -> [..., out]"""
+    """A base class before that of a linear layer, or of a layer of experts. parts: layers of that class.
+    [..., in] -> [..., out]"""
 
     parts: list[Any]
 

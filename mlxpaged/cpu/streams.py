@@ -1,7 +1,7 @@
 """CPU streams: MLX runs the operations of one CPU stream on one thread, so work for all cores is split among streams.
 
-Libraries below therefore use one thread each (blas.py): for the few rows of a decode step none of them uses several
-threads well.
+OpenBLAS therefore uses one thread per product (blas.py). No library uses several threads well for the few rows of a
+decode step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Stream:
-    """Inside `with`, operations go to this stream, and work is not split again."""
+    """Inside `with`, operations run on this stream, and work is not split again."""
 
     def __init__(self, stream: mx.Stream | None) -> None:
-        """None: the current stream."""
+        """stream: None for the current stream."""
         self.stream = stream
         self._context = contextlib.nullcontext() if stream is None else mx.stream(stream)
 

@@ -1,4 +1,4 @@
-"""The MLX thread and what runs on it: command queue, step loop, model runner, sampler, detokenizer, delivery."""
+"""The engine thread and what runs on it: commands, steps, model runner, sampler, detokenizer, delivery of outputs."""
 
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.builder import build_engine

@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 
 REPLY_SECONDS = 30.0
-"""How long a command waits for its reply. The engine replies between two steps, which take far less."""
+"""How long a command waits for its reply. The engine replies between two steps, and a step takes far less time."""
 
 
 class AsyncEngine:
     """Belongs to the event loop that `start` ran on. All its methods are called there.
 
-    on_output: called with every output and its request, for measurements. clock: seconds, for arrival times, deadlines
-    and outputs.
+    on_output: called with every output and its request, for metrics. clock: seconds. Arrival times, deadlines and the
+    times of outputs refer to it.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class AsyncEngine:
         self.thread = EngineThread(config, callbacks, clock)
 
     def start(self) -> None:
-        """Start the engine thread; the model loads in the background."""
+        """Start the engine thread. The model loads in the background."""
         self.loop = asyncio.get_running_loop()
         self.thread.start()
 
     async def wait_loaded(self) -> None:
-        """Raises EngineUnavailableError if loading failed."""
+        """Wait until the model is loaded. Raises EngineUnavailableError if loading failed."""
         await self._loaded.wait()
         if self.state is EngineState.DEAD:
             raise EngineUnavailableError(self.state, self.reason or "the engine is dead")
@@ -84,7 +84,7 @@ class AsyncEngine:
         return len(self._streams) + self._embedding
 
     def require_ready(self) -> EngineInfo:
-        """Raises EngineUnavailableError while no request can be taken."""
+        """Raises EngineUnavailableError if the engine takes no requests now."""
         if self.state is EngineState.READY and self.info is not None:
             return self.info
         messages = {
@@ -95,9 +95,9 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[float]:
-        """Reserve room for `count` requests until they are submitted. Yields the time.
+        """Reserve room for `count` requests until they are submitted. Yields the time of the reservation.
 
-        The room is reserved before tokenizing, so that a full server refuses at once. Raises QueueFullError.
+        The room is reserved before tokenizing, so that a full server refuses requests at once. Raises QueueFullError.
         """
         limit = self.config.max_num_seqs + self.config.max_queue
         taken = self.num_unfinished + self._reserved
@@ -111,9 +111,9 @@ class AsyncEngine:
             self._reserved -= count
 
     def submit(self, requests: Sequence[Request], default_max_tokens: int | None = None) -> list[RequestStream]:
-        """Queue requests that have a reservation, whose time is their arrival time. If one is refused, none is queued.
+        """Queue requests that have a reservation. Its time is their arrival time. If one is refused, none is queued.
 
-        default_max_tokens: the limit of requests without max_tokens, as far as there is room.
+        default_max_tokens: limit of the requests without max_tokens; they also have to fit context and pool.
         Raises EngineUnavailableError, PromptTooLongError, MinTokensError or DuplicateRequestError.
         """
         info, streams = self.require_ready(), []
@@ -135,7 +135,7 @@ class AsyncEngine:
         return streams
 
     async def embed(self, request: EmbeddingRequest, arrival_time: float, timeout: float | None) -> Vectors:
-        """Returns the vectors [inputs, dimensions]. Cancelling the waiting task ends the request.
+        """Returns the vectors [inputs, dimensions]. If the waiting task is cancelled, the request ends.
         timeout: seconds from arrival.
 
         Raises EngineUnavailableError, DeadlineExceededError, RequestCancelledError or RequestFailedError.
@@ -170,8 +170,8 @@ class AsyncEngine:
             self.thread.send(lambda core: core.abort(request_id))
 
     async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
-        """Cancel requests: their streams raise RequestCancelledError. Returns those that had not ended yet; all they
-        held is free again. Raises EngineUnavailableError or EngineBusyError."""
+        """Cancel requests: their streams raise RequestCancelledError. Returns those that had not ended yet. All that
+        they held is free when this returns. Raises EngineUnavailableError or EngineBusyError."""
         return await self._ask(lambda core: core.cancel(request_ids))
 
     async def status(self) -> EngineStatus:
@@ -179,13 +179,13 @@ class AsyncEngine:
         return await self._ask(lambda core: (core.status(), []))
 
     async def clear_cache(self) -> int:
-        """Empty the prefix cache. Returns the number of blocks that were in it. Raises EngineUnavailableError or
+        """Empty the prefix cache. Returns the number of blocks that it held. Raises EngineUnavailableError or
         EngineBusyError."""
         return await self._ask(lambda core: (core.clear_cache(), []))
 
     async def _ask(self, ask: Callable[[EngineCore], tuple[Reply, list[RequestOutput]]]) -> Reply:
-        """Call `ask` on the engine thread, also if this task is cancelled. Returns the first part of its result; the
-        second one is delivered."""
+        """Call `ask` on the engine thread, even if this task is cancelled. Returns the first part of its result. The
+        outputs in the second part go to their streams."""
         if self.info is None or self.state is EngineState.DEAD:
             self.require_ready()
         reply: Future[Reply] = Future()
@@ -194,7 +194,7 @@ class AsyncEngine:
             awaited = reply.set_running_or_notify_cancel()
             try:
                 answer, outputs = ask(core)
-            except Exception as error:  # the error is the caller's
+            except Exception as error:  # the caller handles it
                 if awaited:
                     reply.set_exception(error)
                 return []
@@ -216,7 +216,7 @@ class AsyncEngine:
             self._replies.discard(waiter)
 
     async def drain(self, timeout: float) -> bool:
-        """Take no more requests and wait for the running ones. Returns False if some had to be ended."""
+        """Take no more requests, and wait until the others are done. Returns False if some had to be ended."""
         if self.state in (EngineState.LOADING, EngineState.READY):
             self.state = EngineState.DRAINING
             self.reason = "the server is shutting down"
@@ -244,7 +244,7 @@ class AsyncEngine:
         return ended
 
     def _hand_over(self, callback: Callable[..., None], *args: object) -> None:
-        """From the engine thread to the event loop."""
+        """Call a method on the event loop, from the engine thread."""
         assert self.loop is not None
         try:
             self.loop.call_soon_threadsafe(callback, *args)

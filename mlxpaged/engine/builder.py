@@ -29,10 +29,10 @@ def build_engine(
     embedder: Embedder | None = None,
     no_embedder_because: str = "",
 ) -> EngineCore:
-    """An engine for a loaded model, on the thread that will run it.
+    """Make an engine for a loaded model, on the thread that will run it.
 
-    clock: seconds, the one of the requests' arrival times. embedder: None if no model makes embeddings, with the
-    reason. Raises MemoryError if the KV pools or the swap space do not fit, and SwapSpaceError for its directory.
+    clock: seconds. Requests' arrival times refer to it. no_embedder_because: the reason if `embedder` is None. Raises
+    MemoryError if the KV pools or the swap space do not fit, and SwapSpaceError if its directory cannot be used.
     """
     per_block = bytes_per_token(served.layers) * config.block_size
     per_sequence = blocks_for(served.context_length, config.block_size)
@@ -58,10 +58,10 @@ def build_engine(
 
 
 def build_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder | None, str]:
-    """The embedder of the second model, or of the first one if its directory says that it makes embeddings; else None
-    and the reason.
+    """Make the embedder, for the embedding model if there is one, else for the model that generates. Returns None and
+    the reason if that model's directory does not state that it makes embeddings.
 
-    Raises ModelNotFoundError or UnsupportedModelError if a second model was asked for and cannot be loaded.
+    Raises ModelNotFoundError or UnsupportedModelError if an embedding model is configured and cannot be loaded.
     """
     longest = config.embedding_max_model_len
     if config.embedding_model is not None:

@@ -17,13 +17,13 @@ class EngineConfig:
     """Raises ValueError if a value is out of range."""
 
     model: str = DEMO_MODEL  # directory, hub repository or "demo"
-    served_model_name: str | None = None  # name in the API; None: `model`
-    tool_parser: str | None = None  # one of mlx-lm's; None: the one that the chat template calls for
-    embedding_model: str | None = None  # a second model, as `model`, for embeddings
-    served_embedding_model_name: str | None = None  # name in the API; None: `embedding_model`
+    served_model_name: str | None = None  # name in the API; None: same as `model`
+    tool_parser: str | None = None  # one of mlx-lm's; None: mlx-lm finds it in the chat template
+    embedding_model: str | None = None  # a second model for embeddings, named as `model` is
+    served_embedding_model_name: str | None = None  # name in the API; None: same as `embedding_model`
     embedding_max_model_len: int = 8192  # tokens of the longest input for embeddings, at most the model's context
 
-    kv_cache_bytes: int | None = None  # size of the KV pools; None: what the device has left after the weights
+    kv_cache_bytes: int | None = None  # size of the KV pools; None: `memory.kv_blocks` decides
     swap_space_bytes: int = 0  # size of the swap space; 0: preempted sequences are recomputed
     swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block
@@ -33,16 +33,16 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048  # token budget of a step
     max_queue: int = 256  # sequences that may wait in addition to `max_num_seqs` running ones
     prefill_mode: str = "mixed"  # "mixed": a step computes prompts and decodes; "separate": one of the two
-    decode_preference: float = 0.5  # fraction of the tokens of a step, or of the separate steps, kept for decoding
+    decode_preference: float = 0.5  # share of a step's token budget (mixed) or of the steps (separate) for decoding
     max_step_ms: float | None = None  # limit for steps with prompts; 0: no limit; None: the scheduler's default
-    default_priority: Priority = Priority.NORMAL  # of requests that ask for none
+    default_priority: Priority = Priority.NORMAL  # of requests that set none
     request_timeout: float | None = None  # seconds for the whole answer, for requests that set no timeout
     ttft_timeout: float | None = None  # seconds for the first token, for requests that set no timeout
-    timelines: bool = False  # whether every answer has a timeline, without asking for it
+    timelines: bool = False  # whether every answer has a timeline, also if the request does not ask for it
 
-    attention_backend: str = "auto"  # "auto", "metal" or "gather"
-    attention_tuning: str = "auto"  # "auto": measured once on this machine; "default", "contiguous", "paged:512"
-    retune: bool = False  # measure again for attention_tuning "auto"
+    attention_backend: str = "auto"  # "auto", "metal", "gather" or "cpu"
+    attention_tuning: str = "auto"  # "auto": measured once on this machine; or "default", "contiguous", "paged:512"
+    retune: bool = False  # whether attention_tuning "auto" measures again
 
     def __post_init__(self) -> None:
         try:
@@ -91,7 +91,7 @@ class EngineConfig:
             )
 
     def scheduler_config(self, num_blocks: int, num_swap_slots: int = 0, cache_seed: bytes = b"") -> SchedulerConfig:
-        """The scheduler's part of this configuration. Raises ValueError."""
+        """The part of this configuration that the scheduler needs. Raises ValueError if a value is out of range."""
         return SchedulerConfig(
             num_blocks=num_blocks,
             block_size=self.block_size,

@@ -11,7 +11,7 @@ ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 @dataclass(frozen=True)
 class Constraint:
     """A JSON schema, a regular expression, a JSON list of strings to choose from, or a grammar in Lark's or GBNF's
-    notation. param: the request's field that asks for it, for error messages."""
+    notation. param: the request's field that contains it, for error messages."""
 
     kind: ConstraintKind
     text: str
@@ -58,7 +58,7 @@ class StructuredOutput:
 
     @property
     def spaced(self) -> bool:
-        """Whether line breaks may come first, as models write them after thinking. Not if they could belong to the
-        text."""
+        """Whether line breaks may come before the answer, as models write them after thinking. They may not if they
+        could be part of the text."""
         is_json = isinstance(self.text, Constraint) and self.text.kind == "json_schema"
         return self.thinking != "never" and (self.text is None or is_json)

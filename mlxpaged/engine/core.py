@@ -1,4 +1,4 @@
-"""The engine without its thread: requests in, one step at a time, outputs out."""
+"""The engine without its thread: takes requests, runs one step at a time, returns outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Everything that runs on the engine thread. `builder.build_engine` makes one.
 
-    One call of `step` launches at most one forward pass of the model. The embedder has steps of its own.
+    One call of `step` launches at most one forward pass of the model, unless it recovers from a failure. The embedder
+    has steps of its own.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class EngineCore:
         self._sequence_of: dict[str, int] = {}
         self._deadlines = Deadlines(scheduler)
         self._log = StepLog()
-        self._read_at = -math.inf  # when the tokens of the last step were read
+        self._read_at = -math.inf  # time at which the tokens of the last step were read
         self._num_steps = 0
         self._num_generated_tokens = 0
 
@@ -86,8 +87,8 @@ class EngineCore:
         self._sequence_of[request.request_id] = sequence.sequence_id
 
     def submit(self, requests: ListOf[Request]) -> list[RequestOutput]:
-        """Queue requests that arrive together. Returns the only outputs of those that cannot run, which the API refuses
-        in most cases before."""
+        """Queue requests that arrive together. Returns an output with an error for each request that cannot run. The
+        API refuses most of these earlier."""
         refusals = []
         for request in requests:
             try:
@@ -98,13 +99,13 @@ class EngineCore:
         return refusals
 
     def embed(self, request: EmbeddingRequest) -> list[RequestOutput]:
-        """Queue inputs for the embedder, which must exist. The request's reply is the answer."""
+        """Queue inputs for the embedder, which must exist. The result goes to `request.reply`, not to an output."""
         assert self.embedder is not None
         self.embedder.add(request)
         return []
 
     def abort(self, request_id: str, error: str | None = None) -> list[RequestOutput]:
-        """End a request and free all it holds. An unknown id is no error: the request may just have finished."""
+        """End a request and free all that it holds. An unknown id is no error: the request may just have finished."""
         sequence_id = self._sequence_of.get(request_id)
         if sequence_id is None:
             return []
@@ -116,8 +117,8 @@ class EngineCore:
         return [output for request_id in list(self._sequence_of) for output in self.abort(request_id, error)]
 
     def cancel(self, request_ids: ListOf[str]) -> tuple[list[EndedRequest], list[RequestOutput]]:
-        """Cancel requests. Returns what was ended, and the last output of each. Unknown ids are skipped: they may just
-        have finished."""
+        """Cancel requests. Returns the requests that were ended, and the last output of each. Unknown ids are skipped:
+        these requests may just have finished."""
         ended = [] if self.embedder is None else self.embedder.cancel(request_ids)
         outputs = []
         for request_id in request_ids:
@@ -137,10 +138,10 @@ class EngineCore:
         self.scheduler.finish(sequence_id, reason)
         return self._last_output(self.requests[sequence_id], error)
 
-    # -- what others ask -----------------------------------------------------------------------------------------
+    # -- state and statistics ------------------------------------------------------------------------------------
 
     def clear_cache(self) -> int:
-        """Empty the prefix cache; running sequences keep their blocks. Returns the number of blocks it held."""
+        """Empty the prefix cache. Running sequences keep their blocks. Returns the number of blocks that it held."""
         cache = self.scheduler.prefix_cache
         if cache is None:
             return 0
@@ -183,10 +184,10 @@ class EngineCore:
         return outputs
 
     def step(self) -> list[RequestOutput]:
-        """Schedule and launch one batch; returns the outputs of the step that ended.
+        """Schedule and launch one batch. Returns the outputs of the step that ended.
 
-        A request that makes its step fail ends with an error. Any exception raised here means that the engine's own
-        state is wrong, and the engine cannot go on.
+        A request that makes its step fail ends with an error. An exception that leaves this method means that the
+        engine's own state is wrong: the engine cannot go on.
         """
         batch = self._schedule()
         try:
@@ -211,10 +212,10 @@ class EngineCore:
         self._process(step)
 
     def overlap_step(self, batch: Batch) -> None:
-        """Launch the forward pass of a batch, then process the tokens of the step before while the device works.
+        """Launch the forward pass of a batch, and process the previous step's tokens while the device works.
 
-        Sampled tokens go from one forward pass into the next on the device. Only the sampler waits for the host, which
-        then knows all earlier tokens: grammars, forced tokens and ends of answers are up to date in every step.
+        Sampled tokens go from one forward pass into the next on the device. Only the sampler waits for the host. The
+        host then knows all earlier tokens, so grammars, forced tokens and ends of answers are exact in every step.
         """
         step = self._launch(batch, self._in_flight) if batch.rows else None
         self._finish_in_flight()
@@ -240,7 +241,7 @@ class EngineCore:
         return batch
 
     def _move_blocks(self, batch: Batch) -> bool:
-        """Swap and copy the blocks of a batch. False if that failed: the sequences that need them are preempted."""
+        """Swap and copy the blocks of a batch. Returns False if that failed: sequences that need them are preempted."""
         if not batch.moves:
             return True
         try:
@@ -248,12 +249,12 @@ class EngineCore:
         except Exception:
             logger.exception("KV blocks could not be moved; the sequences that need them are recomputed")
             self.scheduler.undo_moves(batch)
-            self.runner.finish_step()  # raises DeviceError if the device is to blame
+            self.runner.finish_step()  # raises DeviceError if the device caused the failure
             return False
         return True
 
     def _launch(self, batch: Batch, previous: InFlightStep | None = None) -> InFlightStep:
-        """Launch the forward pass. The sampled tokens of the previous step take the place of pending ones."""
+        """Launch the forward pass. The sampled tokens of the previous step replace the pending ones on the device."""
         started, tables = self.clock(), self.scheduler.get_block_tables(batch.sequence_ids)
         try:
             logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens)
@@ -266,10 +267,10 @@ class EngineCore:
         return step
 
     def _sample(self, step: InFlightStep) -> None:
-        """Launch the sampler, for the sequences that still run: the previous step may have ended some.
+        """Launch the sampler for the sequences that still run: the previous step may have ended some.
 
-        The host has processed all earlier tokens of these sequences, so grammars, forced tokens and penalties are
-        exact, while the device still computes the logits.
+        The device may still compute the logits. The host has processed all earlier tokens of these sequences, so
+        grammars, forced tokens and penalties are exact.
         """
         rows = [row for row in step.batch.rows if row.sequence.status is SequenceStatus.RUNNING]
         sampling = [row for row in rows if row.samples]
@@ -292,10 +293,10 @@ class EngineCore:
             self._in_flight = None
 
     def _process(self, step: InFlightStep) -> None:
-        """Commit the tokens of a step, and make outputs of them."""
+        """Commit the tokens of a step, and turn them into outputs."""
         tokens, invalid = step.read()
         now = self.clock()
-        # The device began with the step when it was launched and the step before was done.
+        # The device began the step when it was launched, or when the previous step was done if that was later.
         self.scheduler.observe(step.batch, now - max(step.started, self._read_at))
         self._read_at = now
         for sequence_id in invalid & self.requests.keys():
@@ -304,7 +305,7 @@ class EngineCore:
                 tokens.pop(sequence.sequence_id, None)
                 self.sampler.forget(sequence.sequence_id)
         for row in step.rows if invalid else ():
-            if row.sequence.status is SequenceStatus.SWAPPED:  # it may have shared blocks of one that failed
+            if row.sequence.status is SequenceStatus.SWAPPED:  # it may have shared blocks with one that failed
                 self.scheduler.recompute(row.sequence)
         self.scheduler.update(Batch(step.rows), {sequence_id: token.token_id for sequence_id, token in tokens.items()})
         for sequence_id, token in tokens.items():
@@ -329,12 +330,12 @@ class EngineCore:
         recovery.rebuild_pools(self, [*([in_flight.batch] if in_flight is not None else ()), *batches], error)
 
     def fail(self, sequence: Sequence, message: str) -> list[Sequence]:
-        """End a request with an error. Returns the sequences that shared blocks which its step should have written:
-        they are preempted, and recompute these blocks."""
+        """End a request with an error. Returns the sequences that shared blocks which the failed step should have
+        written: they are preempted and recompute these blocks."""
         preempted: list[Sequence] = []
         if sequence.status is SequenceStatus.RUNNING:
             preempted = self.scheduler.fail(sequence.sequence_id)
-        else:  # it was preempted since, and the blocks that it published cannot be told from others
+        else:  # it was preempted since then, and its published blocks can no longer be identified
             self.scheduler.finish(sequence.sequence_id, FinishReason.ERROR)
             self.clear_cache()
         self._outputs.append(self._last_output(self.requests[sequence.sequence_id], message))
@@ -343,7 +344,7 @@ class EngineCore:
     # -- outputs -------------------------------------------------------------------------------------------------
 
     def _output_of(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
-        """The output that a token adds. If its text cannot be made, the request ends with an error."""
+        """The output for a sampled token. If its text cannot be made, the request ends with an error."""
         self._num_generated_tokens += 1
         running.sequence.num_device_failures = 0
         try:

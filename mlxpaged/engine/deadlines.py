@@ -1,4 +1,4 @@
-"""Deadlines of requests: which have passed, and which can no longer be met."""
+"""Deadlines of requests: finds those that have passed, and those that can no longer be met."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mlxpaged.engine.request import Request
 from mlxpaged.scheduler import Scheduler, Sequence
 
 CLEAR_FACTOR = 2.0
-"""A request is ended early if the estimated time of its prefill is more than this many times the time left."""
+"""A request is ended early if its prefill is estimated to take more than this many times the time left."""
 
 SHORTEST_WAIT = 0.05
-"""Seconds. A deadline that is closer is not examined again before it passes."""
+"""Seconds. A deadline that is closer than this is not checked again before it passes."""
 
 
 class Check(NamedTuple):
-    """When to examine a deadline of a sequence, in seconds on the engine's clock."""
+    """When to check a deadline of a sequence, in seconds on the engine's clock."""
 
     time: float
     sequence_id: int
@@ -26,16 +26,16 @@ class Check(NamedTuple):
 
 
 def set_deadlines(sequence: Sequence, request: Request) -> None:
-    """For the scheduler, which serves the earliest deadline of a class first."""
+    """Set a sequence's deadlines. Within a class, the scheduler serves the earliest deadline first."""
     sequence.ttft_deadline = request.arrival_time + (math.inf if request.ttft_timeout is None else request.ttft_timeout)
     sequence.deadline = request.arrival_time + (math.inf if request.timeout is None else request.timeout)
 
 
 class Deadlines:
-    """A heap by the time of the next check, so that most steps look at its first entry only.
+    """A heap by the time of the next check, so that most steps look only at its first entry.
 
-    A deadline is checked when its request arrives, whenever half of the remaining time has passed, and at its end.
-    Entries of finished sequences stay in the heap until their time comes, or until most entries are such.
+    A deadline is checked when its request arrives, each time half of the remaining time has passed, and at its end.
+    Entries of finished sequences stay in the heap until their time comes, or until they are most of the heap.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -60,7 +60,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def missed(self, now: float) -> Iterator[tuple[int, str]]:
-        """Ids of the sequences to end, with the reason. They may be forgotten while this is iterated over."""
+        """Ids of the sequences to end, with the reason. The caller may call `forget` while it iterates."""
         while self._heap and self._heap[0].time <= now:
             check = heapq.heappop(self._heap)
             sequence = self._sequences.get(check.sequence_id)
@@ -69,7 +69,7 @@ class Deadlines:
             name, deadline = "timeout", sequence.deadline
             if check.of_first_token:
                 name, deadline = "ttft_timeout", sequence.ttft_deadline
-            limit = round(deadline - sequence.arrival_time, 9)  # as the client wrote it: the clock's value costs digits
+            limit = round(deadline - sequence.arrival_time, 9)  # the client's number, without rounding errors
             label, left = f"{name} of {limit:g} s", deadline - now
             if left <= 0:
                 yield sequence.sequence_id, f"{label} passed: {progress(sequence, now)}"
@@ -86,7 +86,7 @@ class Deadlines:
 
 
 def progress(sequence: Sequence, now: float) -> str:
-    """How far the sequence has come, for its client."""
+    """How far a sequence has come, in a message for its client."""
     prompt = computed = sequence.num_prompt_tokens
     if sequence.num_output_tokens == 0:  # otherwise its prompt was computed, even if its blocks are lost now
         computed = min(prompt, max(sequence.num_computed_tokens, sequence.num_swapped_tokens))

@@ -1,4 +1,4 @@
-"""Embeddings on the engine thread: a queue of requests, and one bounded forward pass between two other steps."""
+"""Computes embeddings on the engine thread: queues requests, and runs one limited forward pass between other steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mlxpaged.scheduler import FinishReason, SequenceStatus
 logger = logging.getLogger(__name__)
 
 STEP_TOKENS = 256
-"""Tokens of a forward pass, padding included, while requests generate: it delays them about as much as a prompt chunk
-of this size. Longer inputs are computed alone, in chunks; shorter ones are computed together."""
+"""Tokens of a forward pass, padding included, while other requests generate. It delays them about as much as a prompt
+chunk of this size. Longer inputs are computed alone, in chunks. Shorter inputs are computed together."""
 
 Vectors = NDArray[np.float32]
 
@@ -55,7 +55,7 @@ NO_EMBEDDINGS = EmbedderStats()
 
 
 class Job:
-    """A request in flight. short, long: indices of inputs that are not started, the longest first."""
+    """A request that is not complete. short, long: indices of inputs that are not started, the longest first."""
 
     def __init__(self, request: EmbeddingRequest, step_tokens: int) -> None:
         self.request = request
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass
 class Row:
-    """One input of a job. cache: of an input that is computed in chunks. pooled[D]: of the tokens computed so far."""
+    """One input of a job. cache: None for an input that is computed in one pass. pooled[D]: of the tokens so far."""
 
     job: Job
     index: int
@@ -82,10 +82,10 @@ class Row:
 
 
 class Embedder:
-    """Requests take turns. At most one long input holds keys and values."""
+    """Runs inputs of all requests in turn. At most one long input holds keys and values."""
 
     def __init__(self, model: EmbeddingModel, max_step_tokens: int) -> None:
-        """max_step_tokens: of a forward pass while no request generates."""
+        """max_step_tokens: tokens of a forward pass while no request generates."""
         self.model = model
         self._max_step_tokens = max_step_tokens
         self._step_tokens = min(STEP_TOKENS, max_step_tokens)
@@ -115,7 +115,7 @@ class Embedder:
             self._end(job, EmbeddingOutput(None, FinishReason.ERROR, error))
 
     def step(self, alone: bool) -> None:
-        """One forward pass. alone: no request generates."""
+        """Run one forward pass. alone: whether no request generates."""
         for job in [job for job in self._jobs if job.request.reply.cancelled()]:
             self._drop(job)
         if self._long is None and (first := next((job for job in self._jobs if job.long), None)) is not None:
@@ -131,7 +131,7 @@ class Embedder:
             self._run(self._next_rows(budget), budget)
 
     def _next_rows(self, budget: int) -> list[Row]:
-        """Short inputs, perhaps of several jobs, that have at most `budget` tokens if padded to the longest one."""
+        """Short inputs, perhaps of several jobs, that have at most `budget` tokens when padded to the longest one."""
         rows: list[Row] = []
         longest = 0
         for job in self._jobs:
@@ -149,8 +149,8 @@ class Embedder:
         self._jobs.append(job)
 
     def _run(self, rows: Sequence[Row], budget: int) -> None:
-        """Compute short inputs, or the next chunk of a long one. If rows of several requests fail together, each
-        request runs again alone: only the faulty one ends."""
+        """Compute short inputs, or the next chunk of a long one. If inputs of several requests fail together, each
+        request runs again alone, so that only the faulty one ends."""
         start = rows[0].num_computed
         chunks = [row.tokens[start : start + budget] for row in rows]
         longest = max(map(len, chunks))
@@ -159,7 +159,7 @@ class Embedder:
         try:
             states = self.model.decode(mx.array(tokens), rows[0].cache)
             pooled = self._pool(states, start, mx.array([len(row.tokens) for row in rows]))
-            mx.eval(pooled)  # an error while NumPy evaluates would end the process
+            mx.eval(pooled)  # if NumPy evaluated it, an error would end the process
             vectors = np.array(pooled)
         except Exception as error:
             logger.exception("embedding %d inputs failed", len(rows))
@@ -191,7 +191,7 @@ class Embedder:
             self._long = None
         vector = pooled[: job.request.dimensions]
         if self.model.spec.normalize:
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as torch's normalize has it
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # the limit is that of torch's normalize
         job.vectors[row.index] = vector
         job.num_left -= 1
         if job.num_left > 0:

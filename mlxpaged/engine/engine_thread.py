@@ -1,4 +1,4 @@
-"""The one thread that touches MLX, from loading the weights to the last sample, and the queue of commands to it."""
+"""The only thread that uses MLX, from loading the weights to the last sample, and the queue of its commands."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 Command = Callable[[EngineCore], list[RequestOutput]]
-"""Runs between two steps, and returns the last outputs of the requests that it ended."""
+"""Runs between two steps. Returns the last outputs of the requests that it ended."""
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Called on the engine thread. on_step: once per step, with all its outputs. on_end: last, with the reason of an
-    unexpected end or None."""
+    """Called on the engine thread. on_step: once per step, with all its outputs. on_end: last, with the reason if the
+    thread ended unexpectedly, else None."""
 
     on_ready: Callable[[EngineCore], None]
     on_step: Callable[[list[RequestOutput], EngineStats], None]
@@ -37,10 +37,10 @@ class Callbacks:
 
 
 class EngineThread(threading.Thread):
-    """Runs commands between steps, and steps while there is work; sleeps on the queue while there is none."""
+    """Runs commands between steps, and steps while there is work. Without work it waits for commands."""
 
     def __init__(self, config: EngineConfig, callbacks: Callbacks, clock: Callable[[], float] = time.monotonic) -> None:
-        # A daemon: a step or a download must not hold up an interpreter that quits.
+        # A daemon: a step or a download must not delay an interpreter that quits.
         super().__init__(name="mlxpaged-engine", daemon=True)
         self._config = config
         self.callbacks = callbacks
@@ -82,7 +82,7 @@ class EngineThread(threading.Thread):
                     self._deliver(core, outputs)
                     outputs = []
             outputs += core.expire()
-            if outputs:  # before the step, so that clients do not wait for it
+            if outputs:  # delivered before the step, so that clients do not wait for it
                 self._deliver(core, outputs)
             if core.has_work():
                 self._deliver(core, core.logged_step())

@@ -1,4 +1,4 @@
-"""The states of an engine, and the errors that its callers see."""
+"""The states of an engine, and the errors that it raises for its callers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class EngineState(str, Enum):
 
 
 class EngineUnavailableError(Exception):
-    """The engine takes no request now. `state` says whether that will change."""
+    """The engine takes no requests now. `state` says whether that can change."""
 
     def __init__(self, state: EngineState, message: str) -> None:
         super().__init__(message)
@@ -21,7 +21,7 @@ class EngineUnavailableError(Exception):
 
 
 class QueueFullError(Exception):
-    """The server has as many requests as it takes. ever: whether an empty server would take these."""
+    """The server already has as many requests as it takes. ever: whether it would take these if it had no others."""
 
     def __init__(self, message: str, ever: bool) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class DuplicateRequestError(Exception):
 
 
 class MinTokensError(ValueError):
-    """A request's min_tokens is larger than the number of tokens that it may generate."""
+    """A request's min_tokens is larger than the most tokens that it may generate."""
 
 
 class RequestFailedError(Exception):
@@ -49,4 +49,4 @@ class DeadlineExceededError(Exception):
 
 
 class EngineBusyError(Exception):
-    """The engine did not reply in time. The command may still be carried out."""
+    """The engine did not reply in time. It may still carry out the command."""

@@ -1,7 +1,7 @@
-"""Constraints as grammars, compiled by llguidance, and a matcher for each answer.
+"""Compiles constraints to grammars with llguidance, and makes a matcher for each answer.
 
-Any thread may compile. Compilation is bounded: llguidance gives up on what is too large or too complex. A matcher
-belongs to the engine thread. Only committed tokens advance it, so that a failed step or a preemption does not.
+Any thread may compile. Compilation is bounded: llguidance refuses what is too large or too complex. A matcher belongs
+to the engine thread. Only committed tokens advance it, so a failed step or a preemption does not affect it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MAX_CHARS: dict[ConstraintKind, int] = {
     "choice": 64 * 1024,
     "grammar": 32 * 1024,
 }
-"""The longest constraints. The compiler cannot be interrupted, and some of its parts take quadratic time: the slowest
-case found within these limits took two seconds, a regular expression of 80,000 characters a minute."""
+"""Most characters of a constraint. The compiler cannot be interrupted, and some of its parts take quadratic time. The
+slowest case found within these limits took 2 seconds; a regular expression of 80,000 characters took a minute."""
 
 MAX_LEXER_STATES = 50_000
 """Lexer states of one answer, 1 to 2 KB each. llguidance's own limit is five times as large."""
 
 KEPT = 64
-"""Compiled constraints in memory. Clients repeat them, and compiling one again takes up to half a second."""
+"""Compiled constraints that are kept in memory. Clients repeat them, and compiling one takes up to half a second."""
 
 BLAME_SECONDS = 2.0
 """Time limit for finding the part of a structured output that does not compile, by compiling each part alone."""
@@ -46,12 +46,12 @@ WHITESPACE = r"( |\n[ \t]{0,64})?"
 """White space between the tokens of JSON. If any amount is allowed, some models write it until max_tokens."""
 
 Mask = npt.NDArray[np.int32]
-"""[W]: one bit for each of 32 * W tokens, the lowest first, which is set if the token is allowed."""
+"""[W]: one bit for each of 32 * W tokens, the lowest bit first. A set bit means that the token is allowed."""
 
 
 class GrammarError(ValueError):
-    """A constraint that cannot be enforced, or an answer that violates it. param: the field to blame, if it is not the
-    whole constraint's."""
+    """A constraint cannot be enforced, or an answer violates it. param: the request's field that is wrong, if it is not
+    the field of the whole constraint."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -59,9 +59,9 @@ class GrammarError(ValueError):
 
 
 class Grammars:
-    """The constraints of one model, compiled. Safe to use from several threads.
+    """Compiles the constraints of one model. Several threads may use it.
 
-    vocab_size: rows of the model's output; the tokenizer may know fewer tokens, or more.
+    vocab_size: logits of the model; the tokenizer may know fewer tokens, or more.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -73,14 +73,14 @@ class Grammars:
         self.compile = functools.lru_cache(KEPT)(self._compile)
 
     def start(self, constraint: Constraint | StructuredOutput, ignore_eos: bool) -> GrammarMatcher:
-        """A matcher for one answer. Raises GrammarError."""
+        """Make a matcher for one answer. Raises GrammarError."""
         return GrammarMatcher(self.compile(constraint).deep_copy(), self._wrapped.eos_token_ids if ignore_eos else ())
 
     def masks(self, rows: Sequence[tuple[GrammarMatcher, Collection[int]]]) -> list[Mask]:
-        """The tokens that each answer may continue with. rows: matchers, each with tokens to avoid now.
+        """The tokens that each answer may continue with. rows: matchers, each with tokens that it should avoid now.
 
-        A mask is never empty: avoided tokens stay if the grammar allows nothing else. A matcher with an error allows
-        the end of the answer, and raises the error when it is advanced.
+        A mask is never empty: tokens to avoid stay in it if the grammar allows no others. A matcher with an error
+        allows the end of the answer, and raises the error when it is advanced.
         """
         filled = allocate_token_bitmask(len(rows), self.tokenizer().vocab_size)
         matchers = [(matcher.matcher, i) for i, (matcher, _) in enumerate(rows)]
@@ -91,12 +91,12 @@ class Grammars:
         ]
 
     def _compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
-        """A matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
+        """Make a matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
         check_length(constraint)
         try:
             text = constraint.text if isinstance(constraint, StructuredOutput) else None
             if isinstance(text, Constraint) and text.kind == "grammar":
-                self._new_matcher(text)  # compiled alone, it cannot refer to the other grammars
+                self._new_matcher(text)  # alone, so that it cannot refer to the other grammars
             return self._new_matcher(constraint)
         except GrammarError:
             until = time.monotonic() + BLAME_SECONDS
@@ -117,13 +117,13 @@ class Grammars:
         except RecursionError:
             raise GrammarError("is nested too deeply") from None
         check(matcher)
-        first = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)  # also shows whether it is too complex
+        first = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)  # also finds a grammar that is too complex
         check(matcher)
         if not without(first, self._wrapped.eos_token_ids).any():
             raise GrammarError("only the empty text fits it")
         trial = matcher.deep_copy()
         for token_id in trial.compute_ff_tokens()[:1]:
-            trial.consume_token(token_id)  # fails if what must follow is endless
+            trial.consume_token(token_id)  # fails if the text that must follow is endless
             check(trial)
         return matcher
 
@@ -147,20 +147,20 @@ class Grammars:
 
     @functools.cached_property
     def _special_tokens(self) -> dict[str, int]:
-        """Special tokens by text, as llguidance sees them, the longest first."""
+        """Special tokens by their text, as llguidance sees them, the longest first."""
         added = self._wrapped.reader.added_tokens_decoder.items()
         special = {token.content: i for i, token in added if self.tokenizer().is_special_token(i)}
         return dict(sorted(special.items(), key=lambda item: -len(item[0])))
 
     def tokenizer(self) -> LLTokenizer:
-        """llguidance's view of the vocabulary. Raises GrammarError if the model's tokenizer does not allow one."""
+        """llguidance's view of the vocabulary. Raises GrammarError if it cannot be made from the model's tokenizer."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 wrapped = self._wrapped.reader
                 size = max(len(wrapped), self._vocab_size)
                 try:
                     self._tokenizer = from_tokenizer(wrapped, size, sorted(self._wrapped.eos_token_ids) or None)
-                except Exception as error:  # unusual tokenizers make the libraries raise anything
+                except Exception as error:  # for unusual tokenizers, the libraries raise any type
                     raise GrammarError(f"this model's tokenizer cannot be constrained: {error}") from error
             return self._tokenizer
 
@@ -171,15 +171,15 @@ def grammar_text(constraint: Constraint) -> str:
         return grammar_from(constraint.kind, constraint.text)
     schema = json.loads(constraint.text)
     check_schema(schema)
-    # A schema may contain options for llguidance. The author may not choose these: the first two would allow answers
-    # that violate the schema.
+    # A schema may contain options for llguidance. A request may not set these: the first two would allow answers that
+    # violate the schema.
     options = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
     text = json.dumps(disjoint_one_of_as_any_of(schema))
     return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
 
 
 def check_length(constraint: Constraint | StructuredOutput) -> None:
-    """Raises GrammarError."""
+    """Raises GrammarError if the texts of a constraint are longer than MAX_CHARS."""
     parts = constraint.parts if isinstance(constraint, StructuredOutput) else (constraint,)
     for kind, limit in MAX_CHARS.items():
         length = sum(len(part.text) for part in parts if part.kind == kind)
@@ -188,7 +188,7 @@ def check_length(constraint: Constraint | StructuredOutput) -> None:
 
 
 def check(matcher: LLMatcher) -> None:
-    """Raises GrammarError for a matcher with an error. Errors are final."""
+    """Raises GrammarError if a matcher has an error. Such errors are final."""
     if matcher.is_error():
         reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
         raise GrammarError("no text fits it" if reason == "NoExtensionBias" else reason)
@@ -204,7 +204,7 @@ def without(mask: Mask, token_ids: Collection[int]) -> Mask:
 
 
 def preferring(mask: Mask, avoided: Collection[int]) -> Mask:
-    """The mask without these tokens, unless it would be empty."""
+    """The mask without these tokens, or the mask itself if nothing else would be allowed."""
     rest = without(mask, avoided) if avoided else mask
     return rest if rest.any() else mask
 
@@ -221,8 +221,8 @@ class GrammarMatcher:
         return bool(self.matcher.validate_tokens([token_id]))
 
     def advance(self, token_id: int) -> bool:
-        """Append a token to the answer. Returns True if nothing can follow. Raises GrammarError for a token that is not
-        allowed, or if the grammar became too complex."""
+        """Append a token to the answer. Returns True if nothing can follow. Raises GrammarError if the token is not
+        allowed, or if the grammar has become too complex."""
         self.matcher.consume_token(token_id)
         try:
             check(self.matcher)

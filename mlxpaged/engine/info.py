@@ -1,4 +1,4 @@
-"""What an engine has loaded, and how large a request it can run."""
+"""What an engine has loaded, and the largest request that it can run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
 
 
 class EngineInfo:
-    """Does not change while the engine lives."""
+    """Facts about an engine that do not change while it lives."""
 
     def __init__(self, core: EngineCore) -> None:
         served, pool = core.served, core.scheduler.pool
@@ -22,7 +22,7 @@ class EngineInfo:
         self.weight_bytes = served.weight_bytes
         self.kv_cache_bytes = core.runner.kv_cache_bytes  # of all KV pools
         self.num_blocks, self.block_size = pool.num_blocks, pool.block_size
-        self.num_swap_slots = core.scheduler.config.num_swap_slots  # KV blocks that fit the swap space
+        self.num_swap_slots = core.scheduler.config.num_swap_slots  # KV blocks that the swap space holds
         self.backend = core.runner.backend
         self.created = int(time.time())  # Unix time
         self.grammars = core.grammars
@@ -40,11 +40,11 @@ class EngineInfo:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a prompt and its answer. The last token of an answer is never in the pool."""
+        """The most tokens of a prompt and its answer together. The last token of an answer needs no KV."""
         return min(self.context_length, self.max_tokens_in_pool + 1)
 
     def max_new_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """The number of tokens that a request may generate: `max_tokens`, or all that context and pool have room for.
+        """The most tokens that a request may generate: `max_tokens`, or if it is None, all that have room.
 
         Raises PromptTooLongError, with size and limit, if the request could never run.
         """

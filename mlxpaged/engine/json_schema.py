@@ -1,7 +1,7 @@
-"""JSON schemas are rewritten here if that makes them enforceable, and refused if they would trap the compiler.
+"""Rewrites JSON schemas if that makes them enforceable, and refuses those that the compiler would not finish.
 
-A `oneOf` whose branches exclude each other means `anyOf`, which a grammar can express. That is how pydantic writes a
-union with a discriminator. Any other `oneOf` stays, and is refused by the compiler.
+A `oneOf` whose branches exclude each other means the same as `anyOf`, which a grammar can express. Pydantic writes a
+union with a discriminator like that. Any other `oneOf` stays, and the compiler refuses it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSc
 """Keywords whose value maps names to schemas."""
 
 DATA = {"const", "enum", "default", "examples", "example"}
-"""Keywords whose value is no schema."""
+"""Keywords whose value is not a schema."""
 
 MAX_PATTERN_CHARS = 8 * 1024
-"""Of all regular expressions of a schema. The time to compile them grows with its square: half a second for these."""
+"""Most characters of all regular expressions of a schema. Compiling takes quadratic time: half a second for these."""
 
 MAX_MULTIPLE = 10_000
-"""Least common multiple of all `multipleOf`, in units of their last decimal. The compiler builds a state for each
-remainder, at 100,000 a second, and gives up only in some cases: with a million it had not ended after 8 seconds."""
+"""Largest least common multiple of all `multipleOf`, in units of their last decimal. The compiler builds a state for
+each remainder, 100,000 a second, and stops only in some cases: a million were not done after 8 seconds."""
 
 MAX_BRANCHES = 64
-"""Of a `oneOf`; all pairs of them are compared."""
+"""Most branches of a `oneOf` that are compared with each other, in pairs."""
 
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
 
 def check_schema(schema: Any) -> None:
-    """Raises ValueError for a schema that is no object, or that the compiler would not finish."""
+    """Raises ValueError if a schema is not an object, or if the compiler would not finish it."""
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
     nodes = list(_nodes(schema))
@@ -47,7 +47,7 @@ def check_schema(schema: Any) -> None:
 
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every object in it, whether a schema or not."""
+    """Every object in a schema, including objects that are not schemas."""
     if isinstance(schema, dict):
         yield schema
     for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
@@ -55,13 +55,13 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """The value, or an empty object in the place of anything else."""
+    """The value if it is an object, else an empty object."""
     return value if isinstance(value, dict) else {}
 
 
 def disjoint_one_of_as_any_of(root: Any) -> Any:
-    """The schema with every `oneOf` of branches that exclude each other by their types, or by a required property with
-    different constants, written as `anyOf`."""
+    """The schema, with `oneOf` written as `anyOf` if its branches exclude each other: by their types, or by a required
+    property that has different constants."""
     return _rewritten(root, root)
 
 
@@ -108,7 +108,7 @@ def _types(schema: dict[str, Any]) -> set[str]:
 
 
 def _values(schema: dict[str, Any], name: str) -> set[str]:
-    """The strings that a property may have. Empty if the schema does not list them."""
+    """The strings that a property may be. Empty if the schema does not list them."""
     found = _object(_object(schema.get("properties")).get(name))
     if isinstance(found.get("const"), str):
         return {found["const"]}
@@ -121,7 +121,7 @@ def _strings(values: Any) -> set[str]:
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """The schema, or what it is a reference to."""
+    """The schema that `schema` refers to, or `schema` itself."""
     reference = _object(schema).get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         schema = root

@@ -1,4 +1,4 @@
-"""Decides the sizes of the KV pools and of the swap space."""
+"""Decides the sizes of the KV pools and the swap space."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ WORKING_MEMORY = 0.15
 """Share of the free memory that is left for activations and the rest of the process."""
 
 SYSTEM_SHARE = 0.5
-"""Share of the system's free memory that the pools may take without a GPU's working-set limit."""
+"""Share of the system's free memory that the pools may take if there is no GPU with a working-set limit."""
 
 CPU_POOL = 2**30
-"""Bytes of the default KV pools on a CPU: all of it is written at the start, 3 s per GB on two cores."""
+"""Bytes of the default KV pools on a CPU. All of them are written at the start, at 3 s per GB on two cores."""
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "512MB", "8GB", "1.5GiB" or a plain number of bytes; decimal and binary units as written.
+    """Bytes of "512MB", "8GB", "1.5GiB" or a plain number of bytes. KB is 1,000 bytes, KiB is 1,024.
 
-    Raises ValueError for anything else.
+    Raises ValueError for other texts.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B)?\s*", text.upper())
     size = 0
@@ -39,7 +39,7 @@ def parse_size(text: str) -> int:
 
 
 def free_device_memory() -> int:
-    """Bytes free on the device that runs the model: of a GPU's working set, or of the system's memory."""
+    """Free bytes on the device that runs the model: of a GPU's working set, or of the system's memory."""
     if mx.metal.is_available():
         limit = int(mx.device_info()["max_recommended_working_set_size"])
         return max(0, limit - int(mx.get_active_memory()))
@@ -49,8 +49,8 @@ def free_device_memory() -> int:
 def wire_device_memory() -> None:
     """Keep weights and KV pools resident on a GPU that shares the system's memory, up to its working-set limit.
 
-    Otherwise macOS pages them out while the server is idle, and the first request after that is slow. Before macOS 15
-    the limit has no effect. A limit that MLX refuses is only logged.
+    Otherwise macOS pages them out while the server is idle, and the next request is slow. Before macOS 15 the limit has
+    no effect. A limit that MLX refuses is only logged.
     """
     if mx.metal.is_available():
         try:
@@ -67,7 +67,7 @@ CGROUP_MEMORY = (
 
 
 def system_free_memory() -> int:
-    """Bytes free on the machine, or in the container that the process runs in."""
+    """Free bytes of the machine, or of the container that the process runs in."""
     free = machine_free_memory()
     for limit, used in CGROUP_MEMORY:
         try:
@@ -95,10 +95,10 @@ def kv_blocks(
 ) -> int:
     """Number of blocks of the KV pools.
 
-    wanted_bytes: what the operator asked for. None takes what the device has left, less WORKING_MEMORY, but no more
-    than `max_num_seqs` sequences of `blocks_per_sequence` (the full context length) fill. Without a GPU it takes no
-    more than CPU_POOL, or one such sequence if that is larger. reserved_bytes: memory that others take later.
-    Raises MemoryError if not even one block fits, or more is wanted than is free.
+    wanted_bytes: the configured size. If it is None, the pools take what the device has left, less WORKING_MEMORY, but
+    no more than `max_num_seqs` sequences of `blocks_per_sequence` (the full context length) fill. Without a GPU they
+    take no more than CPU_POOL, or one such sequence if that is larger. reserved_bytes: memory that the embedder takes
+    later. Raises MemoryError if not even one block fits, or if more is wanted than is free.
     """
     left = max(0, free_device_memory() - reserved_bytes)
     if wanted_bytes is not None:
@@ -119,7 +119,7 @@ def kv_blocks(
 
 
 def swap_slots(bytes_per_block: int, wanted_bytes: int) -> int:
-    """Number of slots of the swap space, a KV block of all layers each. Raises MemoryError if not even one fits."""
+    """Number of slots of the swap space; each holds one KV block of all layers. Raises MemoryError if none fits."""
     slots = wanted_bytes // bytes_per_block
     if slots < 1:
         raise MemoryError(

@@ -1,4 +1,4 @@
-"""Runs one batch through the model: metadata in, one forward pass, one token out per row that samples."""
+"""Runs one batch through the model: uploads its metadata, and makes logits for each row that samples."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from mlxpaged.scheduler.sequence import PENDING
 
 
 class DeviceError(RuntimeError):
-    """The device failed to run a step, now or earlier: the KV pools are lost."""
+    """The device failed to run this step or an earlier one. The contents of the KV pools are lost."""
 
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """tokens[R], on the device: the last token of each of R sequences, in their order."""
+    """tokens[R], on the device: the token that was sampled for each of R sequences, in the order of `sequence_ids`."""
 
     tokens: mx.array
     sequence_ids: Sequence[int]
 
 
 def indices_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, sampled: SampledTokens) -> IntArray:
-    """For each pending token of the batch's [T], its index in `sampled`. Only the last token of a row can be pending;
-    `last` has the indices of these."""
+    """For each of the batch's tokens [T], its index in `sampled` if it is pending, else 0. Only the last token of a row
+    can be pending. last: the index of each row's last token."""
     index = {sequence_id: i for i, sequence_id in enumerate(sampled.sequence_ids)}
     pending = token_ids[last] == PENDING
     indices = np.zeros_like(token_ids)
@@ -53,10 +53,10 @@ def indices_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, sample
 
 
 class ModelRunner:
-    """Owns the KV pools and runs the model. Belongs to the thread that made it, because MLX streams are bound to a
-    thread; calls from other threads are refused.
+    """Owns the KV pools and runs the model. It belongs to the thread that made it, because MLX streams are bound to a
+    thread. Calls of `forward` from other threads are refused.
 
-    tunings: by the layers' shapes; missing shapes have the default tuning.
+    tunings: by the shape of a layer; shapes that are missing have the default tuning.
     """
 
     def __init__(
@@ -106,21 +106,20 @@ class ModelRunner:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be dispatched while the previous one is in flight.
+        """Whether a step may be launched while the previous one is in flight.
 
         Only the Metal backend writes its pools in place while they are read. With MLX's own operations on a GPU, the
         next write would copy a whole pool that an unfinished step still reads. On a CPU, MLX runs few operations ahead:
-        dispatching a step takes nearly as long as the step, and the previous step's tokens would be read that much
-        later.
+        launching a step takes nearly as long as the step, and the previous step's tokens would be read that much later.
         """
         return self.backend == "metal"
 
     def forward(self, batch: Batch, block_tables: IntArray, sampled: SampledTokens | None = None) -> mx.array:
-        """Logits [R, V] of the R rows that sample, in the order of the batch; not yet evaluated.
+        """Return logits [R, V] of the R rows that sample, in the order of the batch; not yet evaluated.
 
         Writes the keys and values of the batch's tokens into their blocks. block_tables: of the batch's rows, padded as
-        in AttentionMetadata. sampled: output of the step in flight, from which the batch's pending tokens come. Token
-        ids and metadata go to the device in one upload; a backend's plan adds a few more.
+        in AttentionMetadata. sampled: tokens of the step in flight, which replace the batch's pending tokens. Token ids
+        and metadata go to the device in one upload; a backend's plan may add a few more.
         """
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
@@ -132,8 +131,8 @@ class ModelRunner:
         query_lens = [row.num_tokens for row in rows]
         last = np.cumsum(query_lens, dtype=np.int32) - 1
         wanted = last[[row.samples for row in rows]]
-        # A step that samples nothing (a chunk in the middle of a prompt) still projects one row: the model cannot skip
-        # its head, and an empty selection would give the head an array without rows.
+        # A step that samples nothing (a chunk in the middle of a prompt) still projects one row: the model always runs
+        # its head, and the head cannot take an array without rows.
         selected = wanted if wanted.size else last[-1:]
         more = [token_ids, selected]
         if PENDING in tokens:
@@ -157,8 +156,8 @@ class ModelRunner:
         return logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Swap and copy blocks before the step that needs them, after the steps in flight. Raises errors of disk and
-        device."""
+        """Swap and copy blocks after the steps in flight and before the step that needs them. Raises errors of the disk
+        and the device."""
         if self.swap is not None:
             self.swap.store(moves.swap_out)
         for layer in self.layers:
@@ -167,17 +166,17 @@ class ModelRunner:
             self.swap.load(moves.swap_in)
 
     def start_step(self, *results: mx.array) -> None:
-        """Let the device begin, and return at once. Raises DeviceError."""
+        """Let the device begin and return at once. Raises DeviceError."""
         with device_errors():
             mx.async_eval(results, [layer.kv.arrays for layer in self.layers])
 
     def finish_step(self, *results: mx.array) -> None:
-        """Wait until the results are known and the pools are written. Raises DeviceError."""
+        """Wait until the results are computed and the pools are written. Raises DeviceError."""
         with device_errors():
             mx.eval(results, [layer.kv.arrays for layer in self.layers])
 
     def rebuild_pools(self) -> None:
-        """After a device error: wait for whatever still runs, then make all KV pools anew. Raises DeviceError if the
+        """After a device error, wait for all running work, then make all KV pools anew. Raises DeviceError if the
         device cannot do even that."""
         with contextlib.suppress(Exception):
             mx.synchronize()
@@ -189,7 +188,7 @@ class ModelRunner:
 
 @contextlib.contextmanager
 def device_errors() -> Iterator[None]:
-    """MLX raises a device's errors at whatever call evaluates next, as exceptions of several types."""
+    """Turn exceptions into DeviceError: MLX raises a device's errors at any later evaluation, as several types."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What follows a failed step: find the request that the host cannot run, or rebuild KV pools that the device lost."""
+"""Recovers from failed steps: finds the request that the host cannot run, or rebuilds KV pools that the device lost."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DEVICE_FAILURES = 2
-"""A request ends when this many steps in a row that it was part of failed on the device."""
+"""A request ends after this many device errors in its steps without a sampled token in between."""
 
 
 def run_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> None:
-    """Run rows to their end."""
+    """Run those rows to their end whose sequences still run."""
     running = running_rows(core, rows)
     if running:
         try:
@@ -30,14 +30,14 @@ def run_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> None:
 
 
 def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError) -> None:
-    """Run rows that failed together in halves, down to the request that causes the failure, and end that request.
+    """Repeat a failed step in halves until the request that makes it fail is alone, and end that request.
 
     Writing the same keys and values twice changes nothing, so the other requests lose only time.
     """
     cause = error.__cause__
     logger.error("a step of %s failed", ", ".join(row.sequence.label for row in rows), exc_info=cause)
     for row in rows:
-        core.sampler.forget(row.sequence.sequence_id)  # its counts may contain a token of the failed step
+        core.sampler.forget(row.sequence.sequence_id)  # the token counts may contain a token of the failed step
     if len(rows) > 1:
         half = len(rows) // 2
         run_rows(core, rows[:half])
@@ -48,8 +48,8 @@ def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError)
 
 
 def running_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
-    """The rows whose sequences still run. Sequences that were preempted since they were scheduled lose their pending
-    tokens here. If one has ended, the last token of its answer may have made a block findable that is not computed."""
+    """The rows whose sequences still run. Preempted sequences lose their pending tokens here. If a sequence has ended,
+    the prefix cache is emptied: the last token of the answer may have published a block that is not computed."""
     if any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
         core.clear_cache()
     running = tuple(row for row in rows if row.sequence.status is SequenceStatus.RUNNING)
@@ -58,11 +58,11 @@ def running_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> tuple[Sch
 
 
 def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) -> None:
-    """Replace the KV pools after a device error, and recompute everything that runs from its prompt and known tokens.
+    """Replace the KV pools after a device error, and recompute the running sequences from their known tokens.
 
-    MLX reports a failed command buffer late and at another call (mlx PR 3523), so the failure cannot be put down to a
-    row. batches: those in flight, the oldest first. The sequences of the oldest one are readmitted one at a time, each
-    after the one before has sampled a token: if one of them makes the device fail again, it is that one which ends.
+    MLX reports a failed command buffer late and at another call (mlx PR 3523), so the failure cannot be attributed to
+    a row. batches: those in flight, the oldest first. The sequences of the oldest one are admitted again one at a time,
+    each after the previous one has sampled a token. If the device fails again, the sequence that runs then is ended.
     """
     logger.error("a step failed on the device; KV pools are rebuilt, running sequences are recomputed: %s", error)
     core.runner.rebuild_pools()

@@ -12,7 +12,7 @@ from mlxpaged.scheduler import FinishReason, Priority, SequenceStatus
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it."""
+    """A prompt, and how to continue it."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -41,9 +41,9 @@ class RequestOutput(NamedTuple):
     """What one step adds to one answer. text is empty while a character or a stop string is incomplete.
 
     finish_reason is set on the last output of a request, together with `error` if the answer is not complete and
-    `timeline` if the request asked for one. num_output_tokens counts all tokens so far, with the one that ended the
-    answer. stop_string: the one that ended the answer. There is an output for every token: a NamedTuple is made in less
-    than half the time of a frozen dataclass.
+    `timeline` if the request asked for one. num_output_tokens counts all tokens so far, including the one that ended
+    the answer. stop_string: the one that ended the answer. It is a NamedTuple because there is one for every token:
+    making it takes less than half the time of a frozen dataclass.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""The outputs of one request, as its handler on the event loop reads them."""
+"""The outputs of one request. Its handler on the event loop reads them here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxpaged.scheduler import FinishReason
 
 
 class RequestStream:
-    """An iterator over outputs. A reader that stops before the last output must close it."""
+    """An iterator over the outputs. A reader that stops before the last output must close it."""
 
     def __init__(self, request: Request, abort: Callable[[str], None], state: Callable[[], EngineState]) -> None:
         self.request = request
@@ -25,7 +25,7 @@ class RequestStream:
         self._outputs.put_nowait(output)
 
     def close(self) -> None:
-        """Abort the request unless its last output was read."""
+        """Abort the request, unless its last output was read."""
         if not self._finished:
             self._finished = True
             self._abort(self.request.request_id)
@@ -41,8 +41,8 @@ class RequestStream:
 
 
 def raise_unless_complete(reason: FinishReason | None, error: str | None, state: EngineState) -> None:
-    """Raises DeadlineExceededError, RequestCancelledError or RequestFailedError if a request ended without its answer,
-    and EngineUnavailableError if that is because the engine itself ends."""
+    """Raises DeadlineExceededError, RequestCancelledError or RequestFailedError if a request ended without its answer.
+    If it ended because the engine shuts down or is dead, raises EngineUnavailableError instead."""
     if reason is FinishReason.TIMEOUT:
         raise errors.DeadlineExceededError(error)
     if reason is FinishReason.CANCELLED:

@@ -37,7 +37,7 @@ class RunningRequest:
         self.matcher = matcher
         self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags)
         self.stop_strings = StopStrings(request.params.stop)
-        self.made_chars = 0  # of the answer's text, the held-back end included
+        self.made_chars = 0  # characters of the answer so far, including those that are held back
         self.sent_chars = 0
         self.held_logprobs: list[HeldLogprobs] = []
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
@@ -52,12 +52,12 @@ class RunningRequest:
         return self.sequence.stop_token_ids if too_short else frozenset()
 
     def forced(self) -> int | None:
-        """The token that must come next, if there is one. A grammar may want a character completed first."""
+        """The token that must come next, if any. It waits while the grammar wants an incomplete character finished."""
         token = None if self.thinking is None else self.thinking.forced()
         return token if token is None or self.matcher is None or self.matcher.allows(token) else None
 
     def sampling_row(self, position: int, mask: Mask | None) -> SamplingRow:
-        """What the sampler needs for the token at `position`. mask: the tokens that its grammar allows there."""
+        """The sampler's input for the token at `position`. mask: the tokens that the grammar allows there."""
         sequence = self.sequence
         return SamplingRow(
             sequence.sequence_id,
@@ -100,7 +100,7 @@ class RunningRequest:
         return self.output(now, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
 
     def _release_logprobs(self, reason: FinishReason | None, stopped: bool) -> tuple[TokenLogprobs, ...]:
-        """The log-probabilities of the text that was sent. Tokens of a stop string must not leak through them."""
+        """Log-probabilities of the text that was sent. They must not reveal the tokens of a stop string."""
         held, sent = self.held_logprobs, self.sent_chars
         if reason is None:
             self.held_logprobs = [entry for entry in held if entry.end > sent]
@@ -116,7 +116,7 @@ class RunningRequest:
         logprobs: tuple[TokenLogprobs, ...] = (),
         error: str | None = None,
     ) -> RequestOutput:
-        """The next output for the client; its last one if there is a finish reason."""
+        """The next output for the client. It is the last one if it has a finish reason."""
         return RequestOutput(
             request_id=self.request.request_id,
             time=now,

@@ -1,8 +1,8 @@
-"""From logits to tokens, for all rows of a step at once.
+"""Samples tokens from logits, for all rows of a step at once.
 
-Order, as in vLLM: logit bias and forbidden tokens, penalties, grammars, temperature, min-p, top-k, top-p, sampling.
+The order is vLLM's: logit bias and forbidden tokens, penalties, grammars, temperature, min-p, top-k, top-p, sampling.
 A row is sampled by adding Gumbel noise to its scaled logits and taking the largest, which samples the softmax exactly
-(Gumbel 1954). The noise depends on the request's seed and the token's position alone, so a seeded request gives the
+(Gumbel 1954). The noise depends only on the request's seed and the token's position. So a request with a seed gives the
 same tokens in any batch.
 """
 
@@ -21,10 +21,10 @@ from mlxpaged.engine.sampling_params import SamplingParams
 
 
 class SamplingRow(NamedTuple):
-    """One row of logits. position: of the token that is sampled. token_ids: prompt and answer, known up to `position`.
+    """One row of logits. position: of the token to sample. token_ids: prompt and answer, known up to `position`.
 
-    forbidden: tokens that must not be sampled. mask: the tokens that a grammar allows. forced: the token that is taken
-    whatever the logits say.
+    forbidden: tokens that must not be sampled. mask: the tokens that a grammar allows. forced: the token to take,
+    for any logits.
     """
 
     sequence_id: int
@@ -49,8 +49,8 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True)
 class Samples:
-    """The tokens sampled for R rows, on the device until they are read. tokens[R]: int32. logprobs: of the rows that
-    asked for them."""
+    """The tokens sampled for R rows. They are on the device until `read`. tokens[R]: int32. logprobs: of the rows that
+    requested them."""
 
     tokens: mx.array
     logprobs: RowLogprobs | None = None
@@ -60,14 +60,14 @@ class Samples:
         return [self.tokens, *(self.logprobs.arrays if self.logprobs is not None else ())]
 
     def read(self) -> list[SampledToken]:
-        """Waits for the device."""
+        """Wait for the device, and return the tokens in the order of the rows."""
         tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
         logprobs = {} if self.logprobs is None else self.logprobs.read(tokens)
         return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(tokens)]
 
 
 class Sampler:
-    """Its only state is the token counts of requests with penalties, kept on the device until `forget`."""
+    """Its only state is the token counts of requests with penalties. They stay on the device until `forget`."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -82,7 +82,7 @@ class Sampler:
         self._counts.forget(sequence_id)
 
     def sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Samples:
-        """logits[R, V] of any float type, one row of logits per entry of `rows`."""
+        """logits[R, V]: of any float type, one row for each entry of `rows`."""
         if all(row.plain for row in rows):
             return Samples(mx.argmax(logits, axis=-1).astype(mx.int32))
         raw = logits.astype(mx.float32)
@@ -100,8 +100,8 @@ class Sampler:
 
 
 def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Add every row's logit_bias, and -inf to its forbidden tokens. A tokenizer may have end tokens that the model has
-    no logits for."""
+    """Add every row's logit_bias, and -inf to its forbidden tokens. A tokenizer may have end tokens for which the model
+    has no logits: these are skipped."""
     entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]
     size = logits.shape[-1]
     entries += [(i, token, -np.inf) for i, row in enumerate(rows) for token in row.forbidden if token < size]
@@ -112,8 +112,8 @@ def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 
 
 def masked(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Set to -inf what a row's grammar does not allow. The bits are expanded on the device, which makes the upload 32
-    times smaller."""
+    """Set to -inf what a row's grammar does not allow. The bits are expanded on the device, so the upload is 32 times
+    smaller."""
     masks = {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
     if not masks:
         return logits
@@ -205,7 +205,7 @@ def sample_scaled(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 def filtered(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     """Set to -inf what min-p, top-k and top-p exclude. The most likely token always stays.
 
-    top-p keeps the smallest set of most likely tokens whose probability, after the other two, reaches top_p.
+    top-p keeps the smallest set of most likely tokens whose probability reaches top_p, after min-p and top-k.
     """
     vocab_size = logits.shape[-1]
     nucleus = column([p.top_p for p in params])
@@ -214,13 +214,13 @@ def filtered(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     keep = weights >= column([p.min_p for p in params])
     if all(p.top_k == 0 and p.top_p >= 1.0 for p in params):
         return mx.where(keep, logits, -mx.inf)
-    # All tokens below (1 - top_p) / V together cannot fill what top-p leaves out, so they are dropped before sorting:
-    # equal values sort faster. Half of that bound allows for the rounding of the sum. A top-k counts tokens, so rows
-    # with one keep them.
+    # Tokens below (1 - top_p) / V cannot fill what top-p leaves out, even all together. They are dropped before the
+    # sort, because equal values sort faster. Half of that bound allows for rounding of the sum. Rows with a top-k keep
+    # them, because a top-k counts tokens.
     total = mx.where(keep, weights, 0).sum(axis=-1, keepdims=True)
     left_out = column([max(0.0, 1 - p.top_p) / (2 * vocab_size) if p.top_k == 0 else 0.0 for p in params])
     logits = mx.where(keep & (weights >= total * left_out), logits, -mx.inf)
-    # If every row has a top-k, only the largest of them many tokens are sorted.
+    # If every row has a top-k, only as many tokens as the largest top-k are sorted.
     width = min(max(p.top_k for p in params), vocab_size) if all(p.top_k for p in params) else vocab_size
     ranked = mx.sort(mx.topk(logits, width, axis=-1) if width < vocab_size else logits, axis=-1)[:, ::-1]
     keep = mx.arange(width) < column([min(p.top_k, width) or width for p in params])
@@ -232,8 +232,8 @@ def filtered(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
 
 
 def largest(logits: mx.array, ranked: mx.array, count: mx.array) -> mx.array:
-    """Set to -inf all but the `count[n, 1]` largest of each row, which `ranked` has in order. Of equal values the first
-    stay. Sorting values and comparing took 87 ms of CPU time for 16 rows of 152,000, sorting indices 280 ms."""
+    """Set to -inf all but the `count[n, 1]` largest of each row. ranked: each row's values, largest first. Of equal
+    values the first stay. Comparing with sorted values took 87 ms for 16 rows of 152,000, sorting indices 280 ms."""
     last = mx.take_along_axis(ranked, count - 1, axis=-1)
     above, equal = logits > last, logits == last
     room = count - above.sum(axis=-1, keepdims=True)
@@ -241,7 +241,7 @@ def largest(logits: mx.array, ranked: mx.array, count: mx.array) -> mx.array:
 
 
 def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], size: int) -> mx.array:
-    """[n, size]. Row i depends on seeds[i] and positions[i] only.
+    """Noise [n, size]. Row i depends only on seeds[i] and positions[i].
 
     The pair is hashed to the 64 bits of a key by the finaliser of SplitMix64 (Steele, Lea, Flood 2014), and MLX's
     counter-based generator expands the key.
@@ -258,9 +258,9 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], size: int) -> m
 
 
 def most_likely(scores: mx.array, count: int) -> mx.array:
-    """Indices of the `count` largest of each row, best first.
+    """Indices of the `count` largest values of each row, best first.
 
-    Only those are sorted: with 16 rows of 152,000, sorting all took ten times as long.
+    Only these are sorted: sorting everything took ten times as long for 16 rows of 152,000.
     """
     if count == 0:
         return mx.zeros((scores.shape[0], 0), mx.int32)
@@ -272,8 +272,8 @@ def most_likely(scores: mx.array, count: int) -> mx.array:
 
 @dataclass(frozen=True)
 class RowLogprobs:
-    """Log-probabilities of n of the rows of a step. counts: by row number, how many of the most likely tokens it asked
-    for. sampled[n]: of the sampled token; best[n, k] and best_logprobs[n, k]: of the most likely tokens."""
+    """Log-probabilities of n rows of a step. counts: by row number, how many of the most likely tokens to report.
+    sampled[n]: of the sampled token. best[n, k] and best_logprobs[n, k]: the most likely tokens."""
 
     counts: Mapping[int, int]
     sampled: mx.array
@@ -285,7 +285,7 @@ class RowLogprobs:
         return self.sampled, self.best, self.best_logprobs
 
     def read(self, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """By row number; `tokens` are those of all rows of the step."""
+        """Return the log-probabilities by row number. tokens: the sampled tokens of all rows of the step."""
         tables: list[list[Any]] = [array.tolist() for array in self.arrays]  # type: ignore[misc]
         found = {}
         for (i, count), logprob, top, top_logprobs in zip(self.counts.items(), *tables, strict=True):

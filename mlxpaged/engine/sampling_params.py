@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mlxpaged.engine.constraint import Constraint, StructuredOutput
 
 MIN_TEMPERATURE = 1e-5
-"""Below it, dividing float32 logits by the temperature overflows long before a second token could be sampled."""
+"""Below it, only the most likely token can be sampled, and dividing float32 logits by the temperature can overflow."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are excluded before sampling."""
+        """Whether top-k, top-p or min-p exclude tokens before sampling."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
@@ -52,5 +52,5 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """Whether taking the most likely token is enough."""
+        """Whether the sampler only has to take the most likely token."""
         return self.greedy and not self.penalizes and not self.logit_bias and self.logprobs is None

@@ -30,16 +30,16 @@ class EngineStats:
 class SequenceState:
     request_id: str
     status: SequenceStatus
-    phase: Phase | None  # PREFILL or DECODE; None if it does not run
+    phase: Phase | None  # PREFILL or DECODE; None if it is not running
     priority: Priority
     effective_priority: float
     age_seconds: float  # since arrival
     prompt_tokens: int
     cached_tokens: int  # of the prompt, found in the prefix cache
     output_tokens: int
-    computed_tokens: int  # whose KV is in its blocks
+    computed_tokens: int  # tokens with KV in its blocks
     blocks: int
-    shared_blocks: int  # of its blocks, those that other sequences hold too
+    shared_blocks: int  # those of its blocks that other sequences hold too
     max_ref_count: int  # largest reference count of its blocks, 0 without blocks
     preemptions: int
 
@@ -88,6 +88,6 @@ def sequence_state(scheduler: Scheduler, sequence: Sequence, now: float) -> Sequ
 
 
 def phase(sequence: Sequence) -> Phase:
-    """After a preemption the output so far is prefilled again, too."""
+    """PREFILL or DECODE. After a preemption, the output so far belongs to the prefill."""
     missing = sequence.num_known_tokens - sequence.num_committed_tokens  # tokens whose KV is not computed yet
     return Phase.DECODE if sequence.num_output_tokens > 0 and missing == 1 else Phase.PREFILL

@@ -25,7 +25,7 @@ class StepResult(NamedTuple):
 
 
 class InFlightStep:
-    """A step that was launched and not read yet.
+    """A step that is launched and whose tokens are not read yet.
 
     batch: what the forward pass computes. started: seconds on the engine's clock. logits[R, V]: of the R rows that
     sample.
@@ -46,7 +46,7 @@ class InFlightStep:
         return None if self._samples is None else SampledTokens(self._samples.tokens, self.sampled_ids)
 
     def logits_of(self, rows: ListOf[ScheduledSequence]) -> mx.array:
-        """The logits of some of the rows that sample, in the order of the batch."""
+        """The logits of these rows, which all sample, in the order of the batch."""
         assert self.logits is not None
         if len(rows) == self.logits.shape[0]:
             return self.logits
@@ -58,7 +58,7 @@ class InFlightStep:
         return [self._max_logits, *(self._samples.arrays if self._samples is not None else ())]
 
     def set_samples(self, rows: ListOf[ScheduledSequence], sampled_ids: list[int], samples: Samples | None) -> None:
-        """rows: those whose sequences still ran when the step was sampled."""
+        """rows: those whose sequences still ran when the sampler was launched."""
         self.rows, self.sampled_ids, self._samples = rows, sampled_ids, samples
         self.logits = None
 

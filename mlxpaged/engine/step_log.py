@@ -1,4 +1,4 @@
-"""The debug log's line for each step, and the timelines of the requests in it."""
+"""Writes the debug log's line for each step, and records steps in the timelines of their requests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Hears of every step that starts."""
+    """The core calls `start_step` when it has scheduled a step, and `write` after it."""
 
     def __init__(self) -> None:
         self._batch = Batch(())
-        self._timelines: set[TimelineRecorder] = set()  # of sequences in the steps before that may still run
+        self._timelines: set[TimelineRecorder] = set()  # of sequences that were in an earlier step and may still run
 
     def start_step(self, batch: Batch, requests: Mapping[int, RunningRequest], now: float) -> None:
         """Note which sequences run in the step, and which were preempted since the last one."""

@@ -1,4 +1,4 @@
-"""A structured output as one grammar, in llguidance's Lark: thinking, text and tool calls.
+"""Writes a structured output (thinking, text and tool calls) as one grammar in llguidance's Lark notation.
 
 The grammar works on bytes, so it does not matter how the model cuts the tags into tokens.
 """
@@ -16,13 +16,13 @@ Pieces = Callable[[str], Sequence[str | int]]
 
 
 def lark(form: StructuredOutput, pieces: Pieces) -> str:
-    """The grammar. `@part_i` in it refers to the grammar of `form.parts[i]`."""
+    """The grammar of `form`. In it, `@part_i` refers to the grammar of `form.parts[i]`."""
 
     def written(text: str) -> str:
         return " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in pieces(text))
 
     def until(name: str, tag: str, *absent: str) -> list[str]:
-        """The rule `name`: any text up to the end of the tag. A regular expression cannot contain a special token."""
+        """The rules for `name`: any text, to the end of `tag`. A regular expression cannot contain special tokens."""
         first, *_ = pieces(tag)
         if isinstance(first, int):
             return [f"{name}: {name.upper()} {written(tag)}", f"{name.upper()}: {text_without(tag, *absent)}"]
@@ -52,7 +52,7 @@ def lark(form: StructuredOutput, pieces: Pieces) -> str:
 
 
 def text_without(*texts: str) -> str:
-    """A terminal: any text that contains none of these."""
+    """A terminal for any text that contains none of `texts`."""
     return "/(?s:.*)/" + "".join(f" & ~/(?s:.*){in_regex(text)}(?s:.*)/" for text in texts)
 
 

@@ -1,4 +1,4 @@
-"""The swap space: KV blocks outside the pools. It copies the bytes of all layers; the scheduler decides which."""
+"""The swap space: KV blocks outside the pools. The scheduler decides which blocks are copied in and out."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from mlxpaged.attention import LayerKVCache
 from mlxpaged.engine.memory import system_free_memory
 
 PIECE_BYTES = 64 * 2**20
-"""Most bytes of all layers that are copied at once. A call needs a small multiple of it beside pools and slots, however
-many blocks move. It holds many slots, so that a call seldom waits for the device."""
+"""Most bytes of all layers that are copied at once, so that a call needs a small multiple of this memory, however many
+blocks it moves. A piece holds many slots, so a call seldom waits for the device."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class SwapSpaceError(OSError):
-    """The directory cannot hold the swap file; the message names both the directory and the size."""
+    """The directory cannot hold the swap file. The message names the directory and the size."""
 
 
 def bytes_per_slot(layers: Sequence[LayerKVCache]) -> int:
-    """One KV block of every layer."""
+    """Bytes of one KV block of every layer."""
     return sum(kv.layout.bytes_per_block for kv in layers)
 
 
 class SwapSpace:
-    """`num_slots` slots, each for one KV block of all `layers`, as bytes: NumPy has no bfloat16, and a copy of bits is
-    exact for every type. A slot is contiguous: keys of the first layer, its values, keys of the next.
+    """`num_slots` slots, each for one KV block of all `layers`. They hold bytes, because NumPy has no bfloat16. A slot
+    is contiguous: keys of the first layer, its values, keys of the second.
 
     Without a directory the slots are ordinary memory, which the system commits when slots are first written. On Apple
     Silicon it is the same memory as the pools', but it is not wired and not part of the GPU's working set, which runs
     out first. With a directory the slots are a memory-mapped file in it.
 
-    Belongs to the thread of the layers. Raises ValueError for layers that do not share their block ids and for no slot,
-    MemoryError if more memory is wanted than is free, SwapSpaceError for a directory that cannot be used.
+    Belongs to the thread of the layers. Raises ValueError if the layers differ in the number or size of their blocks,
+    MemoryError if less memory is free than the slots need, SwapSpaceError if the directory cannot be used.
     """
 
     def __init__(self, layers: Sequence[LayerKVCache], num_slots: int, directory: Path | None = None) -> None:
@@ -56,13 +56,13 @@ class SwapSpace:
         layouts = [kv.layout for kv in layers]
         key_bytes = [layout.key_bytes_per_block for layout in layouts]
         sizes = [(keys, layout.bytes_per_block - keys) for keys, layout in zip(key_bytes, layouts, strict=True)]
-        # Views of the memory, [num_slots, bytes] each: keys of the first layer, its values, keys of the next.
+        # Views of the memory, [num_slots, bytes] each: keys of the first layer, its values, keys of the second.
         self._columns: list[Bytes] = np.split(memory.reshape(num_slots, -1), np.cumsum(sizes)[:-1], axis=1)
 
     def store(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block to slot for every (block, slot). The blocks may be overwritten as soon as this returns.
+        """Copy block to slot for every (block, slot). The blocks may be overwritten once this returns.
 
-        Raises ValueError, before anything is moved, for a block or slot out of range and a slot that is written twice.
+        Raises ValueError, before anything is copied, if a block or slot is out of range or a slot is written twice.
         """
         self._check([block for block, _ in pairs], [slot for _, slot in pairs], written="slot")
         for blocks, slots in self._pieces(pairs):
@@ -72,9 +72,9 @@ class SwapSpace:
                 column[slots] = np.asarray(array).reshape(len(slots), -1)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slot to block for every (slot, block); what the slots hold stays. Done when this returns.
+        """Copy slot to block for every (slot, block). The slots keep their contents. The copies are done on return.
 
-        Raises ValueError, before anything is moved, for a block or slot out of range and a block that is written twice.
+        Raises ValueError, before anything is copied, if a block or slot is out of range or a block is written twice.
         """
         self._check([block for _, block in pairs], [slot for slot, _ in pairs], written="block")
         for slots, blocks in self._pieces(pairs):
@@ -99,7 +99,7 @@ class SwapSpace:
                 raise ValueError(f"a {name} is written twice: {ids}")
 
     def _pieces(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:
-        """Sources and targets in pieces of PIECE_BYTES, at least one pair each."""
+        """Sources and targets, in pieces of PIECE_BYTES or one pair, whichever is more."""
         count = max(1, PIECE_BYTES // bytes_per_slot(self._layers))
         for start in range(0, len(pairs), count):
             piece = pairs[start : start + count]
@@ -109,7 +109,7 @@ class SwapSpace:
 def map_memory(size: int) -> Bytes:
     """Memory that is not committed yet. Raises MemoryError if the machine has less free.
 
-    It is mapped, because malloc could place it among other allocations, and glibc might keep it after it is freed.
+    It is mapped: malloc could place it among other allocations, and glibc might keep it after it is freed.
     """
     free = system_free_memory()  # the system would grant more, and kill the process when the slots are written
     if size > free:
@@ -125,7 +125,7 @@ def map_file(size: int, directory: Path) -> Bytes:
     it. A write to a mapped file on a full disk ends the process with SIGBUS, so the space is reserved here.
     """
     try:
-        free = shutil.disk_usage(directory).free  # checked first: a reservation that fails has filled the disk by then
+        free = shutil.disk_usage(directory).free  # checked first: a failed reservation has already filled the disk
         if size > free:
             raise OSError(f"{free / 1e6:.1f} MB are free")
         with tempfile.TemporaryFile(prefix="mlxpaged-swap-", dir=directory) as file:  # mode 0600

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class ThinkingBudget:
     """Follows the tokens of one answer.
 
-    limit: tokens in all think blocks together, at least 1. A block that opens after they are spent still gets one.
+    limit: tokens in all think blocks together, at least 1. A block that opens after that may still have one token.
     start, end: the tokens of the tags. inside: whether the answer begins in a think block.
     """
 
@@ -16,15 +16,15 @@ class ThinkingBudget:
         self._left = limit
         self._start, self._end = list(start), list(end)
         self._inside = inside
-        self._recent: list[int] = []  # no tag is longer
-        self._closing = 0  # tokens of the closing tag that were forced
+        self._recent: list[int] = []  # the latest tokens, as many as the longer tag has
+        self._closing = 0  # tokens of the closing tag that were forced so far
 
     def forced(self) -> int | None:
         """The token that must come next; None if any token may."""
         return self._end[self._closing] if self._inside and self._left <= 0 else None
 
     def add(self, token_id: int) -> None:
-        """Note the next token. If it is not the forced one, that one is still forced after it."""
+        """Note the next token. If another one was forced, the closing tag is forced again from its start."""
         if token_id == self.forced():
             self._closing += 1
             if self._closing == len(self._end):

@@ -1,4 +1,4 @@
-"""The timeline of one request, from its arrival to its end: where its time went, and how it was computed."""
+"""The timeline of one request: how long each phase took from its arrival to its end, and how it was computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Timeline:
     """The four phases add up to total_seconds, from arrival to the last token.
 
     cached_tokens + sum(prompt_chunks) is the prompt's length: cached tokens may also be found while the request runs.
-    recomputed_tokens: computed again after a preemption. steps: forward passes that the request was part of.
+    recomputed_tokens: computed again after a preemption. steps: the number of its forward passes.
     """
 
     total_seconds: float
@@ -51,8 +51,8 @@ class TimelineRecorder:
         self._prompt_chunks: list[int] = []
         self._recomputed_tokens = 0
         self._steps = 0
-        self._preemptions = 0  # those that ended before the latest step
-        self._reached = 0  # tokens that were computed, or found computed, at least once
+        self._preemptions = 0  # preemptions before the latest step
+        self._reached = 0  # leading tokens that were computed or found in the cache at least once
 
     def _enter(self, phase: Phase, now: float) -> None:
         self._seconds[self._phase] += now - self._since
@@ -75,7 +75,7 @@ class TimelineRecorder:
         self._steps += 1
 
     def check_preempted(self, now: float) -> bool:
-        """Whether the sequence no longer runs."""
+        """Return True, and enter PREEMPTED, if the sequence no longer runs."""
         if self._sequence.status is SequenceStatus.RUNNING:
             return False
         self._enter(Phase.PREEMPTED, now)

@@ -1,7 +1,7 @@
-"""Embedding models: reads what a directory states in sentence-transformers' files, and loads the decoder.
+"""Embedding models: reads sentence-transformers' files of a directory, and loads the decoder.
 
-mlx-lm has causal decoders only, and nothing tells which of their states make an embedding. So a model is refused with
-the reason if its directory does not state it, or states something that is not implemented here.
+mlx-lm has only causal decoders, and does not know which of their states make an embedding. So a model is refused if its
+directory does not state this, or states something that is not implemented here. The message has the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODULES, POOLING, TRANSFORMER = "modules.json", "config.json", "sentence_bert_co
 PROMPTS = "config_sentence_transformers.json"
 PROBE = [3, 1, 4, 1, 5, 9, 2]
 MIN_COSINE = 0.98
-"""Half types round differently in other chunks; a model that is run incorrectly is far below."""
+"""Half types round differently in other chunks. A model that runs incorrectly is far below this."""
 
 
 class Pooling(Enum):
@@ -38,7 +38,7 @@ class Pooling(Enum):
     WEIGHTED_MEAN = "weightedmean"
 
     def weights(self, positions: mx.array, length: mx.array) -> mx.array:
-        """The weight of the state at each position of an input of `length` tokens, 0 after its end. [...] float32"""
+        """The weight of the state at each position, [...] float32, in an input of `length` tokens; 0 after its end."""
         inside = (positions < length).astype(mx.float32)
         if self is Pooling.LAST:
             return (positions == length - 1).astype(mx.float32)
@@ -162,7 +162,7 @@ def read_object(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
 
 
 def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:
-    """The model, without an output head if its architecture allows that. Raises whatever mlx-lm raises."""
+    """The model, without an output head if its architecture allows that. Raises the errors of mlx-lm."""
     known_classes = inspect.signature(load_model).parameters["get_model_classes"].default
 
     def classes(config: dict[str, Any]) -> tuple[type[Module], type]:
@@ -187,7 +187,7 @@ def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:
 def embedding_model(
     name: str, model: Module, tokenizer: Tokenizer, spec: EmbeddingSpec, vocab_size: int, context: int, max_tokens: int
 ) -> EmbeddingModel:
-    """`model` as an EmbeddingModel. It is tried first: a whole input without a cache, and its chunks with one, must
+    """Make an EmbeddingModel of `model`, after a test: a whole input without a cache, and its chunks with one, must
     give the same states. context: of the model, in tokens. max_tokens: limit of an input, if the context is longer.
 
     Raises UnsupportedModelError.

@@ -6,4 +6,4 @@ class ModelNotFoundError(Exception):
 
 
 class UnsupportedModelError(Exception):
-    """The model exists, but its layers do something that paged attention does not cover yet."""
+    """The model exists but cannot be served, or cannot make embeddings. The message says why."""

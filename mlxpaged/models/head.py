@@ -1,7 +1,7 @@
 """The output head: only rows that are sampled from are projected to the vocabulary.
 
-An unmodified model projects every row: a 2,048-token prefill would multiply 2,048 rows by a 150,000-word vocabulary,
-and one row is needed. So the module that does the final projection is changed to select rows first.
+An unmodified model projects every row. For a prefill of 2,048 tokens it would multiply 2,048 rows by a vocabulary of
+150,000 words, though one row is needed. So the module of the final projection is changed to select rows first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attention layers of a model: their shapes, and whether a paged KV cache can stand in for their own."""
+"""Finds the shapes of a model's attention layers, and whether a paged KV cache can replace their own caches."""
 
 from __future__ import annotations
 

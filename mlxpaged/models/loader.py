@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 DEMO_MODEL = "demo"
 DEMO_PATH = Path(__file__).parent / "demo"
 DEFAULT_CONTEXT_LENGTH = 4096
-"""Assumed if a model's config does not name it."""
+"""Assumed if a model's config states none."""
 
 DOWNLOADED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 
@@ -53,8 +53,8 @@ class ServedModel:
 
 
 def resolve_model(name: str) -> Path:
-    """The directory of a model: of the demo model, an existing directory, or a hub repository, which is downloaded if
-    it is not cached. Raises ModelNotFoundError with a sentence that says what was tried."""
+    """The directory of the demo model, of a local model, or of a hub repository, which is downloaded if it is not
+    cached. Raises ModelNotFoundError; its message says what was tried."""
     if name == DEMO_MODEL:
         return DEMO_PATH
     path = Path(name).expanduser()

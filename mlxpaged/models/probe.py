@@ -49,8 +49,8 @@ class Reference:
 def probe(
     model: Module, layers: Sequence[LayerSpec], reference: Reference, rows: RowSelection | None = None
 ) -> list[LayerSpec]:
-    """Compare with the reference in a paged batch: the first sequence is prefilled while the second decodes. Returns
-    the layers with what was seen of how they attend.
+    """Run the reference's tokens in a paged batch: the first sequence is prefilled while the second decodes. Returns
+    the layers, completed with what this showed about their attention.
 
     With `rows`, only the last token's row is projected. Raises UnsupportedModelError if the logits differ.
     """

@@ -16,7 +16,7 @@ REPLACEMENT = "\ufffd"
 TAG_TOKENS = 16
 """Upper bound on the tokens of a thinking tag and the white space after it."""
 RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
-"""Arguments of the renderer itself, which a request's `chat_template_kwargs` may not set."""
+"""Arguments of the renderer itself. A request's `chat_template_kwargs` may not set them."""
 NO_IDS: frozenset[int] = frozenset()
 
 
@@ -26,9 +26,9 @@ class ChatTemplateError(ValueError):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes a tool call. name: of mlx-lm's parser. start, end: the tags around a call; an empty end means
-    that the next start, or the end of the answer, closes it. parse: (text between the tags, OpenAI's tools) -> {"name",
-    "arguments"} or a list of them; malformed text can make it raise any type."""
+    """How a model writes a tool call. name: of mlx-lm's parser. start, end: the tags around a call. If `end` is empty,
+    the next start or the end of the answer closes the call. parse: (text between the tags, OpenAI's tools) -> {"name",
+    "arguments"} or a list of them; it may raise any type for malformed text."""
 
     name: str
     start: str

@@ -1,4 +1,4 @@
-"""Which tokens run in the next step. Plain Python with plain integers; never imports mlx."""
+"""Decides which tokens run in the next step. Plain Python on plain integers: nothing here imports mlx."""
 
 from mlxpaged.scheduler.admission import PromptTooLongError
 from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence

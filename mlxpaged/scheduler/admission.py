@@ -1,6 +1,6 @@
-"""Whether a sequence may run: now, later (once blocks or a slot are free), or never.
+"""Decides whether a sequence may run: now, later (once blocks or a slot are free), or never.
 
-Never is decided when a request arrives, by `check_fits`; now or later in every step, by `find_room`.
+`check_fits` finds the requests that can never run, when they arrive. `find_room` decides between now and later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlxpaged.scheduler.sequence import Sequence, SequenceStatus
 
 
 class PromptTooLongError(ValueError):
-    """The request could not run even with the whole pool to itself. limit: tokens, of prompt and answer together."""
+    """The request could not run even alone in the pool. limit: the most tokens of prompt and answer together."""
 
     def __init__(self, message: str, num_prompt_tokens: int, max_tokens: int | None, limit: int) -> None:
         super().__init__(message)
@@ -25,7 +25,8 @@ class PromptTooLongError(ValueError):
 
 
 def check_fits(num_prompt_tokens: int, max_tokens: int | None, num_blocks: int, block_size: int) -> None:
-    """Raises PromptTooLongError if the pool is too small. The last token of an answer is never in the pool."""
+    """Raises PromptTooLongError if the pool is too small. The last token of an answer is never run through the model,
+    so it needs no room."""
     needed, room = num_prompt_tokens + (max_tokens or 1) - 1, num_blocks * block_size
     if needed > room:
         raise PromptTooLongError(
@@ -39,21 +40,21 @@ def check_fits(num_prompt_tokens: int, max_tokens: int | None, num_blocks: int, 
 
 @dataclass(frozen=True)
 class AdmissionControl:
-    """Decides, changes nothing. The scheduler keeps `changed` up to date."""
+    """It only decides, and changes nothing. The scheduler keeps `changed` up to date."""
 
     max_num_seqs: int
     """Sequence slots. Each running sequence has one."""
     preemption: Preemption
     changed: Container[int]
-    """Ids of the sequences whose blocks get their contents in the step that is being scheduled."""
+    """Ids of sequences whose blocks get their contents in the step that is being scheduled."""
 
     @property
     def num_free_slots(self) -> int:
         return self.max_num_seqs - len(self.preemption.running)
 
     def find_room(self, sequence: Sequence) -> Reuse | None:
-        """What a waiting sequence can reuse, if it may run now: there is a slot, and room for its whole prompt beside
-        what the running sequences need next. None if it has to wait."""
+        """Return what a waiting sequence can reuse if it may run now, or None if it has to wait. It needs a free slot,
+        and room for its whole prompt in addition to what the running sequences need next."""
         if self.num_free_slots < 1:
             return None
         blocks = self.preemption.blocks

@@ -1,4 +1,4 @@
-"""What one step runs: a frozen record handed from the scheduler to the model runner, and its builder."""
+"""The rows that one step runs: a frozen record from the scheduler to the model runner, and its builder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mlxpaged.scheduler.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """Tokens `start` to `start + num_tokens` of a sequence. `samples`: the last of them is the sequence's last token,
-    so the step samples the next one."""
+    """Tokens `start` to `start + num_tokens` of a sequence. samples: whether these include its last token, so that the
+    step samples the next one."""
 
     sequence: Sequence
     start: int
@@ -20,16 +20,16 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def context_len(self) -> int:
-        """Tokens of context once this step's tokens are written, these included."""
+        """Tokens of context, including this step's."""
         return self.start + self.num_tokens
 
 
 @dataclass(frozen=True)
 class BlockMoves:
-    """KV blocks to move before a step runs: first out to swap slots, then copied within the pool, then in from slots.
+    """KV blocks to move before a step runs.
 
-    swap_out: (block, slot); copies: (source, target) blocks; swap_in: (slot, block). In this order no move reads what
-    another one has overwritten.
+    swap_out: (block, slot); copies: (source, target) blocks; swap_in: (slot, block). They run in this order, so that no
+    move reads what another one has overwritten.
     """
 
     swap_out: ListOf[tuple[int, int]] = ()
@@ -44,7 +44,7 @@ class BlockMoves:
 class Batch:
     """The rows of one forward pass: decoding sequences first, then prompt chunks.
 
-    The order matters within the step too: a sequence may attend to blocks that an earlier one writes in the same step.
+    A row may attend to blocks that an earlier row writes. So rows that run again after a failure keep their order.
     """
 
     rows: ListOf[ScheduledSequence]

@@ -1,4 +1,4 @@
-"""The blocks of each sequence: found in the prefix cache, forked, grown, copied before a write, swapped out and in."""
+"""Manages the blocks of each sequence: reuses cached ones, forks, grows, copies before a write, swaps out and in."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PRESSURE = 0.85
 
 @dataclass(frozen=True)
 class Reuse:
-    """What a waiting sequence need not compute: `hit` from the prefix cache, followed by what was swapped out; or the
-    blocks of all tokens except the last, which it shares with the sequence `fork_of`."""
+    """What a waiting sequence need not compute. Either `hit`, found in the prefix cache, and the swapped-out blocks
+    that follow it; or all tokens except the last, in blocks that it shares with the sequence `fork_of`."""
 
     hit: ListOf[CachedBlock]
     fork_of: Sequence | None = None
@@ -43,14 +43,14 @@ class BlockManager:
         self._swap_in: list[tuple[int, int]] = []
 
     def find(self, sequence: Sequence, fork_of: Sequence | None = None) -> Reuse:
-        """What a sequence without blocks can reuse. At least one token is left to compute, for its logits."""
+        """Find what a sequence without blocks can reuse. Its last token is always computed, for the logits."""
         if fork_of is not None:
             return Reuse((), fork_of)
         return Reuse(self._match(sequence))
 
     def room_for(self, sequence: Sequence, reuse: Reuse) -> int:
-        """Free blocks that a waiting sequence needs for all its tokens and the first token of its answer. With room for
-        one chunk only, prompts would preempt each other half-way; without the answer's, right after the prefill."""
+        """Free blocks that a waiting sequence needs for all its tokens and the first token of its answer. If it were
+        admitted with less room, it could be preempted during its prefill or right after it."""
         wanted = blocks_for(min(len(sequence.token_ids) + 1, sequence.max_kv_tokens), self.block_size)
         if reuse.fork_of is not None:  # the partly full block is copied
             return wanted - (len(sequence.token_ids) - 1) // self.block_size
@@ -59,8 +59,8 @@ class BlockManager:
         return wanted - in_use
 
     def least_room_for(self, sequence: Sequence) -> int:
-        """A lower bound of `room_for` in O(1), so that long prompts are not matched with the cache in every step that
-        has no room for them: each gain of the pool since the last lookup can have saved one block."""
+        """A lower bound of `room_for` in O(1). It saves searching the prefix cache for long prompts in every step that
+        has no room for them. Each gain of the pool since the last search can have saved one block."""
         last = sequence.last_lookup
         if last is None or last.num_tokens != len(sequence.token_ids) or sequence.fork_of is not None:
             return 0
@@ -88,8 +88,8 @@ class BlockManager:
         return computed
 
     def catch_up(self, sequence: Sequence) -> int:
-        """Take over the blocks that other sequences have computed of its prompt since its last chunk, so that no block
-        is computed twice. Returns the number of leading tokens in all shared blocks, 0 if there were none to take."""
+        """Adopt blocks of the sequence's prompt that other sequences have computed since its last chunk, so that no
+        block is computed twice. Returns the number of leading tokens in shared blocks, or 0 if none was adopted."""
         table = sequence.block_table
         assert table is not None
         hit = self._match(sequence, table.chain)
@@ -122,20 +122,20 @@ class BlockManager:
         table.grow(start + num_tokens)
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the full blocks findable whose tokens are known. Every layer writes before it attends, so a sequence of
-        the same step may use them."""
+        """Publish the full blocks whose tokens are known. Every layer writes before it attends, so a sequence in the
+        same step may use them."""
         if self.prefix_cache is None:
             return
         table = sequence.block_table
         assert table is not None
         if sequence.num_computed_tokens // self.block_size <= len(table.chain):
-            return  # true for all tokens of a block except the last
+            return  # no block became full, as in most steps
         num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
         self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, num_tokens)
         table.publish(sequence.token_ids, num_tokens, sequence.block_keys)
 
     def unpublish(self, sequence: Sequence) -> set[int]:
-        """Unpublish the blocks that the steps in flight write. Returns them: other sequences may share them."""
+        """Unpublish the blocks that the steps in flight write. Returns these blocks: other sequences may share them."""
         table = sequence.block_table
         return set() if table is None else set(table.unpublish(sequence.num_committed_tokens // self.block_size))
 
@@ -176,10 +176,10 @@ class BlockManager:
             self.pool.evict(excess)
 
     def take_moves(self) -> BlockMoves:
-        """What must be moved before the step that was scheduled since the last call."""
+        """Return the moves of the step that was scheduled since the last call."""
         moves = BlockMoves(tuple(self._swap_out), tuple(self._copies), tuple(self._swap_in))
         self._swap_out, self._copies, self._swap_in = [], [], []
-        if self.swap is not None:  # only now: a slot that is read must not be written by the same moves
+        if self.swap is not None:  # only now: the same moves must not write a slot that they read
             self.swap.release(self._loaded)
         self._loaded = []
         return moves

@@ -1,4 +1,4 @@
-"""What a scheduler is configured with."""
+"""The configuration of a scheduler."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mlxpaged.cache import DEFAULT_BLOCK_SIZE
 PREFILL_MODES = ("mixed", "separate")
 
 DECODE_MULTIPLE = 4.0
-"""Limit of a step with prompts, in times of a step without: running streams keep a quarter of their pace while a prompt
-is computed, which gets three quarters of the device's time. docs/performance.md has measurements."""
+"""A step with prompts may take this many times as long as a step without. Running streams then keep a quarter of their
+pace, and prompts get three quarters of the device's time. docs/performance.md has measurements."""
 
 LEAST_STEP_SECONDS = 0.05
 """A step may always take this long: twenty tokens a second are faster than people read."""
@@ -34,15 +34,15 @@ class SchedulerConfig:
     prefill_mode: str = "mixed"
     """Whether a step may contain both prompts and decoding sequences ("mixed") or one of the two ("separate")."""
     decode_preference: float = 0.5
-    """0 to below 1. mixed: share of the token budget withheld from prompts while sequences decode. separate: share of
-    the steps that decode while prompts wait."""
+    """0 to below 1. mixed: share of the token budget that prompts may not use while sequences decode. separate: share
+    of the steps that decode while prompts wait."""
     max_step_seconds: float | None = None
-    """Time limit of a step with prompts; a prompt always gets LEAST_CHUNK tokens. 0: no limit. None: while sequences
-    decode, DECODE_MULTIPLE times a step without prompts, at least LEAST_STEP_SECONDS."""
+    """Time limit of a step with prompts. It never cuts a chunk below LEAST_CHUNK tokens. 0: no limit. None: while
+    sequences decode, DECODE_MULTIPLE times a step without prompts, and at least LEAST_STEP_SECONDS."""
     prefix_caching: bool = True
     """Whether blocks are shared between sequences with equal prefixes."""
     cache_seed: bytes = b""
-    """Everything except the tokens that KV values depend on: model, adapter, KV type."""
+    """All that KV values depend on, except the tokens: the model and the KV type."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

@@ -1,11 +1,11 @@
-"""Preemption: which running sequences may be preempted for which, and in which order. Recomputation after failures.
+"""Decides which running sequences are preempted, for which sequence, and in which order. Recomputes after failures.
 
 A running sequence is preempted when another one needs its blocks or its slot:
-- a running sequence that grows preempts those after it in order, unless they are in the step already;
-- the first waiting sequence preempts those of a lower class that are after it in order;
-- a waiting sequence that has reached the starvation bound preempts any.
-The last in order is preempted first. One that was admitted by the starvation bound is not preempted for a waiting
-sequence: several that reached the bound would keep preempting each other.
+- A running sequence that grows preempts those after it in order, unless they are in the step already.
+- The first waiting sequence preempts those of a lower class that are after it in order.
+- A waiting sequence that has reached the starvation bound preempts any.
+The last in order is preempted first. A sequence that was admitted by the starvation bound is not preempted for a
+waiting one: several sequences that reached the bound would keep preempting each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Preemption:
-    """Moves sequences from `running` to `waiting`, the scheduler's queues. clock: the scheduler's, seconds."""
+    """Moves sequences from `running` to `waiting`, the scheduler's queues. clock: seconds, as the scheduler's."""
 
     blocks: BlockManager
     running: SequenceQueue
@@ -35,20 +35,20 @@ class Preemption:
     total: int = 0
 
     def candidates(self, sequence: Sequence, starving: bool) -> list[Sequence]:
-        """Running sequences that may be preempted for a waiting one, in the order in which they would be."""
+        """Running sequences that may be preempted for a waiting one, the first to be preempted first."""
         if starving:
             return [other for other in reversed(self.running) if not other.admitted_by_starvation_bound]
         return [other for other in reversed(self.running) if may_preempt(sequence, other)]
 
     def victims(self, sequence: Sequence, candidates: ListOf[Sequence], free_slots: int) -> list[Sequence] | None:
         """The first candidates whose preemption gives a waiting sequence a slot and enough blocks. None if preempting
-        all of them would not."""
+        all candidates would not be enough."""
         room = self.blocks.pool.num_free - self.reserved_blocks(sequence)
         most = sum(self._reserve(other, sequence) + len(other.block_table or ()) for other in candidates)
         if self.blocks.least_room_for(sequence) > room + most:
             return None
         reuse = self.blocks.find(sequence)
-        hit = {cached.block for cached in reuse.hit}  # already counted as not needed
+        hit = {cached.block for cached in reuse.hit}  # `room_for` has already counted them as available
         missing = self.blocks.room_for(sequence, reuse) - room
         dropped: Counter[int] = Counter()
         victims: list[Sequence] = []
@@ -65,12 +65,12 @@ class Preemption:
         return victims
 
     def victim_for_growth(self, sequence: Sequence, builder: ScheduleBuilder) -> Sequence | None:
-        """The running sequence to preempt next, so that `sequence` can grow. None if it is the last in order itself."""
+        """The running sequence to preempt next so that `sequence` can grow. None if `sequence` itself is the last."""
         last = next(other for other in reversed(self.running) if other not in builder)
         return None if last is sequence else last
 
     def reserved_blocks(self, sequence: Sequence) -> int:
-        """Free blocks that a waiting sequence must leave to the running ones: for the rest of their prompts, or their
+        """Free blocks that a waiting sequence must leave to the running ones, for the rest of their prompts or their
         next token."""
         return sum(self._reserve(other, sequence) for other in self.running)
 
@@ -82,8 +82,8 @@ class Preemption:
         return other.block_table.blocks_missing(len(other.token_ids))
 
     def preempt(self, sequence: Sequence, swap: bool) -> None:
-        """Put it back into the queue. swap: keep its KV in swap space if that has room. Otherwise it is recomputed,
-        except for full blocks that are still in the prefix cache when it is admitted again."""
+        """Move a running sequence to the waiting queue. swap: keep its KV in swap space if there is room. Otherwise it
+        is recomputed, except for full blocks that are still in the prefix cache when it is admitted again."""
         swapped = swap and self.blocks.swap_out(sequence)
         if not swapped:
             self.blocks.release(sequence)
@@ -97,8 +97,8 @@ class Preemption:
         logger.info("%s %s: %s", verb, sequence.label, sequence.describe_priority(self.clock()))
 
     def recompute(self, sequence: Sequence) -> None:
-        """The KV that the steps in flight compute for a sequence, or that was moved for it, is lost. Sequences that
-        share such blocks are recomputed too."""
+        """Discard the KV of a sequence that the steps in flight compute or move. Sequences that share such blocks are
+        recomputed too."""
         if sequence.status is SequenceStatus.RUNNING:
             invalid = self.blocks.unpublish(sequence)
             self.preempt(sequence, swap=False)
@@ -107,8 +107,8 @@ class Preemption:
             self._lose_swapped(sequence)
 
     def recompute_sharing(self, invalid: set[int]) -> list[Sequence]:
-        """Recompute the running sequences that have one of these blocks, or a block of such a sequence. Returns
-        them."""
+        """Recompute the running sequences that have one of these blocks, or that share a block with such a sequence.
+        Returns the recomputed sequences."""
         preempted = []
         for other in list(self.running):
             assert other.block_table is not None
@@ -119,7 +119,7 @@ class Preemption:
         return preempted
 
     def undo_moves(self, moves: BlockMoves, sequences: ListOf[Sequence]) -> None:
-        """The moves failed, wholly or in part: recompute those of `sequences` that need them."""
+        """Recompute those of `sequences` that need the given moves, because the moves failed at least in part."""
         slots = {slot for _, slot in moves.swap_out}
         blocks = {block for _, block in (*moves.copies, *moves.swap_in)}
         for sequence in sequences:

@@ -1,4 +1,4 @@
-"""How many tokens of each prompt a step computes: by the token budget, the share that decoding leaves, and the time."""
+"""Decides how many prompt tokens a step computes, by token budget, decode preference and time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.scheduler.step_cost import Costs, StepCost
 
 LEAST_CHUNK = 32
-"""Tokens of a prompt that a step computes, however long that takes: every prompt must come to its end."""
+"""The time limit never cuts a chunk below this many tokens: every prompt must make progress."""
 
 
 class PrefillBudget:
-    """What prompts may use of one step: `tokens`, and `seconds` by these costs (None: any time)."""
+    """What prompts may use of one step: `tokens`, and `seconds` as estimated by `costs`. costs None: no time limit."""
 
     def __init__(self, tokens: int, costs: Costs | None = None, seconds: float = 0.0) -> None:
         self.tokens = tokens
@@ -23,8 +23,8 @@ class PrefillBudget:
         self._seconds = seconds
 
     def take_chunk(self, sequence: Sequence) -> int:
-        """Size of the sequence's next chunk, which is deducted. If the time cuts a chunk short, it is the step's last:
-        the next prompt may share its prefix and would compute the same tokens."""
+        """Return the size of the sequence's next chunk and deduct it. A chunk that is cut short is the last one of the
+        step: the next prompt may have the same prefix and would compute the same tokens."""
         start, wanted = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
         chunk = min(self.tokens, wanted)
         if self._costs is not None:
@@ -44,14 +44,14 @@ class PrefillLimits:
         self._cost = StepCost()
 
     def observe(self, batch: Batch, seconds: float) -> None:
-        """The device took `seconds` for these rows, and for nothing else."""
+        """Learn from a step: the device computed these rows, and nothing else, in `seconds`."""
         contexts = [row.context_len for row in batch.rows if row.num_tokens == 1]
         chunks = [(row.start, row.num_tokens) for row in batch.rows if row.num_tokens > 1]
         self._cost.observe(contexts, chunks, seconds)
 
     def budget(self, rows: ListOf[ScheduledSequence], decoding: Iterable[int]) -> PrefillBudget:
-        """For a step that has these rows already. decoding: context lengths of all decoding sequences, which wait for
-        the step if it has no rows of them."""
+        """The budget of a step that has these rows already. decoding: context lengths of all decoding sequences; they
+        wait for the step if it has no rows."""
         tokens = self._config.max_num_batched_tokens
         if rows:
             share = int((1 - self._config.decode_preference) * tokens)
@@ -67,6 +67,6 @@ class PrefillLimits:
         return PrefillBudget(tokens, costs, limit - costs.decode_seconds(contexts))
 
     def seconds_alone(self, start: int, tokens: int) -> float:
-        """Time to compute the tokens from `start` on if nothing else runs. 0.0 while too little is known."""
+        """Time to compute the tokens from `start` on if nothing else runs. 0.0 if too few steps ran to estimate it."""
         costs = self._cost.reliable_costs()
         return 0.0 if costs is None else costs.prefill_seconds(start, tokens, self._config.max_num_batched_tokens)

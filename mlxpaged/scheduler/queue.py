@@ -1,8 +1,7 @@
 """Sequences in the order in which they are served.
 
-All sequences age at the same rate, so comparing effective priorities at any time gives the order of one constant:
-class + AGING_RATE * arrival time, then arrival. Deadlines change which sequence of a class uses which turn: see
-WaitingQueue.
+All sequences age at the same rate, so two sequences never change their order as they age. The order is that of
+`class + AGING_RATE * arrival time`, then of arrival. Only deadlines change it, within a class: see WaitingQueue.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ class SequenceQueue:
 
 
 class WaitingQueue(SequenceQueue):
-    """Sequences that wait for admission, with the earliest deadline first among those of a class that have one.
+    """Sequences that wait for admission. Of those of a class that have a deadline, the earliest deadline comes first.
 
-    Every sequence brings one turn, its `order`. When the turn of a sequence with a deadline comes, the one of its class
-    with the earliest deadline takes that turn and leaves its own in exchange. So classes age as without deadlines, a
-    sequence that has none never waits for more sequences than without deadlines, and one that has a deadline is
-    overtaken until that time at most.
+    Every sequence brings one position, its `order`. When the position of a sequence with a deadline comes up, the
+    earliest deadline of the class takes it and leaves its own position in exchange. So the order of classes stays the
+    same, and a sequence without a deadline waits for no more sequences than it would if none had one. Within its
+    class, a sequence with a deadline is overtaken only by earlier deadlines.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class WaitingQueue(SequenceQueue):
         return iter(self.first(len(self)))
 
     def first(self, count: int) -> list[Sequence]:
-        """The first `count` in order. Exchanges their turns if needed."""
+        """The first `count` in order. Sequences exchange their positions here, if deadlines require it."""
         used: Counter[Priority] = Counter()
         for index in range(min(count, len(self))):
             sequence = self._sequences[index]

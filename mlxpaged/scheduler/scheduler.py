@@ -1,10 +1,10 @@
-"""The scheduler: in every step it picks the tokens to run, within a token budget and the free blocks.
+"""The scheduler. In every step it picks the tokens to run, within a token budget and the free blocks.
 
-Decoding sequences come first, one token each. The rest of the token budget goes to prompt chunks of running and of
-waiting sequences, in the order of queue.py.
+Decoding sequences come first, one token each. Chunks of running and waiting prompts share the rest of the token budget,
+in the order that queue.py defines.
 
-The blocks of a prompt can be shared as soon as the step that computes them is scheduled. Before every chunk a running
-prompt takes over the blocks that other sequences have computed of it. So a shared prefix is never computed twice.
+The blocks of a prompt can be shared as soon as the step that computes them is scheduled. Before every chunk, a running
+prompt adopts blocks that other sequences have computed for it. So a shared prefix is never computed twice.
 
 When blocks run out, unused cached blocks are evicted first, then running sequences are preempted (preemption.py). A
 sequence is accepted only if it could run alone in the pool, so the first in order can always continue.
@@ -37,14 +37,14 @@ from mlxpaged.scheduler.stats import SchedulerStats
 logger = logging.getLogger(__name__)
 
 STARVATION_BOUND = 64
-"""Steps in a row without room for a waiting sequence, after which running ones are preempted for it."""
+"""A waiting sequence that had no room in this many steps in a row may preempt running ones of any class."""
 
 LOOK_AHEAD = 4
-"""Waiting sequences without room that a step considers before it stops: a small one may overtake a large one."""
+"""A step stops admitting after this many waiting sequences without room. So a small one may overtake a large one."""
 
 
 class Prefill(NamedTuple):
-    """What is left to compute of a sequence, and how long that takes at least."""
+    """The tokens of a sequence that are left to compute, and the least seconds that they take."""
 
     num_tokens: int
     seconds: float
@@ -53,7 +53,7 @@ class Prefill(NamedTuple):
 class Scheduler:
     """Holds every unfinished sequence. `schedule` starts a step, `update` ends it; all calls come from one thread.
 
-    clock: seconds, the one that the sequences' arrival times and deadlines refer to.
+    clock: seconds. The sequences' arrival times and deadlines refer to it.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,8 +66,8 @@ class Scheduler:
         self._arrivals = itertools.count()
         self.running = SequenceQueue()
         self.waiting = WaitingQueue()
-        self._forks: dict[int, list[Sequence]] = {}  # by parent: they wait for its prompt
-        self._changed: set[int] = set()  # got blocks with their contents for the step that is being scheduled
+        self._forks: dict[int, list[Sequence]] = {}  # by parent: forks that wait until its prompt is computed
+        self._changed: set[int] = set()  # sequences whose blocks get their contents in the step being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
         self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
         self._prefill = PrefillLimits(config)
@@ -92,7 +92,7 @@ class Scheduler:
             self.waiting.add(sequence)
 
     def finish(self, sequence_id: int, reason: FinishReason) -> Sequence:
-        """End a sequence in any state and release all that it holds. Raises KeyError if it has ended."""
+        """End a sequence in any state and release all that it holds. Raises KeyError if it has already ended."""
         sequence = self.sequences[sequence_id]
         siblings = self._forks.get(sequence.fork_of.sequence_id, []) if sequence.fork_of is not None else []
         if sequence in siblings:
@@ -110,16 +110,16 @@ class Scheduler:
         return bool(self.sequences)
 
     def prefill_beyond(self, sequence: Sequence, seconds: float) -> Prefill | None:
-        """What is left to compute of a sequence before its next token, if that takes more than `seconds` even with the
-        device to itself. None if it may take less, or if too few prompts were computed to tell.
+        """Return what is left to compute before the next token of a sequence, if that takes more than `seconds` even
+        with the device to itself. None if it may take less, or if too few prompts were computed to estimate it.
 
-        A fork reuses what its parent computes, so the parent's prompt counts."""
+        A fork reuses what its parent computes, so the parent's tokens are counted."""
         if sequence.fork_of is not None and sequence.fork_of.sequence_id in self.sequences:
             sequence = sequence.fork_of
         length = len(sequence.token_ids)
         start = max(sequence.num_computed_tokens, sequence.num_swapped_tokens)
         if length - start <= 1 or self._prefill.seconds_alone(start, length - start) <= seconds:
-            return None  # before the prefix cache is searched, which takes long for long prompts
+            return None  # without searching the prefix cache, which takes long for long prompts
         start = self.blocks.num_available_tokens(sequence)
         needed = self._prefill.seconds_alone(start, length - start)
         return Prefill(length - start, needed) if needed > seconds else None
@@ -127,8 +127,8 @@ class Scheduler:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch:
-        """Choose the next step's tokens and take the blocks they need. Each call needs its `update`; at most one other
-        call may come in between. Empty only if nothing is unfinished, or if all of it waits for that `update`."""
+        """Choose the next step's tokens and take the blocks that they need. Pass every batch to `update`; at most one
+        more may be scheduled before that. It is empty only if no sequence is unfinished, or all wait for `update`."""
         builder = ScheduleBuilder()
         self._changed.clear()
         self._preempt_for_waiting(builder)
@@ -149,14 +149,14 @@ class Scheduler:
         return Batch(tuple(builder.rows), self.blocks.take_moves())
 
     def observe(self, batch: Batch, seconds: float) -> None:
-        """The device took `seconds` for these rows, all of which it computed, and for nothing else."""
+        """Learn from a step: the device computed all these rows, and nothing else, in `seconds`."""
         self._prefill.observe(batch, seconds)
 
     def update(self, batch: Batch, token_ids: dict[int, int]) -> None:
-        """The batch is done, and sampled these tokens (sequence id -> token). The engine decides which answers they
-        end, and calls `finish` for these.
+        """Commit a batch that the device has finished, with the tokens that it sampled (sequence id -> token). The
+        engine decides which answers end with them, and calls `finish` for those.
 
-        Sequences that ended since `schedule` are ignored. Preempted ones without a token here will sample it again.
+        Sequences that ended since `schedule` are ignored. Preempted ones without a token here sample it again later.
         """
         for row in batch.rows:
             sequence = row.sequence
@@ -175,8 +175,7 @@ class Scheduler:
                 self.blocks.publish(sequence)  # the token may be the last of a block that the step in flight computes
 
     def get_block_tables(self, sequence_ids: Iterable[int]) -> IntArray:
-        """Block ids [n, b] of n sequences, in order. Shorter tables are filled up with -1. Raises KeyError for an id
-        without blocks."""
+        """Block ids [n, b] of n sequences, in order, padded with -1. Raises KeyError for an id without blocks."""
         rows = []
         for sequence_id in sequence_ids:
             table = self.sequences[sequence_id].block_table
@@ -203,8 +202,8 @@ class Scheduler:
     # -- failure -------------------------------------------------------------------------------------------------
 
     def fail(self, sequence_id: int) -> list[Sequence]:
-        """End a sequence whose step failed. The blocks that the steps in flight write for it are unpublished. Returns
-        the sequences that already share them, which are preempted and recomputed."""
+        """End a sequence whose step failed, and unpublish the blocks that the steps in flight write for it. Sequences
+        that share these blocks are preempted and recomputed. Returns them."""
         sequence = self.sequences[sequence_id]
         invalid = self.blocks.unpublish(sequence)
         self.finish(sequence_id, FinishReason.ERROR)
@@ -214,16 +213,16 @@ class Scheduler:
         return preempted
 
     def recompute(self, sequence: Sequence) -> None:
-        """What the steps in flight compute for a sequence is lost. Sequences that share it are recomputed too."""
+        """Discard what the steps in flight compute for a sequence. Sequences that share it are recomputed too."""
         self._preemption.recompute(sequence)
 
     def undo_moves(self, batch: Batch) -> None:
-        """The moves of a batch failed, wholly or in part: recompute the sequences that need them. The step in flight
-        before it did not fail, and its tokens will be read."""
+        """Recompute the sequences that need the moves of a batch, because these failed at least in part. The previous
+        step may still be in flight: it did not fail, and its tokens will be read."""
         self._preemption.undo_moves(batch.moves, list(self.sequences.values()))
 
     def reset_cache(self) -> None:
-        """The pool's contents are lost: recompute the running sequences and empty the prefix cache."""
+        """Recompute the running sequences and empty the prefix cache, because the pool's contents are lost."""
         for sequence in list(self.running):
             self._preemption.preempt(sequence, swap=False)
         if self.prefix_cache is not None:
@@ -232,12 +231,12 @@ class Scheduler:
     # -- decoding and prompts ------------------------------------------------------------------------------------
 
     def _is_turn_of_decodes(self) -> bool:
-        """In separate mode: decoding gets its share of the steps. A kind that has nothing to do yields its step."""
+        """Whether this step decodes, in separate mode. If the chosen kind has nothing to run, the other kind runs."""
         turns, self._decode_credit = divmod(self._decode_credit + self.config.decode_preference, 1)
         return turns >= 1
 
     def _count_skipped_step(self) -> None:
-        """A step without prompts skips the waiting sequences for which the last step with prompts had no room."""
+        """Count a step without prompts for the waiting sequences that had no room in the last step with prompts."""
         if self._admission.num_free_slots > 0:
             for sequence in self.waiting.first(LOOK_AHEAD):
                 sequence.skipped_steps += sequence.skipped_steps > 0
@@ -248,8 +247,8 @@ class Scheduler:
                 self._add(builder, sequence, 1)
 
     def _add_prompts(self, builder: ScheduleBuilder) -> None:
-        """Add chunks of running and waiting prompts, in order. Stop at a running one that finds no block: those after
-        it would take the blocks that it waits for."""
+        """Add chunks of running and waiting prompts, in order. Stop at a running prompt without enough blocks: the next
+        ones would take the blocks that it waits for."""
         prefilling = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
         waiting = self.waiting.first(self._admission.num_free_slots + LOOK_AHEAD)
         if not prefilling and not waiting:
@@ -282,8 +281,8 @@ class Scheduler:
         self.blocks.publish(sequence)
 
     def _grow(self, sequence: Sequence, num_tokens: int, builder: ScheduleBuilder) -> bool:
-        """Take blocks for the next `num_tokens` tokens, preempting other sequences if needed. False if that is not
-        enough: the sequence keeps its blocks and skips the step."""
+        """Take blocks for the next `num_tokens` tokens, and preempt other sequences if needed. Returns False if that is
+        not enough: the sequence keeps its blocks and skips the step."""
         while True:
             try:
                 self.blocks.grow(sequence, num_tokens)
@@ -321,8 +320,8 @@ class Scheduler:
         return True
 
     def _preempt_for_waiting(self, builder: ScheduleBuilder) -> None:
-        """Admit one waiting sequence for which running ones may be preempted: the first that has reached the starvation
-        bound, or else the first in order."""
+        """Admit one waiting sequence, and preempt running ones for it if it may: the first that has reached the
+        starvation bound, or else the first in order."""
         first = self.waiting.first(LOOK_AHEAD)
         if not first or self._is_suspect_running():
             return
@@ -340,7 +339,7 @@ class Scheduler:
             self._preempt(victim, builder)
         admitted = self._admit(sequence)
         assert admitted, f"no room for {sequence}"
-        # Take the blocks of its first chunk now: growing sequences would take them.
+        # Take the blocks of its first chunk now: otherwise growing sequences would take them.
         self.blocks.grow(sequence, min(self.config.max_num_batched_tokens, sequence.num_uncomputed_tokens))
         if starving:
             sequence.admitted_by_starvation_bound = True
@@ -349,8 +348,8 @@ class Scheduler:
                 logger.info("made room for %s: %s", sequence.label, sequence.describe_priority(self.clock()))
 
     def _is_suspect_running(self) -> bool:
-        """After a device error, the sequences of the failed step are readmitted one at a time. No other is admitted
-        before that one has sampled a token, so that a second error can be put down to it."""
+        """Whether a sequence of a step that failed on the device runs again. Such sequences are admitted one at a time,
+        and no other until it has sampled a token, so that a second failure can be attributed to it."""
         return any(other.num_device_failures for other in self.running)
 
     def _preempt(self, sequence: Sequence, builder: ScheduleBuilder) -> None:
@@ -358,7 +357,7 @@ class Scheduler:
         builder.preempted.add(sequence.sequence_id)
 
     def _queue_forks(self, parent: Sequence) -> None:
-        """The parent's prompt is computed, or the parent has ended."""
+        """Queue the forks of a sequence whose prompt is computed, or which has ended."""
         for fork in self._forks.pop(parent.sequence_id, ()):
             self.waiting.add(fork)
 

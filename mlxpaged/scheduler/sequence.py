@@ -18,7 +18,7 @@ class Priority(IntEnum):
 
 
 AGING_RATE = 0.1
-"""Priority classes per second of age: after 10 s a sequence is equal to a fresh one of the next higher class."""
+"""Priority classes per second of age. After 10 s a sequence is equal to a new one of the next higher class."""
 
 
 class SequenceStatus(Enum):
@@ -34,7 +34,7 @@ class SequenceStatus(Enum):
 
 class FinishReason(str, Enum):
     """Why a sequence ended. STOP: end of sequence, stop token or stop string. LENGTH: max_tokens reached. ABORT: the
-    client disconnected. CANCELLED: a client or operator asked for it. TIMEOUT: a deadline passed or cannot be met."""
+    client disconnected. CANCELLED: by request. TIMEOUT: a deadline passed or cannot be met. ERROR: a failure."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -54,12 +54,12 @@ LEGAL_TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 
 PENDING = -1
-"""Stands for a token that a step in flight samples: the next step is scheduled before the host has read it."""
+"""Stands for a token that a step in flight samples. The next step is scheduled before the host has read that token."""
 
 
 class RoomLookup(NamedTuple):
-    """Result of the last prefix cache lookup of a waiting sequence: the free blocks that it needed, and at which state
-    of sequence and pool (see `BlockPool.num_gains`)."""
+    """The free blocks that a waiting sequence needed at its last search of the prefix cache, and its number of tokens
+    and the pool's `num_gains` at that time."""
 
     num_tokens: int
     blocks_needed: int
@@ -73,7 +73,7 @@ class IllegalTransitionError(RuntimeError):
 class Sequence:
     """Tokens, progress and blocks of one request. Each field has one writer, named below.
 
-    The last token of a decoding sequence was sampled but has not been run through the model, so exactly one token is
+    The last token of a decoding sequence was sampled but has not been run through the model. So exactly one token is
     uncomputed. A token that a step in flight samples is in `token_ids` as PENDING.
     """
 
@@ -111,11 +111,11 @@ class Sequence:
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.num_preemptions = 0
         self.skipped_steps = 0  # steps in a row that had no room for it
-        self.admitted_by_starvation_bound = False  # and running since
+        self.admitted_by_starvation_bound = False  # and not preempted since
         self.arrival_number = -1
         self.finish_reason: FinishReason | None = None
         self._status = SequenceStatus.WAITING
-        self.order = (0.0, -1)  # place among all sequences, the smallest first
+        self.order = (0.0, -1)  # position among all sequences, the smallest first
         self.queued_deadline = math.inf  # its next deadline when it was added to the waiting queue
         # Written by the block manager.
         self.block_table: BlockTable | None = None  # set while it holds blocks
@@ -136,7 +136,7 @@ class Sequence:
         return f"Sequence({self.sequence_id}, {self._status.value}, {progress} computed)"
 
     def effective_priority(self, now: float) -> float:
-        """Class minus age. The lowest is served first."""
+        """Class minus AGING_RATE times age. The lowest is served first."""
         return self.priority - AGING_RATE * (now - self.arrival_time)
 
     def describe_priority(self, now: float) -> str:
@@ -165,7 +165,7 @@ class Sequence:
 
     @property
     def awaits_final_token(self) -> bool:
-        """The pending token is the last one that max_tokens allows: there is nothing left to schedule."""
+        """Whether the pending token is the last one that max_tokens allows, so that nothing is left to schedule."""
         return len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens
 
     @property
@@ -174,7 +174,7 @@ class Sequence:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Most tokens whose KV it will ever hold: the last token of an answer is never run through the model."""
+        """Most tokens whose KV it can have. The last token of an answer is never run through the model."""
         return self.num_prompt_tokens + self.max_tokens - 1
 
     def transition(self, to: SequenceStatus) -> None:
@@ -188,22 +188,22 @@ class Sequence:
             self.num_computed_tokens = self.num_committed_tokens = 0
 
     def expect_token(self) -> None:
-        """A scheduled step will sample the next token."""
+        """Append PENDING for the token that a scheduled step will sample."""
         self.token_ids.append(PENDING)
         self.num_pending_tokens += 1
 
     def fill_token(self, token_id: int) -> None:
-        """Replace the first pending token: steps finish in order."""
+        """Replace the first pending token. Steps finish in order."""
         self.token_ids[self.num_known_tokens] = token_id
         self.num_pending_tokens -= 1
 
     def drop_pending_tokens(self) -> None:
-        """The steps that should have sampled them failed."""
+        """Remove the tokens that no step in flight will sample any more."""
         del self.token_ids[self.num_known_tokens :]
         self.num_pending_tokens = 0
 
     def finish_reason_after(self, token_id: int) -> FinishReason | None:
-        """Whether the answer ends with `token_id`, its last known token."""
+        """STOP or LENGTH if the answer ends with `token_id`, its last known token; None if it goes on."""
         if token_id in self.stop_token_ids:
             return FinishReason.STOP
         if self.num_output_tokens >= self.max_tokens:

@@ -1,9 +1,9 @@
-"""What a step costs, learned from the steps that ran.
+"""Estimates what a step costs. It learns from the steps that ran.
 
 The time of a step is a sum of five parts with one coefficient each: the step itself, its decoding rows, the keys that
-these attend to, its prompt tokens, and the keys that those attend to. The coefficients are the least squares fit of the
-relative errors over the latest steps, none of them negative. So chunks become shorter as their context grows, on a
-machine that computes 500 tokens a second as on one that computes 5,000, without any setting.
+these attend to, its prompt tokens, and the keys that those attend to. The coefficients are a least squares fit of the
+relative errors over the latest steps, and none is negative. So chunks become shorter as their context grows, on a
+machine that computes 500 tokens a second and on one that computes 5,000, without any setting.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ import numpy as np
 import numpy.typing as npt
 
 KEPT = 64
-"""Steps that are remembered, with prompts and without. The two are kept apart, or a long answer would push out all that
-is known of prompts."""
+"""Latest steps with prompts that are kept, and as many without. They are kept apart, because a long answer would push
+out all steps with prompts."""
 
 OUTLIER = 4.0
-"""A step that took more than this many times its expected time counts as if it took so long: something else held it up
-(a kernel was compiled, another process ran)."""
+"""A step counts as at most this many times its expected time. If it took longer, something else delayed it: a kernel
+was compiled, or another process ran."""
 
 SCALE = np.array([1.0, 10.0, 1e4, 100.0, 1e5])
-"""Usual sizes of the five parts. If the steps do not tell which part takes the time, it is split in this ratio."""
+"""Usual sizes of the five parts. If the steps do not tell which part takes the time, the fit shares it accordingly."""
 
 EXTRAPOLATION = 4
-"""A chunk may be this many times as long as the prompts of any remembered step. The cost of a few tokens is lost in the
-noise of a step: after one step with eight of them, a chunk of 1,000 seemed free in every tenth trial."""
+"""A chunk may have this many times as many tokens as the prompts of any step that is kept. The cost of a few tokens is
+lost in the noise: after one step with eight tokens, a chunk of 1,000 seemed free in every tenth trial."""
 
 MIN_PROMPT_STEPS = 8
-"""Steps with prompts before the time of a whole prompt is estimated."""
+"""Steps with prompts that must have run before the time of a whole prompt is estimated."""
 
 SHORTEST = 1e-6
-"""Seconds: a clock may not tell two steps apart."""
+"""Shortest time of a step, in seconds: a clock may not tell two steps apart."""
 
 PROMPT_TOKENS, PROMPT_KEYS = 3, 4
 """Indices in the five parts."""
 
 Observations = deque[tuple[tuple[float, ...], float]]
-"""The parts of steps, and their seconds."""
+"""The parts of each step, and its seconds."""
 
 
 def chunk_keys(start: int, tokens: int) -> float:
-    """Keys that the tokens from `start` on attend to, all together."""
+    """Keys that the tokens from `start` on attend to, added up over these tokens."""
     return tokens * (start + (tokens + 1) / 2)
 
 
 def non_negative_least_squares(
     parts: npt.NDArray[np.float64], goal: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Drops the most negative column until no coefficient is negative. That is not always the best set of columns."""
+    """Drop the most negative column until no coefficient is negative. That is not always the best set of columns."""
     kept = np.flatnonzero(np.abs(parts).max(axis=0) > 0)
     solution = np.zeros(parts.shape[1])
     while kept.size:
@@ -67,7 +67,7 @@ def non_negative_least_squares(
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a step, none negative. Keys are counted once for every token that attends to them.
+    """The seconds that each part of a step takes. Keys are counted once for every token that attends to them.
 
     longest_chunk, longest_context: tokens up to which the coefficients may be trusted.
     """
@@ -89,21 +89,21 @@ class Costs:
         return self.per_prompt_token * tokens + self.per_prompt_key * chunk_keys(start, tokens)
 
     def chunk_within(self, seconds: float, start: int) -> int:
-        """The most tokens from `start` on that take no longer, as far as is known: the larger root of a quadratic
-        equation, in the form that also holds if one of its terms is zero."""
+        """The most tokens from `start` on that are expected to take at most `seconds`. It is the larger root of a
+        quadratic equation, in the form that also holds if one of its terms is zero."""
         linear, square = self.per_prompt_token + self.per_prompt_key * (start + 0.5), self.per_prompt_key / 2
         divisor = linear + math.sqrt(linear * linear + 4 * square * max(0.0, seconds))
         return int(min(2 * max(0.0, seconds) / divisor if divisor else math.inf, self.longest_chunk))
 
     def prefill_seconds(self, start: int, tokens: int, max_chunk: int) -> float:
         """Time of the tokens from `start` on, without other work, in steps of at most `max_chunk` tokens. Tokens beyond
-        longest_context are not counted: the estimate is rather too low than too high."""
+        longest_context are not counted, so the estimate is too low rather than too high."""
         tokens = max(0, min(tokens, self.longest_context - start))
         return self.per_step * math.ceil(tokens / max_chunk) + self.chunk_seconds(start, tokens)
 
 
 class StepCost:
-    """Learns from every finished step; estimates the costs of those to come."""
+    """Learns from every finished step, and estimates the costs of later ones."""
 
     def __init__(self) -> None:
         self._plain: Observations = deque(maxlen=KEPT)
@@ -128,7 +128,7 @@ class StepCost:
         self._is_current = False
 
     def costs(self) -> Costs | None:
-        """None before any step with a prompt ran."""
+        """Return None before any step with a prompt ran."""
         if self._with_prompts and not self._is_current:
             parts, seconds = zip(*self._plain, *self._with_prompts, strict=True)
             relative = np.asarray(parts) / SCALE / np.asarray(seconds)[:, None]
@@ -143,5 +143,5 @@ class StepCost:
         return self._costs
 
     def reliable_costs(self) -> Costs | None:
-        """None while too few steps with prompts ran to estimate the time of a whole prompt."""
+        """Return None while too few steps with prompts ran to estimate the time of a whole prompt."""
         return self.costs() if len(self._with_prompts) >= MIN_PROMPT_STEPS else None
