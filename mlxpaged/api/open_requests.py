@@ -32,7 +32,7 @@ class OpenRequests:
         self._by_name: dict[str, OpenRequest] = {}
 
     def open(self, request_id: str, count: int, caller: Caller | None) -> OpenRequest:
-        """Registers a request for `count` sequences, named `request_id` if it is one, else request_id-0, request_id-1, ...
+        """Registers a request for `count` sequences. One is named `request_id`, several request_id-0 and so on.
 
         Raises DuplicateRequestError if another request has one of these names.
         """

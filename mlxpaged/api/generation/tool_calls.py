@@ -97,7 +97,7 @@ class CallReader:
         return deltas
 
     def _calls(self) -> list[tuple[str, str, str]]:
-        """Returns (id, name, arguments) of every call. Raises if one is malformed, or is not for a tool of the request."""
+        """Returns (id, name, arguments) of every call. Raises if one is malformed or calls no tool of the request."""
         parsed = self._form.parse(self._payload, self._tools)
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not calls:
