@@ -1,4 +1,4 @@
-"""`mlxpaged serve [MODEL]`"""
+"""`mlxpaged serve [MODEL]` runs the HTTP server."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def allow_open_files(count: int) -> None:
-    """As many as the system permits. A shell on a Mac starts with 256, and each connection needs one."""
+    """Allow `count` open files, if the system permits. A shell on a Mac starts with 256; each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -122,7 +122,7 @@ def allow_open_files(count: int) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded, so that a port in use is reported at once."""
+    """Bind the port before the model is loaded, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
