@@ -32,8 +32,8 @@ async def cancel_all(request: Request) -> Response:
 
 
 async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str, Any]]:
-    """End the requests that are unfinished, and describe those. A request whose prompt is still being tokenized never
-    reaches the engine."""
+    """End the unfinished ones of these requests, and describe them. A request whose prompt is still being tokenized
+    never reaches the engine."""
     if not requests or server.engine is None:
         return []
     for request in requests:

@@ -131,7 +131,7 @@ class Server:
 
 
 def in_daemon_thread(function: Callable[[], Result]) -> Future[Result]:
-    """For functions that cannot be interrupted: unlike an executor's thread, this one does not delay the exit."""
+    """Runs a function that cannot be interrupted. Unlike an executor's thread, this one does not delay the exit."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 
 
 def server_config(args: argparse.Namespace) -> EngineConfig | None:
-    """None for a server without a model. Raises ValueError if flags contradict each other."""
+    """Returns None for a server without a model. Raises ValueError if flags contradict each other."""
     if args.model != NO_MODEL:
         return engine_config(args)
     if args.embedding_model is not None:

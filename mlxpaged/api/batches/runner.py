@@ -164,7 +164,7 @@ class BatchRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for task, place in tasks.items():  # those that ended together with the batch
+        for task, place in tasks.items():  # requests that ended together with the batch
             if not task.cancelled() and task.exception() is None:
                 await append(place, task.result())
         if batch.expired_at is not None:

@@ -83,7 +83,7 @@ def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) ->
 
 
 def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:
-    """Raises ContextLengthError for a text that cannot fit the context however it is tokenized.
+    """Raises ContextLengthError for a text that cannot fit the context, even with the longest tokens.
 
     Tokenizing megabytes only to refuse them would keep the prompts of other requests waiting.
     """

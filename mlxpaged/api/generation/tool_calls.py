@@ -17,10 +17,10 @@ HEADERS = {
     "json_tools": re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'),
     "mistral": re.compile(r"\s*([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
-"""By format: the text up to the arguments, with the call's name. Calls in other formats are read after their end."""
+"""Patterns by format of the text up to the arguments, with the call's name. Other formats are read after their end."""
 
 AROUND_ARGUMENTS = {"json_tools": ('\n{{"name": "{}", "arguments": ', "}\n"), "mistral": ("{}[ARGS]", "")}
-"""By format: the text between a call's opening tag and its arguments, with the name in it, and the text between the
+"""By format, the text between a call's opening tag and its arguments, with the name in it, and the text between the
 arguments and the closing tag. Only these formats can be enforced: in others, arguments are not JSON."""
 
 CALL_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")

@@ -19,7 +19,7 @@ BASE_CONTEXT = 256
 
 
 def comparison_figures(loads: Sequence[Load]) -> list[Figures]:
-    """Returns those of the loads that have a token. `speedup` is relative to the first load, one request at a time."""
+    """Returns the figures of loads that have a token. `speedup` compares with the first load, one request at a time."""
     found = [load_figures(load) for load in loads if load.begun()]
     for batched in found[1:]:
         runs = zip(batched["runs"], found[0]["runs"], strict=False)  # a run may be missing after an interrupt
@@ -63,7 +63,7 @@ def run_figures(one: Pass) -> Figures:
 
 
 def sweep_figures(loads: Sequence[Load]) -> list[Figures]:
-    """Returns those of the contexts that have a token. token_cost: time of a decoded token, 1 at BASE_CONTEXT."""
+    """Returns the figures of contexts that have a token. token_cost: time of a decoded token, 1 at BASE_CONTEXT."""
     found = [context_figures(load) for load in loads if load.begun()]
     rates = {each["context"]: each["decode_tokens_per_second"] for each in found}
     for each in found:

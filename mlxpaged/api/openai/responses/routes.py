@@ -51,7 +51,7 @@ async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
 
 
 def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:
-    """Returns the items of the stored conversation, and those of the request."""
+    """Returns the items of the stored conversation, and the items of the request."""
     earlier = conversation_before(request, body.previous_response_id)
     items = [referred(request, i, item) for i, item in enumerate(body.items)]
     check_calls(earlier, items)

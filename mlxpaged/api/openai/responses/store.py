@@ -20,7 +20,7 @@ OUTPUT: TypeAdapter[list[OutputItem]] = TypeAdapter(list[OutputItem])
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """owner: the name of its API key, if any. conversation: all items, those of the answer included, without the
+    """owner: the name of its API key, if any. conversation: all items up to the end of the answer, without the
     instructions. inputs: the request's items, by their ids."""
 
     owner: str | None
@@ -44,7 +44,7 @@ class ResponseStore:
         return self._items.get(item_id)
 
     def add(self, owner: str | None, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item]) -> None:
-        """Stores a response, and deletes the oldest ones if there are too many. items: those of the request."""
+        """Stores a response, and deletes the oldest ones if there are too many. items: the request's own."""
         inputs = {f"{response['id']}-input-{index}": item for index, item in enumerate(items)}
         output = OUTPUT.validate_python(response["output"])
         num_chars = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)
