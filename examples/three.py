@@ -1,4 +1,4 @@
-"""Three prompts in one batch, without a server: the engine's own interface and its statistics.
+"""Runs three prompts in one batch without a server, by the engine's own interface, and prints its statistics.
 
 python examples/three.py [MODEL]
 """

@@ -1,4 +1,4 @@
-"""The HTTP side: requests, text, errors, events. It never touches tensors."""
+"""The HTTP side of the server: it reads requests, and writes text, errors and events. It never touches tensors."""
 
 from mlxpaged.api.access.key_file import KeyFileError
 from mlxpaged.api.app import create_app

@@ -1,4 +1,4 @@
-"""The Starlette application: routes, error handlers, and the engine's life with the server's."""
+"""Builds the Starlette application: routes, middleware and error handlers. The engine starts and ends with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPOSED_HEADERS = (
     "Retry-After",
     *(f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")),
 )
-"""Scripts in pages can read these. Browsers hide all headers but a few of HTTP's own unless CORS names them."""
+"""Scripts in pages can read these headers. Browsers hide almost all headers that CORS does not name."""
 
 
 def create_app(
@@ -39,8 +39,8 @@ def create_app(
     http: HttpConfig | None = None,
     data_dir: Path | None = None,
 ) -> Starlette:
-    """An ASGI app; its lifespan starts and stops the engine. config: None for a server without a model. clock: seconds.
-    data_dir: keeps files and batches; None for a server without them.
+    """Returns an ASGI app whose lifespan starts and stops the engine. config: None for a server without a model. clock:
+    seconds. data_dir: the directory of files and batches; None for a server without them.
 
     Raises KeyFileError; DataDirInUseError, OSError or ValueError if the directory cannot be used.
     """
@@ -75,7 +75,7 @@ def create_app(
 
 
 def middleware(server: Server) -> list[Middleware]:
-    """From the outside in: each may rely on those before it. A CORS preflight request needs no key."""
+    """Returns the middleware from the outside in. Each may rely on the ones before it. CORS preflights need no key."""
     http = server.http
     cors = Middleware(
         CORSMiddleware,
@@ -88,7 +88,7 @@ def middleware(server: Server) -> list[Middleware]:
         Middleware(RequestIds),
         Middleware(Errors),
         Middleware(Origins, hosts=http.allowed_hosts, origins=http.cors_origins),
-        # The errors of the rest need the headers of CORS, without which a page cannot read them.
+        # A page can read the errors of the rest only if they have the headers of CORS.
         *([cors, Middleware(Errors)] if http.cors_origins else []),
         Middleware(RequestLimit, limit=http.max_connections, open_paths=OPEN_PATHS),
         Middleware(KeyCheck, keys=server.keys, open_paths=OPEN_PATHS),

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Replaces files as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A new file that replaces `path` once it is on the disk; after an error `path` is unchanged."""
+    """Yields a new file that replaces `path` once it is on the disk. After an error, `path` is unchanged."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

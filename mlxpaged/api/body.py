@@ -1,4 +1,4 @@
-"""Reads requests: a JSON body of limited size, checked by a model, and the parameters of the URL."""
+"""Reads JSON bodies of limited size and the parameters of URLs, and checks them by pydantic models."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST, ApiError, from_validation
 from mlxpaged.api.server import server_of
 
 MAX_DISCARDED_BYTES = 512 * 1024 * 1024
-"""This much of a too large body is read: otherwise a client that still sends sees a broken pipe and no answer."""
+"""This much is read beyond the limit: otherwise a client that still sends sees a broken pipe and no answer."""
 
 BODY_SECONDS = 30.0
-"""Plus a second for each MIN_BYTES_PER_SECOND received, so that a slow client cannot hold a connection for ever."""
+"""A body may take this long, and a second more for each MIN_BYTES_PER_SECOND received. A slow client has to end."""
 MIN_BYTES_PER_SECOND = 64 * 1024
 CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
@@ -29,7 +29,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_json(request: Request, model: type[Model]) -> Model:
-    """Raises ApiError 413 for a body over the server's limit, and 400 for one that does not fit `model`."""
+    """Reads a body. Raises ApiError 413 if it is over the server's limit, and 400 if it does not fit `model`."""
     body = bytearray()
     async for piece in pieces(request, server_of(request).http.max_body_bytes):
         body += piece
@@ -38,14 +38,14 @@ async def read_json(request: Request, model: type[Model]) -> Model:
 
 
 _collected: list[bool] = []
-"""By thread inside `no_collection`: whether the collector has to run when all of them have left."""
+"""One entry per thread inside `no_collection`: whether the collector has to be on after all have left."""
 _collected_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Turns the garbage collector off: it would traverse millions of new objects again and again, for longer than it
-    takes to make them, while no other thread runs. The last thread that leaves restores the collector's state."""
+    """Turns the garbage collector off. While a body is parsed, it would traverse millions of new objects repeatedly:
+    that takes longer than parsing and blocks all threads. The last thread to leave restores the collector's state."""
     with _collected_lock:
         _collected.append(gc.isenabled() or any(_collected))
         gc.disable()
@@ -59,10 +59,10 @@ def no_collection() -> Iterator[None]:
 
 @no_collection()
 def parse(body: bytes | bytearray, model: type[Model]) -> Model:
-    """Raises ApiError 400.
+    """Parses a body and checks it by `model`. Raises ApiError 400.
 
-    In two steps: `model_validate_json` would hold the interpreter lock for all of it, while other threads get to run
-    during the second step, every 5 ms.
+    It takes two steps. `model_validate_json` would hold the interpreter lock all the time; during the second step here,
+    other threads run every 5 ms.
     """
     try:
         value = from_json(body)
@@ -73,7 +73,7 @@ def parse(body: bytes | bytearray, model: type[Model]) -> Model:
 
 @no_collection()
 def validate(value: Any, model: type[Model]) -> Model:
-    """Parsed JSON of the right shape. Raises ApiError 400."""
+    """Checks parsed JSON by `model`. Raises ApiError 400."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -81,12 +81,12 @@ def validate(value: Any, model: type[Model]) -> Model:
 
 
 def read_query(request: Request, model: type[Model]) -> Model:
-    """The parameters of the URL. Raises ApiError 400 if they do not fit `model`."""
+    """Returns the parameters of the URL. Raises ApiError 400 if they do not fit `model`."""
     return validate(dict(request.query_params), model)
 
 
 async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    """The pieces of a body of at most `limit` bytes. Raises ApiError 413 for a longer one, and 408 for a slow one."""
+    """Yields the pieces of a body of at most `limit` bytes. Raises ApiError 413 if it is longer, 408 if it is slow."""
     expects_continue = request.headers.get("expect", "").lower() == "100-continue"
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit and expects_continue:

@@ -1,4 +1,4 @@
-"""What an endpoint is. All endpoints of the server stand in `endpoints.py`."""
+"""Defines what an endpoint is. `endpoints.py` lists all endpoints of the server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Access(Enum):
 
 
 class JsonObject(BaseModel):
-    """An answer whose fields are those of the API that it follows."""
+    """An answer that has the fields of the API that it follows."""
 
     model_config = {"extra": "allow"}
 

@@ -1,4 +1,4 @@
-"""All endpoints. The router and /openapi.json are both made from this table."""
+"""Lists all endpoints. The router and /openapi.json are both made from this table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ get, post, delete = (partial(Endpoint, method) for method in ("GET", "POST", "DE
 
 
 def reads(path: str, respond: Respond[Model], summary: str, body: type[Model], **options: Any) -> Endpoint:
-    """An endpoint that reads a body, and ends when the client leaves."""
+    """Returns an endpoint that reads a body. Its work ends when the client leaves."""
     return post(path, handler(body, respond), summary, body, **options)
 
 
@@ -55,7 +55,7 @@ ENDPOINTS = (
     get("/v1/models/{model:path}", models.get_model, "One model"),
     reads("/tokenize", tokenize.tokenize, "The tokens of a prompt or a chat", TokenizeRequest, answer=TokenizeResponse),
     reads("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizeRequest, answer=DetokenizeResponse),
-    # A path, so that an empty id is unknown, and is not redirected to the endpoint that ends all requests.
+    # The id is a path, so that an empty id gets a 404 and no redirect to the endpoint that ends all requests.
     delete("/v1/requests/{request_id:path}", requests.cancel, "End one request that is being answered"),
     delete("/v1/requests", requests.cancel_all, "End every request that is being answered"),
     post("/v1/files", batches.create_file, "Upload a file", FileUpload, FileRecord, body_type=FORM),

@@ -1,4 +1,4 @@
-"""The paths whose errors and ids have a form of their own. All other paths have OpenAI's."""
+"""Lists the paths whose errors and ids have a format of their own. All other paths have OpenAI's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ErrorFormat:
-    """prefix: of its paths. id_header: a second header for the request's id. body: of (ApiError, request id)."""
+    """prefix: begins its paths. id_header: also has the request's id. body: makes a body of (ApiError, request id)."""
 
     prefix: str
     id_header: str

@@ -1,4 +1,4 @@
-"""Errors, and their responses."""
+"""Defines the errors that clients see, and turns other errors into them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 RETRY = {"Retry-After": "1"}  # seconds
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a request whose client has left."""
+"""nginx uses this status for a request whose client has left."""
 NO_RETRY = {"x-should-retry": "false"}
-"""Without it, OpenAI's clients send a request again after a 408, which would take as long once more."""
+"""Without this header, OpenAI's clients repeat a request after a 408, which would take as long once more."""
 
 MAX_MESSAGE, MAX_PARAM = 500, 100
 
 JSON_WORDS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be an array"}
-"""Messages instead of those of pydantic that name Python's types."""
+"""These replace messages of pydantic that name Python's types."""
 
 
 class ApiError(Exception):
@@ -78,7 +78,7 @@ def model_not_found(model: str, served: Sequence[str]) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The most specific of pydantic's errors, with the field's path as `param`."""
+    """Returns the most specific of pydantic's errors, with the field's path as `param`."""
     worst = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
     path = [str(part) for part in worst["loc"] if not _is_union_branch(part)]
     param = ".".join(path) or None
@@ -106,7 +106,7 @@ HANDLED = (ApiError, ChatTemplateError, engine.DuplicateRequestError, engine.Eng
 
 
 def from_engine(error: Exception) -> ApiError:
-    """The answer to an error of the engine, the tokenizer or the scheduler."""
+    """Turns an error of the engine, the tokenizer or the scheduler into an answer."""
     match error:
         case ApiError():
             return error
@@ -130,7 +130,7 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
 
 
 class Errors:
-    """Middleware that answers the errors of the middleware inside it, and unexpected ones."""
+    """Middleware that answers the errors of the middleware inside it, and all unexpected errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -149,7 +149,7 @@ class Errors:
             if started or scope["type"] != "http":
                 raise  # too late for an answer: the connection is closed
             answer = render(from_engine(error), scope["path"], scope["state"]["request_id"])
-            if "expect" in Headers(scope=scope):  # the client may send its body or not: the connection has to end
+            if "expect" in Headers(scope=scope):  # the client may or may not send its body: the connection has to end
                 answer.headers["Connection"] = "close"
             await answer(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics: the engine's counters, and the latencies of requests."""
+"""Makes Prometheus metrics of the engine's counters and the latencies of requests."""
 
 from __future__ import annotations
 

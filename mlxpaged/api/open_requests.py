@@ -1,4 +1,4 @@
-"""The requests in flight by id, so that they can be cancelled and counted."""
+"""Finds requests in flight by id, so that they can be cancelled and their tokens counted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OpenRequests:
         self._by_name: dict[str, OpenRequest] = {}
 
     def open(self, request_id: str, count: int, caller: Caller | None) -> OpenRequest:
-        """A request for `count` sequences: `request_id` itself for one, else request_id-0, request_id-1 and so on.
+        """Registers a request for `count` sequences. One is named `request_id`, several request_id-0 and so on.
 
         Raises DuplicateRequestError if another request has one of these names.
         """
@@ -51,7 +51,7 @@ class OpenRequests:
                 del self._by_name[name]
 
     def get(self, name: str) -> OpenRequest | None:
-        """The request with this id, or with a sequence of this name."""
+        """Returns the request with this id, or with a sequence of this name."""
         return self._by_name.get(name)
 
     def __iter__(self) -> Iterator[OpenRequest]:

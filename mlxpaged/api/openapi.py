@@ -1,4 +1,4 @@
-"""GET /openapi.json: the endpoints, described by the pydantic models that check their bodies."""
+"""Handles GET /openapi.json, which describes the endpoints by the pydantic models that check their bodies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def openapi(request: Request) -> Response:
 
 
 def document(endpoints: Iterable[Endpoint], needs_key: bool) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """Returns an OpenAPI 3.1 document."""
     ordered = sorted(endpoints, key=public_path)
     used = {model for endpoint in ordered for model in (endpoint.body, endpoint.query, endpoint.answer) if model}
     models: set[type[BaseModel]] = used | {ErrorResponse, AnthropicErrorResponse}
@@ -78,7 +78,7 @@ def document(endpoints: Iterable[Endpoint], needs_key: bool) -> dict[str, Any]:
 
 
 def public_path(endpoint: Endpoint) -> str:
-    """The path without Starlette's converters."""
+    """Returns the path without Starlette's converters."""
     return re.sub(r"{(\w+):\w+}", r"{\1}", endpoint.path)
 
 
@@ -86,7 +86,7 @@ def operation(endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
     error = AnthropicErrorResponse if format_of(endpoint.path) is not None else ErrorResponse
     is_open = endpoint.access is Access.OPEN
     answer = ref(endpoint.answer) if endpoint.answer_type == JSON else {"type": "string"}
-    # A schema of events would describe the data of each, and the last one of OpenAI's, [DONE], is not JSON.
+    # Events have no schema: it would describe each event's data, and OpenAI's last event, [DONE], is not JSON.
     events: dict[str, Any] = {EVENTS: {}} if endpoint.streams else {}
     responses: dict[str, Any] = {
         "200": {"description": "OK", "content": {endpoint.answer_type: {"schema": answer}} | events},
@@ -112,7 +112,7 @@ def operation(endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def errors(endpoint: Endpoint) -> list[HTTPStatus]:
-    """Those that a client has to expect, apart from errors in its input and in the engine."""
+    """Returns the error statuses of an endpoint, beside 503, that the document describes one by one."""
     found = [HTTPStatus.FORBIDDEN]
     if endpoint.access is not Access.OPEN:
         found.append(HTTPStatus.UNAUTHORIZED)

@@ -1,4 +1,4 @@
-"""A page of a list, in OpenAI's format."""
+"""Makes a page of a list in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mlxpaged.api.errors import bad_parameter
 class PageQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    after: str | None = None  # an id: those that follow it are listed
+    after: str | None = None  # an id: the page begins after it
     limit: Annotated[int, Field(ge=1, le=100)] = 20
 
 
 def page(items: Sequence[dict[str, Any]], after: str | None, limit: int) -> Response:
-    """At most `limit` of the items, after the one with the id `after`. Raises ApiError if there is no such item."""
+    """Returns at most `limit` items that follow the id `after`. Raises ApiError if no item has this id."""
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise bad_parameter("after", f"nothing in this list has the id {after!r}")

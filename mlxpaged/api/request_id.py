@@ -1,4 +1,4 @@
-"""The id of a request, which is in the header X-Request-Id of its response, and in its lines of the log."""
+"""Gives each request an id, which is in the header X-Request-Id of its response and in its lines of the log."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
 VALID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
-"""Not "." or "..": clients remove them from the URL that would name the request."""
+"""The ids "." and ".." are not valid: clients remove them from the URL that names the request."""
 
 _state: ContextVar[dict[str, Any] | None] = ContextVar("request_state", default=None)
 """State of the request that this task answers; its id may still change."""
 
 
 def current() -> str | None:
-    """The id of the request that the current task answers."""
+    """Returns the id of the request that the current task answers."""
     state = _state.get()
     return None if state is None else state["request_id"]
 

@@ -1,4 +1,4 @@
-"""DELETE /v1/requests/{id} and DELETE /v1/requests: end one request, or all. A key can end only its own."""
+"""Handles DELETE /v1/requests/{id} and /v1/requests. A key that is not an admin key can end only its own requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxpaged.api.server import Server, server_of
 
 
 async def cancel(request: Request) -> Response:
-    """By the id of the response, or of one of its choices: all choices end together."""
+    """Ends a request, by the id of its response or of one of its choices. All choices end together."""
     server, request_id = server_of(request), request.path_params["request_id"]
     found = server.open_requests.get(request_id)
     ended = await end(server, [found]) if found is not None and found.is_open_to(caller_of(request)) else []
@@ -32,8 +32,8 @@ async def cancel_all(request: Request) -> Response:
 
 
 async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str, Any]]:
-    """End the requests that are unfinished, and describe those. A request whose prompt is still being tokenized never
-    reaches the engine."""
+    """End the unfinished ones of these requests, and describe them. A request whose prompt is still being tokenized
+    never reaches the engine."""
     if not requests or server.engine is None:
         return []
     for request in requests:

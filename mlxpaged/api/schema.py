@@ -1,4 +1,4 @@
-"""What the request bodies of all APIs have in common: their base class, and the limits of what they hold."""
+"""Defines what the request bodies of all APIs have in common: their base class and their limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 
 
 def stop_strings(value: Any) -> list[str] | None:
-    """A string or a list of them, as a list. Raises ApiError, with shorter messages than pydantic has for a union."""
+    """Returns a string or a list of strings as a list. Raises ApiError with shorter messages than pydantic has."""
     if value is None:
         return None
     strings = [value] if isinstance(value, str) else value
@@ -50,8 +50,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, value: Any) -> Any:
-        """Keep only the first unknown field: pydantic describes each, which takes five seconds for a million of them,
-        and no other thread runs meanwhile."""
+        """Keep only the first unknown field. pydantic describes each one, which takes five seconds for a million of
+        them and blocks all threads."""
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             unknown = next((name for name in value if name not in known), None)
@@ -60,7 +60,7 @@ class Body(BaseModel):
 
 
 def until_first_fault(fits: Callable[[Any], bool]) -> BeforeValidator:
-    """Of an object with values that do not fit, keep only the first of these, for the same reason."""
+    """Keep only the first value of an object that does not fit, if there is one, for the same reason."""
 
     def cut(value: Any) -> Any:
         faulty = next((key for key, each in value.items() if not fits(each)), None) if isinstance(value, dict) else None
@@ -74,9 +74,9 @@ Labels = Annotated[dict[str, str], until_first_fault(lambda value: isinstance(va
 
 @dataclass(frozen=True)
 class OneOf:
-    """Chooses the branch of a union whose literal type of `key` has the value. An error's path has the branch in
-    brackets, as pydantic writes those of other unions. hidden: a value that the error does not show. default: the value
-    of an object, by its fields, that has none."""
+    """Chooses the branch of a union by the field `key`, which is a literal in each branch. An error's path has the
+    branch in brackets, as pydantic writes those of other unions. hidden: a value that the error does not show.
+    default: returns the value for an object without the field `key`."""
 
     key: str
     hidden: str = ""

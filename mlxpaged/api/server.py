@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine, the metrics, and the threads for bodies, the tokenizer and grammars."""
+"""Holds what the endpoints share: the engine, the metrics, and the threads for bodies, the tokenizer and grammars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGE_BODY_BYTES = 64 * 1024
 """Larger bodies are parsed on a thread. A smaller one takes at worst 15 ms, if every few bytes are an object; an
 ordinary one takes less than the switch to a thread and back."""
 COMPILE_SECONDS = 10.0
-"""For a grammar. Almost all take less than a second, or the compiler gives up."""
+"""Time limit for a grammar. Almost all take less than a second, or the compiler gives up."""
 
 
 class Server:
@@ -82,7 +82,7 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._body_threads, function)
 
     async def tokenize(self, function: Callable[[], Result]) -> Result:
-        """Run a function that uses the tokenizer on the tokenizer's thread."""
+        """Run a function on the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
 
     async def compile(
@@ -131,7 +131,7 @@ class Server:
 
 
 def in_daemon_thread(function: Callable[[], Result]) -> Future[Result]:
-    """For functions that cannot be interrupted: unlike an executor's thread, this one does not delay the exit."""
+    """Runs a function that cannot be interrupted. Unlike an executor's thread, this one does not delay the exit."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""GET /health, /metrics and /v1/status, and POST /v1/cache/clear."""
+"""Handles GET /health, /metrics and /v1/status, and POST /v1/cache/clear."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def status(request: Request) -> Response:
-    """Answered between two steps of the engine. The status code is 200 in every state: load balancers use /health."""
+    """The engine answers between two steps. The status code is 200 in every state: load balancers use /health."""
     server = server_of(request)
     engine = server.engine
     found = {
@@ -47,7 +47,7 @@ async def status(request: Request) -> Response:
 
 
 async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
-    """Empty if the engine still loads its model, or is dead."""
+    """Returns {} if the engine still loads its model, or is dead."""
     if engine.info is None or engine.state is EngineState.DEAD:
         return {}
     found, model = await engine.status(), engine.info.embedding_model

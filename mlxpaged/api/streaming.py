@@ -1,4 +1,4 @@
-"""Responses that take a while, and clients that leave before their end."""
+"""Sends responses that take a while, and ends their work if the client leaves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`, or None if the client leaves first: `work` is then cancelled, and has ended."""
+    """Returns the result of `work`, or None if the client leaves first. `work` is then cancelled, and has ended."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(disconnected(receive))
     try:
@@ -40,7 +40,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
 
 
 def handler(model: type[Model], respond: Respond[Model]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """A route that reads a body and responds to it, and ends when the client leaves."""
+    """Returns a route that reads a body and responds to it. Its work ends when the client leaves."""
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, model)
@@ -51,17 +51,17 @@ def handler(model: type[Model], respond: Respond[Model]) -> Callable[[Request], 
 
 
 def event(data: Any) -> str:
-    """One server-sent event with `data` as JSON."""
+    """Returns one server-sent event with `data` as JSON."""
     return f"data: {to_json(data).decode()}\n\n"
 
 
 def named_event(data: dict[str, Any]) -> str:
-    """An event whose name is its type."""
+    """Returns an event whose name is its type."""
     return f"event: {data['type']}\n{event(data)}"
 
 
 class EventStream(Response):
-    """Server-sent events, sent as they come. The iterator is closed as soon as the client leaves, even if nothing has
+    """Sends server-sent events as they come. It closes the iterator as soon as the client leaves, even if nothing has
     been sent: a request without a client must not stay in the queue."""
 
     media_type = "text/event-stream"

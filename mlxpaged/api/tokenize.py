@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's format."""
+"""Handles POST /tokenize and /detokenize, in vLLM's format."""
 
 from __future__ import annotations
 

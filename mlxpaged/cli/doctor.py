@@ -76,7 +76,7 @@ def machine() -> list[tuple[str, str]]:
 
 
 def table(checks: list[KernelCheck]) -> list[str]:
-    """A line per shape, followed by a line per case."""
+    """Returns a line per shape, followed by a line per case."""
     lines: list[str] = []
     for shape in dict.fromkeys(check.shape for check in checks):
         lines.append(str(shape))
@@ -85,7 +85,7 @@ def table(checks: list[KernelCheck]) -> list[str]:
 
 
 def tuning_table(found: list[ShapeTimes]) -> list[str]:
-    """A line per shape, followed by a line per class: the choice, and the time of each candidate in milliseconds."""
+    """Returns a line per shape, followed by a line per class: its choice, and each candidate's time in milliseconds."""
     lines = [f"attention tuning: {summary(found)}"]
     for one in found:
         source = "cached" if one.cached else "measured now" if one.times else "default"

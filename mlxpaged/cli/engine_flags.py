@@ -1,4 +1,4 @@
-"""The flags of the engine, which `serve` and `bench` share. The destination of each is a field of EngineConfig."""
+"""Defines the engine's flags, which `serve` and `bench` share. Almost all set the field of EngineConfig in `dest`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exit of a process that has an engine."""
+"""Ends a process that has an engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mlxpaged.engine import AsyncEngine
 
 
 def exit_status(engine: AsyncEngine | None, status: int) -> int:
-    """Without an engine, returns `status`. With one, ends the process here: the engine thread may still load or run a
-    step, and after its end MLX still frees compiled functions with the interpreter's help. If Python shuts down
+    """Returns `status` if there is no engine; otherwise ends the process here. The engine thread may still load or run
+    a step, and after its end MLX still frees compiled functions with the interpreter's help. If Python shuts down
     meanwhile, the process aborts: a third of short runs ended with status 134."""
     if engine is not None:
         logging.shutdown()

@@ -1,4 +1,4 @@
-"""Command-line flags with MLXPAGED_* variables. The command line wins; an empty variable counts as not set."""
+"""Defines flags that MLXPAGED_* variables can set too. The command line wins. An empty variable counts as not set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Config = TypeVar("Config")
 
 
 def variable(flag: str) -> str:
-    """--max-num-seqs is MLXPAGED_MAX_NUM_SEQS."""
+    """Returns the variable of a flag: MLXPAGED_MAX_NUM_SEQS for --max-num-seqs."""
     return "MLXPAGED_" + flag.lstrip("-").replace("-", "_").upper()
 
 
@@ -37,11 +37,11 @@ class Flags:
         self._defaults = defaults
 
     def group(self, title: str, defaults: Any = None) -> Flags:
-        """Flags of one topic, which the help shows together. defaults: the configuration whose fields they set."""
+        """Returns a group, whose flags the help shows together. defaults: the configuration whose fields they set."""
         return Flags(self._parser, title, defaults)
 
     def model(self, help: str) -> None:
-        """The model's name, as MODEL or as --model."""
+        """Add the model's name, as MODEL or as --model."""
         either = self._parser.add_mutually_exclusive_group()
         either.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help)
         default = os.environ.get(variable("model")) or DEMO_MODEL
@@ -49,7 +49,7 @@ class Flags:
         either.add_argument("--model", default=default, metavar="MODEL", help=same)
 
     def field(self, flag: str, kind: Kind, help: str, otherwise: str = "", dest: str | None = None) -> None:
-        """A flag that sets a field of the configuration, by default the one of the same name."""
+        """Add a flag that sets a field of the configuration, by default the one of the same name."""
         dest = dest or flag.lstrip("-").replace("-", "_")
         self.value(flag, kind, getattr(self._defaults, dest), help, otherwise, dest)
 
@@ -60,11 +60,11 @@ class Flags:
             help += f" (default {default.name.lower() if isinstance(default, Priority) else default})"
         elif otherwise:
             help += f" (default: {otherwise})"
-        # argparse passes a default through `type` if it is a string, as the environment's is.
+        # argparse applies `type` to a default that is a string, such as the variable's.
         self._add(flag, help, type=kind, default=os.environ.get(variable(flag)) or default, dest=dest)
 
     def values(self, flag: str, kind: Kind, help: str, dest: str) -> None:
-        """A flag that can be repeated; the variable has commas between the values."""
+        """Add a flag that can be repeated. Its variable has commas between the values."""
         texts = filter(None, (text.strip() for text in os.environ.get(variable(flag), "").split(",")))
         try:
             default = tuple(kind(text) for text in texts)
@@ -95,13 +95,13 @@ class Append(argparse.Action):
 
 
 def from_flags(config: type[Config], args: argparse.Namespace, **fields: Any) -> Config:
-    """A configuration whose fields are the flags of the same name (`dest`); `fields` come first. Raises ValueError."""
+    """Makes a configuration of `fields`, and of the flags whose `dest` is the name of a field. Raises ValueError."""
     names = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
     return config(**{name: getattr(args, name) for name in names if hasattr(args, name)} | fields)
 
 
 def checked(parse: Kind) -> Kind:
-    """Shows the message of a ValueError, which argparse otherwise replaces by its own."""
+    """Returns a parser that shows the message of a ValueError. argparse would replace it by its own."""
 
     def check(text: str) -> Any:
         try:
@@ -116,7 +116,7 @@ size = checked(parse_size)
 
 
 def fitting(kind: Kind, what: str, fits: Callable[[Any], object]) -> Kind:
-    """Parses values of this kind. what: those that fit, for the error message."""
+    """Returns a parser of values of this kind. what: names the values that fit, for the error message."""
 
     def parse(text: str) -> Any:
         try:
@@ -135,7 +135,7 @@ def one_of(*choices: str) -> Kind:
 
 
 def or_zero(parse: Kind, zero: Any) -> Kind:
-    """Also takes 0, which means `zero`: the command line can turn off what the environment turns on."""
+    """Returns a parser that also takes 0, which means `zero`. So the command line can turn off what a variable sets."""
     return lambda text: zero if text.strip() == "0" else parse(text)
 
 
@@ -150,7 +150,7 @@ positive_seconds = fitting(float, "a positive number of seconds", lambda value: 
 
 
 def positive_ints(text: str) -> tuple[int, ...]:
-    """With commas between them."""
+    """Parses numbers with commas between them."""
     return tuple(positive_int(number) for number in text.split(","))
 
 
@@ -171,7 +171,7 @@ def directory(text: str) -> Path:
 
 
 def output_file(text: str) -> str:
-    """A file that can be written, or - for standard output. This does not create it."""
+    """Checks that the file can be written, without creating it. - is standard output."""
     if text != "-":
         path = Path(text)
         if not text.strip() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -179,10 +179,10 @@ def output_file(text: str) -> str:
     return text
 
 
-# As in a Host header, without the port. Addresses are always allowed, so that [ and : are mistakes here.
+# HOST is a name as in a Host header, without the port. Addresses are always allowed, so [ and : are mistakes here.
 HOST, ORIGIN = re.compile(r"\*|[a-z0-9_-]+(\.[a-z0-9_-]+)*"), re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 host_name = fitting(str.lower, "the name of a host, without scheme and port", HOST.fullmatch)
 origin = fitting(str, "an origin, such as http://localhost:3000, without a path", ORIGIN.fullmatch)
 
 METAVARS: dict[Kind, str] = {positive_int: "N", natural_int: "N", positive_ints: "N[,N...]", output_file: "FILE"}
-"""In the help; other flags show their last word."""
+"""The help shows these names of values. Other flags show the last word of their own name."""

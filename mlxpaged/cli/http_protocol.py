@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with h11; its own error answers have the API's format."""
+"""Changes uvicorn's protocol with h11: its own errors get the API's format, and silent connections are closed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mlxpaged.api.errors import ApiError, render
 from mlxpaged.api.request_id import HEADER, new_id
 
 HEAD_SECONDS = 30.0
-"""For the head of a connection's first request; uvicorn limits only the time between two requests."""
+"""Time limit for the head of a connection's first request. uvicorn limits only the time between two requests."""
 
 
 class HttpProtocol(H11Protocol):
-    """Always h11, whatever is installed: it limits the size of a request's head."""
+    """Uses h11 even if another parser is installed: h11 limits the size of a request's head."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

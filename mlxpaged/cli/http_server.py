@@ -1,4 +1,4 @@
-"""uvicorn with a banner once the model is loaded, and a drain at SIGINT and SIGTERM."""
+"""Runs uvicorn, prints a banner when the model is loaded, and drains the server at SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 2.0
-"""After the last request, for its events to reach the client; then open connections are closed."""
+"""The events of the last request get this time to reach the client. Then open connections are closed."""
 
 
 class HttpServer(uvicorn.Server):
-    """Shutdown order: HTTP takes no new connections, running requests finish within `drain_timeout` seconds or end with
-    an error, the engine thread stops. A second signal ends the requests at once."""
+    """Shuts down in this order: HTTP takes no new connections; running requests finish within `drain_timeout` seconds
+    or end with an error; the engine thread stops. A second signal ends the requests at once."""
 
     def __init__(self, app: Starlette, listener: socket.socket, drain_timeout: float) -> None:
         super().__init__(
@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Replaces uvicorn's, which raises the signal again after the shutdown and so changes the exit status."""
+        """Replaces uvicorn's method, which raises the signal again after the shutdown and so changes the status."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)

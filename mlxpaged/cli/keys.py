@@ -1,4 +1,4 @@
-"""`mlxpaged keys add | list | remove`: the file of API keys that `serve --api-keys` reads."""
+"""`mlxpaged keys add | list | remove` edits the file of API keys that `serve --api-keys` reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log: lines have the id of their request, and no API key."""
+"""Sets up the log. Its lines have the id of their request, and no API key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mlxpaged serve [MODEL]`"""
+"""`mlxpaged serve [MODEL]` runs the HTTP server."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 
 
 def server_config(args: argparse.Namespace) -> EngineConfig | None:
-    """None for a server without a model. Raises ValueError if flags contradict each other."""
+    """Returns None for a server without a model. Raises ValueError if flags contradict each other."""
     if args.model != NO_MODEL:
         return engine_config(args)
     if args.embedding_model is not None:
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def allow_open_files(count: int) -> None:
-    """As many as the system permits. A shell on a Mac starts with 256, and each connection needs one."""
+    """Allow `count` open files, if the system permits. A shell on a Mac starts with 256; each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -122,7 +122,7 @@ def allow_open_files(count: int) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded, so that a port in use is reported at once."""
+    """Bind the port before the model is loaded, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,1 +1,1 @@
-"""Access control: API keys, rate limits, origins."""
+"""Controls access by API keys, rate limits, hosts and origins."""

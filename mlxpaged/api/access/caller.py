@@ -1,4 +1,4 @@
-"""The caller: the owner of the API key that a request carries."""
+"""The caller is the owner of the API key that a request carries."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlxpaged.engine import Priority
 @dataclass(frozen=True)
 class Caller:
     name: str  # of the key
-    default: Priority  # of its requests
-    highest: Priority  # that its requests may ask for
+    default: Priority  # priority of its requests
+    highest: Priority  # highest priority that its requests may ask for
     admin: bool  # may see and end the requests of all keys
     allowance: Allowance  # what is left of its limits
 
@@ -24,13 +24,13 @@ class Caller:
 
 
 def caller_of(request: Request) -> Caller | None:
-    """None on a server without keys, where every request may do everything."""
+    """Returns None on a server without keys. Every request may do everything there."""
     caller: Caller | None = request.state.caller
     return caller
 
 
 def owner_of(request: Request) -> str | None:
-    """The owner of a file, batch or response that the request creates."""
+    """Returns the owner of the files, batches and responses that the request creates."""
     caller = caller_of(request)
     return None if caller is None else caller.name
 

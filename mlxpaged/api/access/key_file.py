@@ -1,7 +1,7 @@
-"""The file of API keys, which `mlxpaged keys` edits, and how keys are made and checked.
+"""Makes and checks API keys, and reads and writes the file that holds them. `mlxpaged keys` edits this file.
 
-A key is 256 random bits, of which the file has a salted hash. A fast hash is enough: slow ones protect passwords that
-people choose, and 256 random bits cannot be guessed.
+A key is 256 random bits. The file holds a salted hash of each key. A fast hash is enough: slow hashes protect passwords
+that people choose, but nothing can guess 256 random bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECRET_BYTES = 32
 SALT_BYTES = hashlib.blake2b.SALT_SIZE
 DIGEST_BYTES = 32
 MAX_KEYS = 1000
-"""Each request is compared with all of them, which takes about a microsecond per key."""
+"""The key of each request is compared with all of them, which takes about a microsecond per key."""
 
 TierName = Literal["high", "normal", "low"]
 PerMinute = Annotated[int, Field(ge=1, le=10**9)]
@@ -40,7 +40,7 @@ SECRET = re.compile(r"\bsk-[A-Za-z0-9_-]{8,}")
 
 
 def redacted(text: str) -> str:
-    """`text` without anything that looks like an API key, of this server or another one."""
+    """Returns `text` with everything cut out that looks like an API key of this server or another one."""
     return SECRET.sub("sk-***", text)
 
 
@@ -90,7 +90,7 @@ def digest(key: str, salt: bytes) -> bytes:
 
 
 def make_key() -> tuple[str, str, str]:
-    """A new key, its salt and its hash."""
+    """Returns a new key, its salt and its hash."""
     key, salt = PREFIX + secrets.token_hex(SECRET_BYTES), secrets.token_bytes(SALT_BYTES)
     return key, salt.hex(), digest(key, salt).hex()
 
@@ -100,7 +100,7 @@ def today() -> str:
 
 
 def read(path: Path) -> tuple[KeyFile, os.stat_result]:
-    """The keys, and the state of the file. Raises KeyFileError."""
+    """Returns the keys, and the state of the file. Raises KeyFileError."""
     try:
         with open(path, "rb") as file:
             state, content = os.fstat(file.fileno()), file.read()
@@ -122,7 +122,7 @@ def unusable(path: Path, error: ValidationError) -> KeyFileError:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Held while the file is read, changed and written, so that two commands at once lose no change."""
+    """Hold a lock while the file is read, changed and written. Without it, two commands at once could lose a change."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The API keys of the server. The file is read again when it changes."""
+"""Holds the API keys of the server, and reads their file again when it changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KeyRing:
         self._load()
 
     def find(self, presented: str) -> Caller | None:
-        """The owner of this key. It is compared with every key, so that the time taken tells nothing about them."""
+        """Returns the owner of this key. It is compared with every key, so that the time taken reveals nothing."""
         self._follow_the_file()
         found = None
         for entry, caller in self._keys:
@@ -65,7 +65,7 @@ class KeyRing:
         logger.info("%d API keys from %s", len(self._keys), self._path)
 
     def named(self, name: str) -> Caller | None:
-        """The owner of the key of this name; None if it was removed."""
+        """Returns the owner of the key with this name, or None if it was removed."""
         self._follow_the_file()
         return next((caller for _, caller in self._keys if caller.name == name), None)
 
@@ -79,5 +79,5 @@ class KeyRing:
 
 
 def signature(state: os.stat_result) -> tuple[int, int, int]:
-    """Changes with the file. The inode tells apart files of one size that are written within the clock's resolution."""
+    """Changes with the file. The inode distinguishes files of one size that were written at the same time."""
     return state.st_mtime_ns, state.st_size, state.st_ino

@@ -1,6 +1,6 @@
-"""Middleware that refuses requests before a handler sees them: by their origin, their number, their API key.
+"""Middleware that refuses requests before a handler sees them, by their origin, number and API key.
 
-Each raises ApiError, which the middleware `Errors` outside of it answers without reading the body.
+Each raises ApiError. The middleware `Errors`, which is outside of them, answers it without reading the body.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlxpaged.api.errors import RETRY, ApiError
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 * 1024
-"""Limits all names, all values and the path together; h11 has the same limit for heads that come in pieces."""
+"""Limits header names and values, path and query together. h11 has the same limit for heads that come in pieces."""
 
 HOST = re.compile(r"(?:\[(?P<ip>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?\Z")
 
@@ -30,8 +30,8 @@ class Origins:
     """Refuses requests of pages in a browser, unless the page's origin is allowed.
 
     Host: DNS rebinding makes a foreign name point to this machine; requests to that name are refused. Addresses are
-    allowed, because a page can come from an address only if this server sent it. Origin: without this check a browser
-    would hide the answer from a foreign page, but the server would have run the request.
+    allowed, because a page can come from an address only if this server sent it. Origin: without this check the server
+    would run the request of a foreign page. The browser would only hide the answer.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
@@ -102,7 +102,7 @@ class RequestLimit:
 
 
 class KeyCheck:
-    """Sets `request.state.caller` to the key's owner, None on a server without keys, and counts the request."""
+    """Sets `request.state.caller` to the key's owner (None on a server without keys), and counts the request."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing | None, open_paths: Collection[str]) -> None:
         self._app = app
@@ -122,7 +122,7 @@ class KeyCheck:
 
 
 def identify(keys: KeyRing, headers: Headers) -> Caller:
-    """By `Authorization: Bearer` or `x-api-key`, one of which has to be known. Raises ApiError 401."""
+    """Finds the caller by `Authorization: Bearer` or `x-api-key`. Raises ApiError 401 if neither has a known key."""
     presented = [value.strip() for value in headers.getlist("x-api-key")]
     for value in headers.getlist("authorization"):
         scheme, _, credentials = value.partition(" ")
@@ -142,7 +142,7 @@ def identify(keys: KeyRing, headers: Headers) -> Caller:
 
 
 def count(allowance: Allowance) -> None:
-    """Take one request from the allowance. Raises ApiError 429, with the time until the next one is allowed."""
+    """Take one request from the allowance. Raises ApiError 429 with the time to wait if a limit is reached."""
     name = allowance.exhausted()
     if name is None:
         return allowance.take("requests", 1)

@@ -1,4 +1,4 @@
-"""The limits of a key: requests and tokens per minute."""
+"""Limits the requests and tokens per minute of a key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SECONDS_PER_MINUTE = 60.0
 
 
 class Bucket:
-    """A token bucket: full at first, refilled evenly. An answer of unknown length may overdraw it."""
+    """A token bucket starts full and is refilled evenly. An answer may overdraw it, since its length is not known."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         """clock: seconds."""
@@ -33,7 +33,7 @@ class Bucket:
 
 
 class Allowance:
-    """What is left of one key's limits: a request needs one request and one token. Used on the event loop only."""
+    """Counts what is left of a key's limits. A request needs one request and one token. Used on the event loop only."""
 
     def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float]) -> None:
         """requests, tokens: per minute; None: no limit."""
@@ -41,11 +41,11 @@ class Allowance:
         self._buckets = {name: Bucket(limit, clock) for name, limit in self.limits.items() if limit is not None}
 
     def exhausted(self) -> str | None:
-        """The limit that is reached: "requests", "tokens" or None."""
+        """Returns the limit that is reached: "requests", "tokens" or None."""
         return next((name for name in self._buckets if self.wait(name) > 0), None)
 
     def wait(self, name: str) -> float:
-        """Seconds until this limit accepts the next request."""
+        """Returns the seconds until this limit accepts the next request."""
         return self._buckets[name].seconds_until(1)
 
     def take(self, name: str, amount: int) -> None:
@@ -53,7 +53,7 @@ class Allowance:
             self._buckets[name].take(amount)
 
     def headers(self) -> dict[str, str]:
-        """As OpenAI's service sends them: the limit, what is left, and the time until it is full again."""
+        """Returns the headers that OpenAI's service sends: limit, rest, and time until the limit is full again."""
         found = {}
         for name, bucket in self._buckets.items():
             found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)

@@ -15,7 +15,7 @@ TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-"""By status. Other statuses below 499 are the client's mistakes, all others the server's."""
+"""Types of errors by status. Other statuses below 499 are the client's mistakes, all others are the server's."""
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:

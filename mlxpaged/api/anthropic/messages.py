@@ -1,4 +1,4 @@
-"""POST /v1/messages and POST /v1/messages/count_tokens"""
+"""Handles POST /v1/messages and POST /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
 
 @contextlib.contextmanager
 def anthropics_length_errors() -> Iterator[None]:
-    """A prompt that is too long is refused in Anthropic's very words: clients read the numbers in them, and come back
-    with a smaller `max_tokens` or a shorter conversation."""
+    """Refuses a prompt that is too long with the exact message of Anthropic's service. Clients parse the numbers in it,
+    and try again with a smaller `max_tokens` or a shorter conversation."""
     try:
         yield
     except ContextLengthError as error:

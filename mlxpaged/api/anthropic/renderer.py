@@ -1,5 +1,4 @@
-"""A message in Anthropic's format: whole, or as events. Each block of a stream starts, grows and stops before the next
-one."""
+"""Renders a message in Anthropic's format, whole or as events. A block of a stream stops before the next one starts."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from mlxpaged.api.streaming import named_event
 
 
 class MessageRenderer(Renderer):
-    """Of one answer. omit_thinking: whether thinking blocks are without their text."""
+    """Renders one answer. omit_thinking: whether thinking blocks leave out their text."""
 
     def __init__(self, answers: Answers, omit_thinking: bool) -> None:
         self._answers = answers
@@ -103,7 +102,7 @@ class MessageRenderer(Renderer):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """As far as the answer has come. A token of the prompt counts either as read from the cache, or as input."""
+        """Returns the usage so far. A token of the prompt counts either as read from the cache, or as input."""
         usage = self._answers.usage
         return {
             "input_tokens": usage.prompt - usage.cached,
@@ -131,5 +130,5 @@ def content_block(part: deltas.Part, omit_thinking: bool) -> dict[str, Any]:
 
 
 def finite(number: str) -> float:
-    """A number that JSON can hold again: it has no infinity."""
+    """Returns a finite number, because JSON has no infinity."""
     return max(-sys.float_info.max, min(float(number), sys.float_info.max))

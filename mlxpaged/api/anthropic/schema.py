@@ -1,4 +1,4 @@
-"""Request bodies of the Messages API. What is not listed here is refused."""
+"""Defines the request bodies of the Messages API. Fields that are not listed here are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, OneOf, StopStrings, T
 
 
 class CacheControl(Body):
-    """Changes nothing: the prefix of every prompt is cached, as long as there is room."""
+    """This changes nothing: the prefix of every prompt is cached, as long as there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -29,7 +29,7 @@ class TextBlock(Block):
 
 
 class ThinkingBlock(Body):
-    """signature: not checked, see signature.py. It holds the text if `thinking` is empty."""
+    """signature: it is not checked, see signature.py. It holds the text if `thinking` is empty."""
 
     type: Literal["thinking"]
     thinking: str
@@ -78,7 +78,7 @@ class AssistantMessage(Body):
 
 
 class SystemMessage(Body):
-    """An instruction between the turns."""
+    """A system message that stands between the turns."""
 
     role: Literal["system"]
     content: str | Annotated[Texts, Field(min_length=1)]
@@ -163,7 +163,7 @@ class ContextManagement(Body):
 
 
 class CountTokensRequest(Body):
-    """The fields that make the prompt."""
+    """These fields determine the prompt."""
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
@@ -194,7 +194,7 @@ class CountTokensRequest(Body):
         return self
 
     def offered_tools(self) -> list[tuple[int, Tool]]:
-        """With their places in `tools`. Deferred tools that no result has referred to are left out."""
+        """Returns the tools with their indices. Deferred tools that no result has referred to are left out."""
         loaded = {name for message in self.messages for block in blocks_of(message) for name in references(block)}
         tools = enumerate(self.tools or ())
         return [(index, tool) for index, tool in tools if not tool.defer_loading or tool.name in loaded]
@@ -209,7 +209,7 @@ def blocks_of(message: UserMessage | AssistantMessage | SystemMessage) -> Sequen
 
 
 def references(block: Body) -> list[str]:
-    """The tools that a block makes callable."""
+    """Returns the names of the tools that a block makes callable."""
     parts = block.content if isinstance(block, ToolResultBlock) and isinstance(block.content, list) else []
     return [part.tool_name for part in parts if isinstance(part, ToolReference)]
 

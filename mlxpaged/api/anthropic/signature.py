@@ -1,4 +1,4 @@
-"""The signature of a thinking block, which clients send back with it."""
+"""Makes the signature of a thinking block. Clients send it back with the block."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ SEALED = "thinking:"
 
 
 def signature(thinking: str) -> str:
-    """A digest. It is not checked: only the client itself could have changed the text."""
+    """Returns a digest. It is not checked: only the client itself could have changed the text."""
     return hashlib.sha256(thinking.encode()).hexdigest()
 
 
 def seal(thinking: str) -> str:
-    """The signature of a block whose text is not shown. It brings the text back: the server does not keep it."""
+    """Returns a signature that holds the text of a block that does not show it. The server does not keep the text."""
     return SEALED + base64.b64encode(thinking.encode()).decode()
 
 
 def unseal(signature: str) -> str:
-    """The thinking that a signature holds; "" for signatures of other servers."""
+    """Returns the thinking that a signature holds, or "" for signatures of other servers."""
     if not signature.startswith(SEALED):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""A request of the Messages API as a request for text."""
+"""Translates a request of the Messages API into the neutral request for text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mlxpaged.models import Tokenizer
 CHOICES: dict[str, Literal["none", "auto", "required"]] = {"auto": "auto", "any": "required", "none": "none"}
 TIERS = {"auto": "auto", "standard_only": "default"}
 ERROR = "Error: "
-"""Before a tool's result that is an error: chat templates have no other place for `is_error`."""
+"""This precedes a tool's result that is an error: chat templates have no place for `is_error`."""
 EFFORT_TOKENS = {"low": 1024, "medium": 4096}
-"""The most that a model thinks, by output_config.effort. More effort sets no limit."""
+"""Limits of the thinking in tokens, by output_config.effort. Higher efforts set no limit."""
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of Claude Code's first system text. It is a header for Anthropic that depends on the first question: in
-the prompt it would keep conversations from sharing the prefix that follows it."""
+"""Claude Code's first system text begins with this. It is a header for Anthropic that depends on the first question. In
+the prompt, it would keep conversations from sharing the prefix that follows it."""
 
 
 def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> GenerationRequest:
@@ -36,7 +36,7 @@ def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> Generati
         one_call=bool(getattr(choice, "disable_parallel_tool_use", None)),
         enable_thinking=None if thinking is None else not isinstance(thinking, schema.ThinkingDisabled),
         needs_thinking=isinstance(thinking, schema.ThinkingEnabled),
-        # As Anthropic defines it: the answer goes on where the assistant's last message ends.
+        # Anthropic's API continues the last message if it is the assistant's.
         continue_final_message=isinstance(body.messages[-1], schema.AssistantMessage),
     )
     answered = body if isinstance(body, schema.MessagesRequest) else None
@@ -64,7 +64,7 @@ def constraint_of(body: schema.CountTokensRequest) -> Constraint | None:
 
 
 def thinking_budget(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> int | None:
-    """Clients send an effort to every model: it limits nothing if the model does not think."""
+    """Returns the limit of the thinking. Clients send an effort to every model; models that do not think ignore it."""
     thinks = tokenizer.tags.think_start and not isinstance(body.thinking, schema.ThinkingDisabled)
     effort = body.output_config.effort if body.output_config is not None else None
     limits = [EFFORT_TOKENS.get(effort or "high") if thinks else None, getattr(body.thinking, "budget_tokens", None)]
@@ -72,7 +72,7 @@ def thinking_budget(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> in
 
 
 def messages_of(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The messages for the chat template."""
+    """Returns the messages for the chat template."""
     messages: list[dict[str, Any]] = []
     if body.system is not None:
         messages.append({"role": "system", "content": system_text(body.system)})
@@ -103,7 +103,7 @@ def system_text(system: str | list[schema.TextBlock]) -> str:
 
 
 def add_system(messages: list[dict[str, Any]], message: schema.SystemMessage, tokenizer: Tokenizer) -> None:
-    """As it is, if the chat template shows system messages after the first message; else in the user's words."""
+    """Add it as it is if the chat template shows system messages after the first message; else as text of the user."""
     text = text_of(message.content)
     if tokenizer.takes_late_system:
         messages.append({"role": "system", "content": text})
@@ -112,8 +112,8 @@ def add_system(messages: list[dict[str, Any]], message: schema.SystemMessage, to
 
 
 def add_user(messages: list[dict[str, Any]], message: schema.UserMessage) -> None:
-    """Results become messages of their tools. Texts that follow each other, also over several messages, become one
-    message. A user's texts stay a list for now: appending half a million strings one by one takes seconds."""
+    """Add results as messages of their tools. Texts that follow each other, also of several messages, are joined.
+    Until then a message is a list of texts: appending half a million strings one by one takes seconds."""
     blocks = (
         [schema.TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     )

@@ -1,4 +1,4 @@
-"""The input file of a batch: one request per line, checked as a whole before any of them runs."""
+"""Reads the input file of a batch. It has one request per line. The whole file is checked before any request runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpaged.api.schema import Body
 MAX_REQUESTS = 50_000
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_ERRORS = 100
-"""A file with more errors is reported with the first ones."""
+"""If a file has more errors, only the first ones are reported."""
 
 
 class InputLine(Body):
@@ -27,7 +27,7 @@ class InputLine(Body):
 
 
 class LinePlace(NamedTuple):
-    """Where a request lies in its file."""
+    """The position of a request in its file."""
 
     custom_id: str
     offset: int  # bytes
@@ -35,7 +35,7 @@ class LinePlace(NamedTuple):
 
 
 def check_lines(path: Path, endpoint: str) -> tuple[list[LinePlace], list[LineError]]:
-    """The requests of a file, and its errors."""
+    """Returns the requests of a file, and its errors."""
     places: dict[str, LinePlace] = {}
     errors: list[LineError] = []
     with path.open("rb") as file:
@@ -62,7 +62,7 @@ def check_lines(path: Path, endpoint: str) -> tuple[list[LinePlace], list[LineEr
 
 
 def check_line(text: bytes, endpoint: str) -> str:
-    """The line's custom id. Raises ApiError."""
+    """Returns the line's custom id. Raises ApiError if the line is no request to `endpoint`."""
     if len(text) > MAX_LINE_BYTES:
         raise ApiError(400, f"a request may have {MAX_LINE_BYTES // 1024**2} MiB", code="line_too_long")
     try:

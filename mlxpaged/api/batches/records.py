@@ -1,4 +1,4 @@
-"""Files, batches, and the lines of input and output files, in OpenAI's format: as shown, and as kept on disk."""
+"""Defines files, batches and output lines in OpenAI's format. The API shows these records, and the disk keeps them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RequestCounts(BaseModel):
 
 
 class LineError(BaseModel):
-    """Why a batch failed."""
+    """One reason why a batch failed."""
 
     code: str
     message: str

@@ -1,4 +1,4 @@
-"""The endpoints of /v1/files and /v1/batches."""
+"""Handles the endpoints of /v1/files and /v1/batches."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ async def cancel_batch(request: Request) -> Response:
 
 
 def find(records: Mapping[str, Record], request: Request, kind: str) -> Record:
-    """The one that the path names. Raises ApiError."""
+    """Returns the record that the path names. Raises ApiError 404."""
     record_id = request.path_params[f"{kind}_id"]
     record = records.get(record_id)
     if record is None or not may_use(request, record.owner):

@@ -40,13 +40,13 @@ BATCH_ENDPOINTS: dict[str, tuple[type[LineBody], Respond]] = {
 }
 
 POLL_SECONDS = 0.1
-"""A batch checks this often whether there is room, it is cancelled or expired, or the server shuts down."""
+"""A batch checks at this interval whether there is room, and whether the batch or the server has to stop."""
 
 
 class BatchRunner:
-    """Belongs to the event loop. Each request runs at LOW priority, through the same code as one over HTTP.
+    """Runs batches on the event loop. Each request has LOW priority and takes the same code path as one over HTTP.
 
-    When the engine takes no more requests, the runner ends; the next start of the server runs what is left.
+    The runner ends when the engine takes no more requests. The next start of the server runs what is left.
     """
 
     def __init__(self, app: Starlette, engine: AsyncEngine, store: Store) -> None:
@@ -60,7 +60,7 @@ class BatchRunner:
         self._task = asyncio.ensure_future(self._run())
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """Tell the runner that there is a new batch."""
         self._wake.set()
 
     async def cancel(self, batch: BatchRecord) -> None:
@@ -94,7 +94,7 @@ class BatchRunner:
                     await self._run_batch(batch)
                 except EngineUnavailableError:
                     raise
-                except Exception as error:  # a full disk, a changed file, a bug: the next batch runs all the same
+                except Exception as error:  # a full disk, a changed file, a bug: the next batch still runs
                     logger.exception("%s failed", batch.id)
                     reason = error.strerror if isinstance(error, OSError) else None  # its text would name our paths
                     message = reason or f"{type(error).__name__}: {error}"
@@ -127,8 +127,8 @@ class BatchRunner:
         await self._finalize(batch)
 
     async def _run_lines(self, batch: BatchRecord, places: list[LinePlace]) -> None:
-        """Until all are done, or the batch is cancelled or expired."""
-        left = dict.fromkeys(places)  # without an output line
+        """Run requests until all are done, or the batch is cancelled or expires."""
+        left = dict.fromkeys(places)  # requests without an output line
         waiting = places[::-1]
         tasks: dict[asyncio.Task[OutputLine], LinePlace] = {}
         request: tuple[LinePlace, LineBody] | None = None
@@ -164,7 +164,7 @@ class BatchRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for task, place in tasks.items():  # those that ended together with the batch
+        for task, place in tasks.items():  # requests that ended together with the batch
             if not task.cancelled() and task.exception() is None:
                 await append(place, task.result())
         if batch.expired_at is not None:
@@ -173,20 +173,20 @@ class BatchRunner:
                 await append(place, failure_line(place, "batch_expired", message))
 
     def _is_over(self, batch: BatchRecord) -> bool:
-        """Raises EngineUnavailableError."""
+        """Whether the batch was cancelled or has expired. Raises EngineUnavailableError."""
         self._engine.require_ready()
         if batch.status != "cancelling" and batch.expired_at is None and now() >= batch.expires_at:
             batch.expired_at = now()
         return batch.status == "cancelling" or batch.expired_at is not None
 
     def _has_room(self, count: int) -> bool:
-        """Whether `count` sequences can run at once and leave half of the slots free, or run alone."""
+        """Whether `count` sequences may start: batches use at most half of the slots, unless nothing else runs."""
         limit, unfinished = self._engine.config.max_num_seqs, self._engine.num_unfinished
         alone = unfinished == self._in_flight == 0
         return alone or (self._in_flight + count <= limit // 2 and unfinished + count <= limit)
 
     async def _parse(self, batch: BatchRecord, place: LinePlace) -> LineBody:
-        """The request of a line, with a batch's priority and timeouts. Raises ApiError."""
+        """Returns the request of a line, with a batch's priority and timeouts. Raises ApiError."""
         path, (model, _) = self._store.content(batch.input_file_id), BATCH_ENDPOINTS[batch.endpoint]
         body = await self._on_disk(lambda: validate(read_line(path, place).body, model))
         if body.stream:
@@ -211,7 +211,7 @@ class BatchRunner:
         try:
             keys = self._app.state.server.keys
             caller = keys.named(batch.owner) if keys is not None and batch.owner is not None else None
-            if keys is not None and batch.owner is not None and caller is None:  # it would run without a limit
+            if keys is not None and batch.owner is not None and caller is None:  # it would run without limits
                 message = f"the API key {batch.owner!r} was removed before this request was run"
                 return failure_line(place, "api_key_removed", message)
             scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": [], "query_string": b""}
@@ -235,7 +235,7 @@ class BatchRunner:
             self._in_flight -= num_sequences(body)
 
     async def _finalize(self, batch: BatchRecord) -> None:
-        """Publish the finished lines. The next start of the server can repeat it."""
+        """Publish the finished lines. The next start of the server can repeat this."""
         if batch.status not in ("cancelling", "finalizing"):
             batch.status, batch.finalizing_at = "finalizing", now()
             await self._on_disk(lambda: self._store.save_batch(batch))
@@ -271,7 +271,7 @@ def num_sequences(body: LineBody) -> int:
 
 
 def now() -> int:
-    """Seconds since 1970: batches outlive the clock of a process."""
+    """Returns seconds since 1970: batches outlive the monotonic clock of a process."""
     return int(time.time())
 
 

@@ -1,4 +1,4 @@
-"""Files and batches in a directory. Everything here may block on the disk.
+"""Keeps files and batches in a directory. Every method may block on the disk.
 
     files/ID            a file's content           files/ID.json    its record
     batches/ID.json     a batch's record           batches/ID.output, ID.errors   finished lines, in order of completion
@@ -28,7 +28,7 @@ class DataDirInUseError(Exception):
 
 
 class Store:
-    """Holds a lock on its directory. `files` and `batches` by id, the oldest first."""
+    """Holds a lock on its directory. `files` and `batches` have the records by id, the oldest first."""
 
     def __init__(self, directory: Path) -> None:
         """Raises DataDirInUseError, or OSError if the directory cannot be used."""
@@ -78,7 +78,7 @@ class Store:
             file.write(line.model_dump_json().encode() + b"\n")
 
     def done(self, batch_id: str, kind: str) -> set[str]:
-        """The custom ids of the finished lines. Cuts off an incomplete last line."""
+        """Returns the custom ids of the finished lines. Cuts off an incomplete last line."""
         path = self.results(batch_id, kind)
         done: set[str] = set()
         if not path.exists():
@@ -107,7 +107,7 @@ class Store:
 
 
 def load(directory: Path, kind: type[Record]) -> dict[str, Record]:
-    """All records of a directory, by id. Raises ValueError for a broken one, which would otherwise be lost."""
+    """Returns all records of a directory by id. Raises ValueError for a broken one, which would otherwise be lost."""
     records = [kind.model_validate_json(path.read_bytes()) for path in directory.glob("*.json")]
     records.sort(key=lambda record: (record.created_at, record.id))  # type: ignore[attr-defined]
     return {record.id: record for record in records}  # type: ignore[attr-defined]

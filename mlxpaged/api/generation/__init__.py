@@ -1,1 +1,1 @@
-"""What all APIs for text share: a request without a wire format, checked once, and its answers as deltas."""
+"""All APIs for text share this: a request without a wire format, which is checked once, and its answers as deltas."""

@@ -1,4 +1,4 @@
-"""Divides the text of an answer into deltas as it comes. How the text is cut into pieces does not change them."""
+"""Divides the text of an answer into deltas as it comes. The result does not depend on how the text was cut."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mlxpaged.models import Tags
 
 class Section(Enum):
     OPENING = auto()
-    """With structured output: a tag comes at once, or all of the answer is text."""
+    """With structured output, an answer that does not begin with a tag is all text."""
     VERBATIM = auto()
     TEXT = auto()
     THINKING = auto()
     CALL = auto()
     DONE = auto()
-    """The only call is complete. What follows is dropped."""
+    """The only allowed call is complete. What follows is dropped."""
 
 
 class AnswerParser:
@@ -29,9 +29,9 @@ class AnswerParser:
 
     White space at a tag is dropped, unless it separates one text from the next.
 
-    thinking: whether the answer begins inside a think block. tools: those that may be called, as OpenAI defines them;
+    thinking: whether the answer begins inside a think block. tools: the tools that may be called, in OpenAI's form;
     without any, the parser does not look for calls. one_call: whether to drop what follows the first call. form: the
-    answer's structured output, if any; a tag inside a string of its JSON is no tag.
+    answer's structured output, if any. A tag inside a string of its JSON is part of the string.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class AnswerParser:
         self._text = Section.OPENING if form is not None and isinstance(form.text, Constraint) else Section.TEXT
         self._section = Section.THINKING if thinking else self._text
         self._buffer = ""
-        self._space = ""  # the end of the section so far, held back until something follows it
+        self._space = ""  # white space that is held back until something follows it in this section
         self._trim = thinking  # only white space has come since a tag
-        self._texts = False  # there was text: white space separates it from text after a tag
+        self._texts = False  # whether there was text, which white space separates from text after a tag
         self._call: CallReader | None = None
         self._next_index = 0
 
@@ -66,7 +66,7 @@ class AnswerParser:
         return self._section is Section.THINKING
 
     def feed(self, text: str) -> list[Delta]:
-        """The deltas that no further text can change."""
+        """Returns the deltas that no further text can change."""
         if not self._tags.think_start and self._form is None:
             return [Text(text)] if text else []
         self._buffer += text
@@ -92,7 +92,7 @@ class AnswerParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """The deltas of the text that was held back, at the end of the answer."""
+        """Ends the answer. Returns the deltas of the text that was held back."""
         deltas: list[Delta] = []
         self._take(self._buffer, deltas)
         if self._call is not None and self._form is not None:
@@ -102,7 +102,7 @@ class AnswerParser:
         return deltas
 
     def _marks(self) -> list[str]:
-        """The tags that end this section."""
+        """Returns the tags that end this section."""
         think_start, call_start = self._tags.think_start, self._form.start if self._form else ""
         marks = {
             Section.TEXT: [think_start, call_start],
@@ -113,7 +113,7 @@ class AnswerParser:
         return [mark for mark in marks.get(self._section, ()) if mark]
 
     def _pass(self, mark: str, deltas: list[Delta]) -> None:
-        """Go over a tag into the next section."""
+        """Enter the section that follows a tag."""
         form = self._form
         if self._call is not None and form is not None:
             self._end_call(self._call, form.end, True, deltas)

@@ -1,4 +1,4 @@
-"""The answers to one request: read as deltas, collected whole, or as the response that an API's renderer makes."""
+"""Reads the answers to one request as deltas, collects them, or sends them in the format of an API's renderer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from mlxpaged.engine import EngineInfo, RequestOutput, RequestStream, Timeline, 
 
 @dataclass
 class Answers:
-    """streams: `candidates` for the first prompt, then those for the next one. forget: called when the answers end, in
-    any case."""
+    """streams: `candidates` of them for each prompt, in the prompts' order. forget: called when the answers end."""
 
     info: EngineInfo
     context: RequestContext
@@ -49,7 +48,7 @@ class Answers:
         return len(self._streams)
 
     async def updates(self) -> AsyncGenerator[Update, None]:
-        """The deltas of all choices as they come. The first failure ends them all; so does leaving early."""
+        """Yields the deltas of all choices as they come. If one choice fails or the caller stops, all choices end."""
         new_parser, echoes = self._prompts.new_parser, self._prompts.echoes
         parsers = [None if new_parser is None else new_parser() for _ in self._streams]
         try:
@@ -110,7 +109,7 @@ class Answers:
                 task.cancel()
 
     async def collect(self) -> list[Answer]:
-        """The answers to show, by their index. Raises what `updates` raises if one of them fails."""
+        """Returns the answers to show, by their index. Raises what `updates` raises if one of them fails."""
         candidates = [Answer() for _ in self._streams]
         async for update in self.updates():
             candidates[update.choice].updates.append(update)
@@ -122,7 +121,7 @@ class Answers:
 
     @property
     def usage(self) -> Usage:
-        """As far as the answers have come."""
+        """Counts the tokens so far."""
         firsts = range(0, len(self._streams), self._request.candidates)
         return Usage(
             prompt=sum(len(self._streams[index].request.prompt_token_ids) for index in firsts),
@@ -133,7 +132,7 @@ class Answers:
 
     @property
     def timelines(self) -> list[Timeline | None]:
-        """Those of all choices, once they have ended."""
+        """Returns the timelines of all choices, after these have ended."""
         return [self._last[index].timeline for index in range(len(self._streams))]
 
 
@@ -159,13 +158,13 @@ class Answer:
 
     @property
     def mean_logprob(self) -> float:
-        """Per token of the text. An answer without any is the worst."""
+        """Returns the mean per token. An answer without tokens is the worst."""
         tokens = self.logprobs
         return sum(token.logprob for token in tokens) / len(tokens) if tokens else -math.inf
 
 
 def timeline_field(timelines: Sequence[Timeline | None]) -> dict[str, Any]:
-    """{"timeline": an object, or a list of them if there are several choices}; {} if none was recorded."""
+    """Returns {"timeline": an object, or a list of them for several choices}, or {} if none was recorded."""
     objects = [dataclasses.asdict(timeline) for timeline in timelines if timeline is not None]
     if not objects:
         return {}
@@ -173,27 +172,27 @@ def timeline_field(timelines: Sequence[Timeline | None]) -> dict[str, Any]:
 
 
 class Renderer(ABC):
-    """What one API's answers look like. Events are texts of server-sent events."""
+    """Renders answers in the format of one API. Events are texts of server-sent events."""
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+        """Returns the body of a response that is not streamed."""
 
     def begin(self) -> Iterable[str]:
-        """The events before the first update."""
+        """Returns the events before the first update."""
         return ()
 
     @abstractmethod
     def events(self, update: Update) -> Iterable[str]:
-        """The events of an update."""
+        """Returns the events of an update."""
 
     def end(self) -> Iterable[str]:
-        """The events after the last update."""
+        """Returns the events after the last update."""
         return ()
 
     @abstractmethod
     def error(self, error: ApiError) -> str:
-        """The event that ends a stream that failed."""
+        """Returns the event that ends a failed stream."""
 
 
 async def reply(answers: Answers, renderer: Renderer, stream: bool) -> Response:

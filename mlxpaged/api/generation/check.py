@@ -1,4 +1,4 @@
-"""What a request is checked against before it is submitted: itself, the model, and the model's limits."""
+"""Checks a request before it is submitted: whether its fields agree, and what the model and its limits allow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxpaged.scheduler import PromptTooLongError
 
 
 class ContextLengthError(ApiError):
-    """cause: has the numbers, for APIs that say them in other words."""
+    """cause: has the numbers, for APIs whose message has another wording."""
 
     def __init__(self, param: str, cause: PromptTooLongError) -> None:
         super().__init__(400, f"{param}: {cause}", param=param, code="context_length_exceeded")
@@ -22,7 +22,7 @@ class ContextLengthError(ApiError):
 
 
 def check_request(request: GenerationRequest) -> GenerationRequest:
-    """Whether its fields agree. Raises ApiError."""
+    """Raises ApiError if the fields of a request contradict each other."""
     chat = request.prompt
     if not isinstance(chat, Chat):
         return request
@@ -46,7 +46,7 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
 
 
 def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> None:
-    """Raises ApiError for what this model's chat template would silently ignore, or its answers not show."""
+    """Raises ApiError for fields that this model's chat template would ignore, or whose effect nothing could read."""
     tokenizer, name = info.tokenizer, request.client_name
     for variable in chat.chat_template_kwargs:
         param = f"{name('chat_template_kwargs')}.{variable}"
@@ -67,7 +67,7 @@ def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> 
 
 
 def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) -> dict[str, Any]:
-    """The template's variable for `enable_thinking`; {} if there is nothing to switch. Raises ApiError if the model
+    """Returns the template's variable for `enable_thinking`, {} if there is no switch. Raises ApiError if the model
     cannot be kept from thinking."""
     if chat.enable_thinking is None or not info.tokenizer.tags.think_start:
         return {}
@@ -83,7 +83,7 @@ def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) ->
 
 
 def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:
-    """Raises ContextLengthError for a text that cannot fit the context however it is tokenized.
+    """Raises ContextLengthError for a text that cannot fit the context, even with the longest tokens.
 
     Tokenizing megabytes only to refuse them would keep the prompts of other requests waiting.
     """
@@ -95,8 +95,8 @@ def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:
 
 
 def check_token_ids(request: GenerationRequest, param: str, prompts: Sequence[Sequence[int]], info: EngineInfo) -> None:
-    """Raises ApiError for a prompt without tokens, and for a token id that the model has no embedding for: no later
-    check would. param: the client's field that holds the prompts."""
+    """Raises ApiError for a prompt without tokens, and for a token id outside the vocabulary. No later check finds
+    these. param: the client's field that holds the prompts."""
     by_name = {"logit_bias": list(request.params.logit_bias), "stop_token_ids": list(request.params.stop_token_ids)}
     fields = [(request.client_name(name), ids) for name, ids in by_name.items()]
     for name, ids in (*fields, *((param, ids) for ids in prompts)):

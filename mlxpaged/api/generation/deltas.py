@@ -1,4 +1,4 @@
-"""An answer as it grows: the deltas of its text, its thinking and its tool calls."""
+"""Defines the deltas by which an answer grows: text, thinking and tool calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CallEnd:
 
 @dataclass(frozen=True)
 class CallBroken:
-    """What began as a call is none. text: all of it, as the model wrote it."""
+    """What began as a call turned out to be text. text: all of it, as the model wrote it."""
 
     index: int
     text: str
@@ -56,8 +56,8 @@ Delta = Text | Thinking | CallStart | CallArguments | CallEnd | CallBroken
 
 @dataclass(frozen=True)
 class Finish:
-    """Why an answer ended. reason: "stop" or "length". stop_string: the one that ended it, if any. num_calls: those
-    that are complete."""
+    """Says why an answer ended. reason: "stop" or "length". stop_string: the one that ended it, if any. num_calls: the
+    number of complete calls."""
 
     reason: str
     stop_string: str | None = None
@@ -66,8 +66,8 @@ class Finish:
 
 
 class Update(NamedTuple):
-    """What one step adds to one choice. thinking: whether its tokens are part of the thinking. A tuple, since there is
-    one for every token."""
+    """What one step adds to one choice. thinking: whether its tokens are part of the thinking. It is a tuple to be
+    cheap: there is one for every token."""
 
     choice: int
     deltas: list[Delta]
@@ -78,8 +78,8 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request so far. A prompt counts once, however many answers it gets; every generated token counts.
-    cached: of the prompt. thinking: of the completion."""
+    """Counts the tokens of a request so far. A prompt counts once, even if it gets several answers. Every generated
+    token counts. cached: tokens of the prompt. thinking: tokens of the completion."""
 
     prompt: int
     cached: int
@@ -100,7 +100,7 @@ class Part:
 
 
 def joined(deltas: Iterable[Delta]) -> list[Part]:
-    """A whole answer in the order in which the model wrote it. Calls that broke are part of its text."""
+    """Returns a whole answer in the order in which the model wrote it. Broken calls are part of its text."""
     parts: list[Part] = []
     calls: dict[int, Part] = {}
 

@@ -1,4 +1,4 @@
-"""From a request's prompts to tokens and the engine's parameters. Conversations are rendered by the chat template."""
+"""Turns a request's prompts into tokens and engine parameters. The chat template renders conversations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prompts:
 
 
 async def prepare(http: Request, request: GenerationRequest, info: EngineInfo) -> Prompts:
-    """Raises ApiError for prompts and parameters that this model cannot take."""
+    """Tokenizes the prompts. Raises ApiError for prompts and parameters that this model cannot take."""
     chat = request.prompt
     prompts = await (of_chat(http, request, chat, info) if isinstance(chat, Chat) else of_texts(http, request, info))
     await server_of(http).compile(info, prompts.params.constraint)
@@ -70,7 +70,7 @@ async def of_texts(http: Request, request: GenerationRequest, info: EngineInfo) 
 
 
 async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]) -> int:
-    """The number of tokens of a conversation. Raises what `submission.start` raises."""
+    """Returns the number of tokens of a conversation. Raises what `submission.start` raises."""
     server = server_of(http)
     request = await server.prepare(http, lambda: check.check_request(translate()))
     _, info = server.ready(request.model)
@@ -79,7 +79,7 @@ async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]
 
 
 async def render(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> list[int]:
-    """The tokens of a conversation, up to where the answer begins. Raises ApiError."""
+    """Returns the tokens of a conversation up to the beginning of the answer. Raises ApiError."""
     server = server_of(http)
     rendered = await server.prepare(http, lambda: rendering(request, chat, info))
     try:
@@ -89,7 +89,7 @@ async def render(http: Request, request: GenerationRequest, chat: Chat, info: En
 
 
 def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Callable[[], list[int]]:
-    """A function that renders the prompt, for the tokenizer's thread. Raises ApiError."""
+    """Returns a function that renders the prompt, for the tokenizer's thread. Raises ApiError."""
     check.check_template(request, chat, info)
     options = {**chat.chat_template_kwargs, **check.thinking_switch(request, chat, info)}
     tools = [tool.for_template() for tool in chat.offered_tools]

@@ -1,4 +1,4 @@
-"""A request for text, whichever API it came over."""
+"""Defines the neutral request for text. Each API translates its own requests into it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tool:
     param: str
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates and mlx-lm's parsers know it: OpenAI's form, without what is missing."""
+        """Returns OpenAI's form without missing fields, which chat templates and mlx-lm's parsers expect."""
         fields = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
         given = {name: value for name, value in fields.items() if value is not None}
         return {"type": "function", "function": {"name": self.name} | given}
@@ -45,7 +45,7 @@ class ToolChoice:
 class Chat:
     """A conversation to be answered.
 
-    messages: as chat templates know them. enable_thinking: the template's switch; None leaves it as it is.
+    messages: as chat templates expect them. enable_thinking: the template's switch; None leaves it as it is.
     needs_thinking: refuse a model that does not think. one_call: end the answer after its first call.
     """
 
@@ -61,7 +61,7 @@ class Chat:
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """Returns the tools that the model is told of."""
         if self.tool_choice.mode == "none":
             return []
         if self.tool_choice.allowed is None:
@@ -74,8 +74,8 @@ class Chat:
 class GenerationRequest:
     """prompt: a conversation, or texts or token ids to continue. n: answers to show per prompt. candidates: answers to
     generate per prompt, of which the likeliest n are shown. echo: the answers begin with their prompts.
-    default_max_tokens: a limit, as far as there is room, if `params` has none. timeout, ttft_timeout: seconds; None for
-    the server's default. client_names: what the client calls a field, if not as here."""
+    default_max_tokens: the limit if `params` has none, or less if there is less room. timeout, ttft_timeout: seconds;
+    None for the server's default. client_names: the client's names of fields that have other names here."""
 
     prompt: Chat | list[str] | list[list[int]]
     params: SamplingParams
@@ -91,25 +91,25 @@ class GenerationRequest:
 
     @classmethod
     def of(cls, body: BaseModel, **others: Any) -> GenerationRequest:
-        """others: fields that the body has under another name, or in another meaning."""
+        """Takes the body's fields by name. others: fields that have another name or another meaning there."""
         return cls(**given_fields(body, cls) | others)
 
     def client_name(self, name: str) -> str:
-        """The field of the client's request that the field `name` came from."""
+        """Returns the client's name of the field `name`."""
         return self.client_names.get(name, name)
 
     def refusal(self, name: str, message: str, code: str | None = None) -> ApiError:
-        """The error that says what is wrong with the field `name`."""
+        """Returns the error that says what is wrong with the field `name`."""
         return bad_parameter(self.client_name(name), message, code)
 
 
 def function_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """A call in OpenAI's form, which chat templates know too. There the arguments are an object."""
+    """Returns a call in OpenAI's form. Chat templates expect the same form, with the arguments as an object."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def parsed(arguments: str) -> str | dict[str, Any]:
-    """The arguments of a call, as an object if they are one."""
+    """Returns the arguments of a call, as an object if their text is one."""
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -123,17 +123,17 @@ ENGINE_TYPES: dict[str, Callable[[Any], Any]] = {
     "stop": tuple,
     "stop_token_ids": frozenset,
 }
-"""Conversions of fields that the engine has in another type than JSON."""
+"""Converts the fields whose type in the engine is not that of JSON."""
 
 
 def sampling_params(body: BaseModel, **others: Any) -> SamplingParams:
-    """others: parameters that the body has under another name, or in another meaning."""
+    """Takes the body's fields by name. others: parameters that have another name or another meaning there."""
     fields = given_fields(body, SamplingParams)
     converted = {name: ENGINE_TYPES[name](value) for name, value in fields.items() if name in ENGINE_TYPES}
     return SamplingParams(**fields | converted | others)
 
 
 def given_fields(body: BaseModel, kind: type[SamplingParams] | type[GenerationRequest]) -> dict[str, Any]:
-    """The fields of a body that `kind` has by the same name, without those that are missing."""
+    """Returns the fields of a body that `kind` has under the same name, without missing ones."""
     names = {each.name for each in dataclasses.fields(kind)} & set(type(body).model_fields)
     return {name: value for name in names if (value := getattr(body, name)) is not None}

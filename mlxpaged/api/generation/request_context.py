@@ -1,4 +1,4 @@
-"""How a request is served, whatever it asks the model: its id, its priority, its deadlines, whether it is recorded."""
+"""Decides how a request is served: its id, its priority, its deadlines, and whether its timeline is recorded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TIMELINE_HEADER = "X-Mlxpaged-Timeline"
 
 @dataclass(frozen=True)
 class RequestContext:
-    """service_tier: the granted one, in OpenAI's words. timeout, ttft_timeout: seconds; None for any time. timeline:
-    whether one is recorded."""
+    """service_tier: the granted one, as the response names it. timeout, ttft_timeout: seconds; None for no limit.
+    timeline: whether one is recorded."""
 
     request_id: str
     caller: Caller | None
@@ -45,7 +45,7 @@ def context_of(http: Request, request: GenerationRequest, config: EngineConfig, 
 
 
 def choose_id(http: Request, prefix: str) -> str:
-    """The client's id for this request, or a new one. Raises ApiError."""
+    """Returns the client's id for this request, or a new one. Raises ApiError if the client's is not valid."""
     given = http.headers.get(HEADER)
     if given is None:
         http.state.request_id = new_id(prefix)
@@ -56,8 +56,8 @@ def choose_id(http: Request, prefix: str) -> str:
 
 
 def priority_of(request: GenerationRequest, caller: Caller | None, default: Priority) -> tuple[Priority, str]:
-    """The priority, and the response's name for it. A client may always lower its own. default: of a server without
-    keys, and the highest priority there."""
+    """Returns the priority, and the response's name for it. A client may always lower its own. default: the default and
+    the highest priority on a server without keys."""
     if request.service_tier == "flex":
         return Priority.LOW, "flex"
     if request.service_tier == "priority":

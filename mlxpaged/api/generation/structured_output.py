@@ -1,5 +1,5 @@
-"""What only a grammar can promise of an answer: the calls that `tool_choice` requires, arguments that fit the schemas
-of strict tools, and text of a given form. Thinking comes first and is free."""
+"""Collects what a grammar enforces in an answer: the calls that `tool_choice` requires, arguments that fit the schemas
+of strict tools, and text of a given form. Thinking comes first, and nothing constrains it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 def structured_output(
     request: GenerationRequest, chat: Chat, tags: Tags, thinking: Thinking
 ) -> StructuredOutput | None:
-    """None if any text will do. Raises ApiError for what cannot be promised.
+    """Returns None if there is nothing to enforce. Raises ApiError for what cannot be enforced.
 
-    Required calls, and the calls of strict tools, fit the tool's schema. Other calls have any JSON object.
+    Required calls, and the calls of strict tools, fit the tool's schema. The arguments of other calls are any object.
     """
     text = request.params.constraint
     assert not isinstance(text, StructuredOutput)

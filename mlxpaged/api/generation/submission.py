@@ -1,4 +1,4 @@
-"""The way of a request into the engine: its checks, its place in the queue, its sequences."""
+"""Brings a request into the engine: checks it, reserves its place in the queue, and submits its sequences."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mlxpaged.scheduler import PromptTooLongError
 async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], id_prefix: str) -> Answers:
     """Check a request, tokenize its prompts, and submit it.
 
-    translate: makes the request of the client's body; it runs on a thread if the body is large. Raises ApiError and the
-    engine's errors.
+    translate: makes the request from the client's body; it runs on a thread if the body is large. Raises ApiError and
+    the engine's errors.
     """
     server = server_of(http)
     request = await server.prepare(http, lambda: check_request(translate()))
@@ -57,11 +57,11 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
 def engine_requests(
     request: GenerationRequest, context: RequestContext, opened: OpenRequest, prompts: Prompts, arrival_time: float
 ) -> list[Request]:
-    """Each prompt as often as there are candidates. A seeded request gives its candidate `i` what it would give alone
-    with the seed + i."""
+    """Returns as many requests as candidates for each prompt. With a seed, candidate `i` is the answer to one request
+    with seed + i."""
     params = prompts.params
     if request.candidates > request.n and params.logprobs is None:
-        params = dataclasses.replace(params, logprobs=0)  # to find the best candidates by
+        params = dataclasses.replace(params, logprobs=0)  # they decide which candidates are best
     requests = []
     for number, name in enumerate(opened.names):
         prompt, candidate = divmod(number, request.candidates)

@@ -1,5 +1,5 @@
-"""Reads one tool call from the text between its tags. mlx-lm's parser has the last word. Arguments that a format writes
-as JSON after the name are passed on before the call is complete."""
+"""Reads tool calls from the text between their tags. mlx-lm's parser decides whether they are calls. If a format writes
+arguments as JSON after the name, they are passed on before the call is complete."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ HEADERS = {
     "json_tools": re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'),
     "mistral": re.compile(r"\s*([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
-"""By format: the text up to the arguments, with the call's name. Calls in other formats are read when complete."""
+"""Patterns by format of the text up to the arguments, with the call's name. Other formats are read after their end."""
 
 AROUND_ARGUMENTS = {"json_tools": ('\n{{"name": "{}", "arguments": ', "}\n"), "mistral": ("{}[ARGS]", "")}
-"""By format: the text between a call's opening tag and its arguments, with the name in it, and the text between the
+"""By format, the text between a call's opening tag and its arguments, with the name in it, and the text between the
 arguments and the closing tag. Only these formats can be enforced: in others, arguments are not JSON."""
 
 CALL_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
@@ -61,7 +61,7 @@ class CallReader:
         return deltas
 
     def ahead(self, text: str) -> int:
-        """Characters of `text`, which comes next, up to the end of the arguments: a tag among them is part of a
+        """Returns how many characters of `text`, the next piece, belong to the arguments. A tag among them is part of a
         string."""
         if self._name is not None:
             return 0 if self._object.complete else copy.copy(self._object).scan(text, 0)
@@ -83,7 +83,7 @@ class CallReader:
         """end: the closing tag. closed: whether the call is complete; False if the answer ended in its middle."""
         try:
             calls = self._calls() if closed else None
-        except Exception:  # whatever mlx-lm's parsers raise for what a model writes
+        except Exception:  # mlx-lm's parsers raise errors of any type
             calls = None
         if calls is None:
             text = self._start + self._payload + end
@@ -97,7 +97,7 @@ class CallReader:
         return deltas
 
     def _calls(self) -> list[tuple[str, str, str]]:
-        """(id, name, arguments) of every call. Raises if one is malformed, or calls none of the request's tools."""
+        """Returns (id, name, arguments) of every call. Raises if one is malformed or calls no tool of the request."""
         parsed = self._form.parse(self._payload, self._tools)
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not calls:
@@ -110,7 +110,7 @@ class CallReader:
         return checked
 
     def _checked(self, call: Any, sent: bool) -> tuple[str, str, str]:
-        """sent: whether its arguments were passed on, as written: a number too large for a float is still JSON."""
+        """sent: whether its arguments were passed on as written. Then a number too large for a float is valid."""
         name, arguments = call["name"], call.get("arguments", {})
         if isinstance(arguments, str):  # some models write the JSON object as a string
             arguments = json.loads(arguments)
@@ -131,7 +131,7 @@ class ObjectScanner:
         self._in_string = self._escaped = False
 
     def scan(self, text: str, start: int) -> int:
-        """The position after the object, or after the text if the object goes on."""
+        """Returns the position after the object, or after the text if the object goes on."""
         for position in range(start, len(text)):
             char = text[position]
             if self._in_string:

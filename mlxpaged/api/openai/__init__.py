@@ -1,1 +1,1 @@
-"""The OpenAI API: chat completions, completions, models."""
+"""OpenAI's API: chat completions, completions, responses, embeddings, models."""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions"""
+"""Handles POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ChatRenderer(CompletionsRenderer):
         return self.chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
     def _finish_reason(self, finish: Finish) -> str:
-        """OpenAI ends a call that the request itself named with "stop", like any other answer."""
+        """As in OpenAI's API, a call of the tool that `tool_choice` names ends with "stop"."""
         calls = finish.num_calls and not self._names_tool
         return "tool_calls" if finish.reason == "stop" and calls else finish.reason
 
@@ -108,7 +108,7 @@ class ChatRenderer(CompletionsRenderer):
 
 
 def delta_fields(delta: Delta) -> dict[str, Any]:
-    """What a delta adds to a message; {} for nothing."""
+    """Returns the fields that a delta adds to a message, {} for none."""
     match delta:
         case Text(text) | CallBroken(_, text):
             return {"content": text}

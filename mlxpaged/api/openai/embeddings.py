@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, with the embedding model, or with the served model if it makes embeddings too."""
+"""Handles POST /v1/embeddings, with the embedding model, or with the served model if it makes embeddings too."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from mlxpaged.models import EmbeddingModel
 logger = logging.getLogger(__name__)
 
 MAX_INPUTS = 2048
-"""The limit of OpenAI's service."""
+"""OpenAI's service has the same limit."""
 MAX_SLICE = 100_000
-"""Characters that the tokenizer's thread takes at a time, so that it gets to other requests in between."""
+"""The tokenizer's thread takes this many characters at a time, and serves other requests in between."""
 
 
 class EmbeddingsRequest(Body):
@@ -129,7 +129,7 @@ async def tokens_of(server: Server, model: EmbeddingModel, inputs: list[str] | l
 
 
 def slices(inputs: Sequence[str | list[int]]) -> Iterator[Sequence[str | list[int]]]:
-    """At most MAX_SLICE characters or tokens at a time, or one longer input."""
+    """Yields inputs of at most MAX_SLICE characters or tokens together, or one longer input."""
     start = size = 0
     for index, each in enumerate(inputs):
         if index > start and size + len(each) > MAX_SLICE:
@@ -162,7 +162,7 @@ def check_length(model: EmbeddingModel, index: int, num_tokens: int, about: str 
 
 
 async def in_pieces(model: str, vectors: np.ndarray[Any, Any], num_tokens: int, as_base64: bool) -> AsyncIterator[str]:
-    """The answer, one embedding at a time: encoding all at once would block other streams for seconds."""
+    """Yields the answer one embedding at a time: encoding all at once would block other streams for seconds."""
     yield '{"object":"list","data":['
     for index, vector in enumerate(vectors):
         values = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()

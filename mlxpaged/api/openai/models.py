@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}."""
+"""Handles GET /v1/models and /v1/models/{model}."""
 
 from __future__ import annotations
 

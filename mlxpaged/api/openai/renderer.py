@@ -1,4 +1,4 @@
-"""What the answers of chat completions and completions share: envelope, usage, log-probabilities, end and errors."""
+"""Renders what chat completions and completions share: envelope, usage, log-probabilities, end and errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def usage_field(usage: Usage) -> dict[str, Any]:
 
 
 MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say; the value OpenAI uses."""
+"""This stands for minus infinity, which JSON does not have. OpenAI uses the same value."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Request bodies. A field has an effect, or is listed with the only values that change nothing, or is refused."""
+"""Defines request bodies. A field has an effect, or accepts only values that change nothing, or is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RequestFields(Body):
     metadata: Labels | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Not OpenAI's: deadlines that the server keeps.
+    # The deadlines are not OpenAI's.
     timeout: Seconds | None = None
     ttft_timeout: Seconds | None = None
 
@@ -89,7 +89,7 @@ class SamplingFields(RequestFields, StructuredFields):
 
     @property
     def num_candidates(self) -> int:
-        """Answers that are generated, per prompt."""
+        """The number of answers that are generated per prompt."""
         return self.n or 1
 
     @property
@@ -110,7 +110,7 @@ class Message(Body):
     tool_call_id: str | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     reasoning_content: str | None = None
-    # LiteLLM's notes on an answer, which it sends back with it; they say nothing that other fields do not.
+    # LiteLLM adds its notes to an answer and sends them back. They repeat what other fields say.
     provider_specific_fields: dict[str, Any] | None = None
     # OpenAI's client sends an answer's fields back as it got them.
     refusal: None = None
@@ -129,7 +129,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it: plain text, and `system` for OpenAI's `developer`."""
+        """Returns what chat templates expect: plain text, and the role `system` for OpenAI's `developer`."""
         parts = [] if self.content is None else self.content
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         fields: dict[str, Any] = {
@@ -144,7 +144,7 @@ class Message(Body):
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORT_TOKENS = {"none": None, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None, "max": None}
-"""The most tokens that a model thinks, by reasoning_effort. With "none", the chat template keeps it from thinking."""
+"""Limits of the thinking in tokens, by reasoning_effort. With "none", the chat template turns the thinking off."""
 
 
 class ChatRequest(SamplingFields):
@@ -156,7 +156,7 @@ class ChatRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    # vLLM's: how the chat template is rendered.
+    # vLLM's fields, which say how the chat template is rendered.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     thinking_budget: Annotated[int, Field(ge=1)] | None = None
@@ -190,10 +190,10 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 def texts_or_tokens(field: str, most: int, value: Any) -> list[str] | list[list[int]]:
-    """A string, token ids, or a list of either, as a list. Raises ApiError for anything else.
+    """Returns a string, token ids, or a list of either, as a list. Raises ApiError for anything else.
 
-    By hand: of a union of these four, pydantic collects the errors of every branch at every element, which takes
-    half a minute for a long list.
+    This is written by hand, because pydantic collects the errors of every branch of a union at every element. That
+    takes half a minute for a long list.
     """
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
         value = [value]
@@ -213,7 +213,7 @@ def texts_or_tokens(field: str, most: int, value: Any) -> list[str] | list[list[
 
 
 def one_kind_of_input(field: str, most: int) -> PlainValidator:
-    """Checks a field by `texts_or_tokens`. The API's description has the type that pydantic would check."""
+    """Checks a field by `texts_or_tokens`. The OpenAPI document shows the union that pydantic would check."""
     text = Annotated[str, Field(min_length=1)]
     tokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
     several = Field(min_length=1, max_length=most)

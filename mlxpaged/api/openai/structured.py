@@ -1,4 +1,4 @@
-"""The fields for structured output, OpenAI's and vLLM's, and the constraint that they ask for.
+"""Defines OpenAI's and vLLM's fields for structured output, and makes the constraint that they ask for.
 
 Compiling a schema, regular expression or grammar shows whether it can be enforced (api/server.py).
 """
@@ -42,7 +42,7 @@ class TextFormat(Body):
 
 
 class JsonSchema(Body):
-    """name, description: labels. strict: either way the answer fits the schema."""
+    """name, description: labels. strict: it changes nothing, because the answer always fits the schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -91,7 +91,7 @@ class StructuredFields(Body):
     guided_grammar: str | None = None
 
     def constraint(self, other: Constraint | None = None) -> Constraint | None:
-        """other: what another field of the request asks for. Raises ApiError if there is more than one."""
+        """Returns the only constraint, if any. other: that of another field. Raises ApiError if there are several."""
         asked = [] if other is None else [other]
         if self.structured_outputs is not None:
             asked += constraints(self.structured_outputs, "", "structured_outputs.")
@@ -102,7 +102,7 @@ class StructuredFields(Body):
 
 
 def constraints(body: BaseModel, prefix: str, shown_prefix: str) -> list[Constraint]:
-    """The constraints of the fields that begin with a prefix. shown_prefix: begins their names for the client."""
+    """Returns the constraints of the fields that begin with a prefix. shown_prefix: that of the client's names."""
     fields = {name.rstrip("_"): value for name, value in body if value not in (None, False)}
     found = []
     for name, kind in KINDS.items():

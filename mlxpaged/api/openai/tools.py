@@ -1,4 +1,4 @@
-"""Tools in request bodies: their definitions, the choice among them, and calls that were made."""
+"""Defines what request bodies have about tools: definitions, the choice among them, and calls that were made."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    """mode: what the model may do with them, as tool_choice says it of all tools."""
+    """mode: has the same meaning as in tool_choice, but for these tools only."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
@@ -64,7 +64,7 @@ class CalledFunction(Body):
 
 
 class Call(Body):
-    """index: of a call that was put together from a stream; the order says it too."""
+    """index: the list's order says the same. Clients that collected the call from a stream send it."""
 
     id: str
     type: Literal["function"] = "function"

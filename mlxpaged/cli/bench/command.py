@@ -1,4 +1,4 @@
-"""Flags, start and end of `mlxpaged bench`."""
+"""Runs `mlxpaged bench`, from its flags to its exit status."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mlxpaged.cli.logs import set_up
 from mlxpaged.engine import AsyncEngine, EngineBusyError, EngineConfig, EngineUnavailableError, RequestFailedError
 
 INTERRUPTED = 130
-"""Exit status: 128 and the number of SIGINT, as in a shell."""
+"""The exit status is 128 plus the number of SIGINT, as in a shell."""
 LOADING_STOP_SECONDS = 1.0
 STOP_SECONDS = 10.0
 UNPRINTABLE = "the figures cannot be printed"
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(str(error))
     try:
         status = uvloop.run(bench.run())
-    except KeyboardInterrupt:  # a second one, after the figures
+    except KeyboardInterrupt:  # a second SIGINT, after the figures
         status = INTERRUPTED
     return exit_status(bench.engine, status)
 

@@ -1,4 +1,4 @@
-"""From times to figures: rates, percentiles, speed-up.
+"""Computes figures from times: rates, percentiles, speed-up.
 
 Figures are dictionaries, as the JSON report shows them. Times are seconds, rates are tokens per second; counts and
 seconds are sums over all passes, rates are their quotients. A figure without a measurement is None.
@@ -19,10 +19,10 @@ BASE_CONTEXT = 256
 
 
 def comparison_figures(loads: Sequence[Load]) -> list[Figures]:
-    """Of the loads that have a token. The first load is one request at a time, to which `speedup` refers."""
+    """Returns the figures of loads that have a token. `speedup` compares with the first load, one request at a time."""
     found = [load_figures(load) for load in loads if load.begun()]
     for batched in found[1:]:
-        runs = zip(batched["runs"], found[0]["runs"], strict=False)  # interrupted, a run may be missing
+        runs = zip(batched["runs"], found[0]["runs"], strict=False)  # a run may be missing after an interrupt
         by_run = [speedup(ours, alone) for ours, alone in runs]
         batched["speedup"] = {"ratio": speedup(batched, found[0]), "by_run": by_run}
     return found
@@ -63,7 +63,7 @@ def run_figures(one: Pass) -> Figures:
 
 
 def sweep_figures(loads: Sequence[Load]) -> list[Figures]:
-    """Of the contexts that have a token. token_cost: the time of a decoded token, divided by that at BASE_CONTEXT."""
+    """Returns the figures of contexts that have a token. token_cost: time of a decoded token, 1 at BASE_CONTEXT."""
     found = [context_figures(load) for load in loads if load.begun()]
     rates = {each["context"]: each["decode_tokens_per_second"] for each in found}
     for each in found:

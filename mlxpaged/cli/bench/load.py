@@ -1,4 +1,4 @@
-"""Loads, and the clients that put them on the engine. A client sends its next prompt when an answer is complete.
+"""Runs loads on the engine through clients. A client sends its next prompt when its last answer is complete.
 
 The clients call AsyncEngine as the routes of the HTTP API do: reservation, queue, engine thread, one hand-over of
 tokens and text per step. There is no HTTP: a client in this process would share the server's interpreter lock, and slow
@@ -26,7 +26,7 @@ class Answer:
     prompt_tokens: int
     submitted: float
     token_times: list[float] = field(default_factory=list)  # when each token reached the event loop
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     complete: bool = False
 
     @property
@@ -35,13 +35,13 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        """Between one token and the next."""
+        """Seconds between one token and the next."""
         return [after - before for before, after in itertools.pairwise(self.token_times)]
 
 
 @dataclass
 class Pass:
-    """All prompts of a load once."""
+    """One pass over all prompts of a load."""
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0  # until the last answer was complete, or an interrupt
@@ -64,8 +64,8 @@ class Load:
     async def run(
         self, engine: AsyncEngine, max_tokens: int, vocab_size: int, advance: Callable[[int], None] | None = None
     ) -> None:
-        """Every answer has exactly `max_tokens` tokens, sampled greedily. The prefix cache is emptied first. The pass
-        is filled as tokens come, so that it is usable after a cancellation. advance: called with numbers of tokens.
+        """Run one pass. Every answer has exactly `max_tokens` tokens, sampled greedily. The prefix cache is emptied
+        first. A cancelled pass has the tokens that came until then. advance: called with numbers of tokens.
 
         Raises EngineUnavailableError, EngineBusyError or RequestFailedError if the engine fails.
         """
@@ -90,7 +90,7 @@ class Load:
 
 
 def make_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    """Random tokens. First tokens differ if possible, so that no prefix is shared."""
+    """Returns prompts of random tokens. Their first tokens differ if possible, so that no prefix is shared."""
     rng = random.Random(0)
     return [
         [number % vocab_size, *(rng.randrange(vocab_size) for _ in range(length - 1))]

@@ -1,4 +1,4 @@
-"""What is measured, in which order: one request at a time compared with several, or a sweep over contexts."""
+"""Plans what is measured in which order: one request at a time compared with several, or a sweep over contexts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of prompts and answers, without the warm-up."""
+        """The tokens of all prompts and answers, without the warm-up."""
         return self.runs * sum(sum(load.lengths) + len(load.lengths) * self.max_tokens for load in self.loads)
 
     async def run(self, engine: AsyncEngine, vocab_size: int, begin: Begin) -> None:
@@ -97,7 +97,7 @@ def at_a_time(concurrency: int) -> str:
 
 
 def room_for_prompt(info: EngineInfo, max_tokens: int, least: int) -> int:
-    """Most tokens of a prompt. Raises NoRoomError if it is below `least`."""
+    """Returns the most tokens that a prompt may have. Raises NoRoomError if that is below `least`."""
     room = info.max_model_len - max_tokens
     if room < least:
         limit = f"the KV pool holds {info.max_tokens_in_pool} tokens (--kv-cache-memory)"
@@ -109,6 +109,6 @@ def room_for_prompt(info: EngineInfo, max_tokens: int, least: int) -> int:
 
 
 def contexts_up_to(limit: int) -> tuple[int, ...]:
-    """128, 256, ..., and the limit itself."""
+    """Returns 128, 256, ..., and the limit itself."""
     doubled = itertools.takewhile(lambda context: context < limit, (FIRST_CONTEXT << i for i in itertools.count()))
     return (*doubled, limit)

@@ -1,4 +1,4 @@
-"""The progress of a measurement, on standard error: a bar on a terminal, a line for each part elsewhere."""
+"""Shows the progress of a measurement on standard error: as a bar on a terminal, elsewhere as a line for each part."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from mlxpaged.cli.bench.plan import Begin
 
 REFRESHES_PER_SECOND = 4
-"""Low, because drawing takes time from the measurement."""
+"""It is low, because drawing takes time from the measurement."""
 
 
 @contextlib.contextmanager
 def progress_display(console: Console, tokens: int) -> Iterator[Begin]:
-    """tokens: in all that is going to be measured."""
+    """tokens: the total of the measurement."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(
         *columns,

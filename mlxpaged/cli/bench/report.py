@@ -1,4 +1,4 @@
-"""The figures as a table, and as JSON."""
+"""Reports the figures as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONTEXT_COLUMNS: tuple[tuple[Any, ...], ...] = (
 
 
 def table(console: Console, plan: Plan) -> Table | None:
-    """None if nothing was measured."""
+    """Returns None if nothing was measured."""
     figures = (sweep_figures if plan.is_sweep else comparison_figures)(plan.loads)
     if not figures:
         return None
@@ -71,7 +71,7 @@ def json_report(config: EngineConfig, info: EngineInfo, plan: Plan, interrupted:
 
 
 def report_console(file: Any) -> Console:
-    """Colours and lines on a terminal, plain columns of text elsewhere."""
+    """Returns a console with colours and lines on a terminal, with plain columns of text elsewhere."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -86,7 +86,7 @@ def make_table(console: Console, *columns: str) -> Table:
 
 
 def load_table(console: Console, loads: Sequence[Figures]) -> Table:
-    """A row per figure, a column per level of concurrency."""
+    """Returns a row per figure and a column per level of concurrency."""
     table = make_table(console, "", *(at_a_time(load["concurrency"]) for load in loads))
     for name, key, *form in LOAD_ROWS:
         if key != "preemptions" or any(load[key] for load in loads):
@@ -107,7 +107,7 @@ def context_table(console: Console, contexts: Sequence[Figures]) -> Table:
 
 
 def cell(figure: Any, digits: int = 1, scale: int = 1, parts: Sequence[str] = ()) -> str:
-    """parts: of a spread."""
+    """parts: the names of the numbers to show, if the figure is a spread."""
     if figure is None:
         return "-"
     return " / ".join(f"{scale * value:.{digits}f}" for value in ([figure[part] for part in parts] or [figure]))

@@ -1,4 +1,4 @@
-"""The answer in the format of the responses API: one object, or events."""
+"""Renders an answer in the format of the responses API, as one object or as events."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mlxpaged.api.request_id import new_id
 from mlxpaged.api.streaming import named_event
 
 Event = tuple[str, dict[str, Any]]
-"""Its type without "response.", and its fields."""
+"""The type of an event without "response.", and its fields."""
 LIMITS = {"max_output_tokens", "max_tool_calls"}
 REPEATED = {"instructions", "previous_response_id", "user", "safety_identifier", "prompt_cache_key", *LIMITS}
-"""Fields of the request that the response has as they are."""
+"""The response repeats these fields of the request."""
 
 
 class ResponseRenderer(Renderer):
@@ -55,7 +55,7 @@ class ResponseRenderer(Renderer):
         return self._event("failed", response=self._response("failed", error=details, output=self._output.items))
 
     def _made(self, update: deltas.Update) -> Iterator[Event]:
-        """The last event of the last update has the response."""
+        """Yields the events of an update. The last event of the last update has the response."""
         logprobs: list[dict[str, Any]] = []
         if self._body.wants_logprobs and not update.thinking:
             logprobs = chat_logprobs(self._answers.info.tokenizer, update.logprobs)["content"]
@@ -123,7 +123,7 @@ class ResponseRenderer(Renderer):
 
 
 def shown(model: BaseModel | None) -> dict[str, Any]:
-    """A part of the request, as the response repeats it."""
+    """Returns a part of the request, as the response repeats it."""
     return {} if model is None else model.model_dump(by_alias=True, exclude_none=True)
 
 
@@ -133,15 +133,15 @@ def shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
 
 
 class OutputItems:
-    """Makes them from the deltas of an answer. Read an event before asking for the next one: its item still grows."""
+    """Makes the output items from the deltas of an answer. Use an event before you ask for the next: its item grows."""
 
     def __init__(self, called_as: Mapping[str, dict[str, str]]) -> None:
         """called_as: by a tool's name for the model, the fields that name it in the API's calls."""
         self._called_as = called_as
         self.items: list[dict[str, Any]] = []
-        """Those that are done."""
-        self._open: dict[str, Any] = {}  # the one that is being made, if any
-        self._index = -1  # of the open one, among all that were announced
+        """The items that are done."""
+        self._open: dict[str, Any] = {}  # the item that is being made, if any
+        self._index = -1  # of the open item, among all that were announced
         self._logprobs: list[dict[str, Any]] = []  # of tokens that have not become text
 
     def add(self, made: list[deltas.Delta], logprobs: list[dict[str, Any]]) -> Iterator[Event]:
@@ -192,7 +192,7 @@ class OutputItems:
             yield "output_text.delta", self._place(content_index=0, delta=text, logprobs=logprobs)
 
     def _begin(self, item: dict[str, Any], part: dict[str, Any] | None = None) -> Iterator[Event]:
-        """part: the only one of its content, if it has any."""
+        """part: the only part of its content, if it has content."""
         yield from self._end("completed")
         self._index += 1
         self._open = item | ({} if part is None else {"content": []}) | {"status": "in_progress"}
@@ -206,7 +206,7 @@ class OutputItems:
         if not item:
             return
         if item["type"] == "function_call":
-            # The name is for clients of before 2026, which have it among the fields that must be there.
+            # Clients from before 2026 require the name.
             yield "function_call_arguments.done", self._place(name=item["name"], arguments=item["arguments"])
         else:
             part = item["content"][0]

@@ -1,4 +1,4 @@
-"""POST /v1/responses and /v1/responses/input_tokens; GET and DELETE /v1/responses/{id}, its input_items and cancel."""
+"""Handles the endpoints of /v1/responses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
 
 
 def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:
-    """The items before the request's own, and its own."""
+    """Returns the items of the stored conversation, and the items of the request."""
     earlier = conversation_before(request, body.previous_response_id)
     items = [referred(request, i, item) for i, item in enumerate(body.items)]
     check_calls(earlier, items)
@@ -69,7 +69,7 @@ def conversation_before(request: Request, response_id: str | None) -> Sequence[I
 
 
 def referred(request: Request, index: int, item: Item | ItemReference) -> Item:
-    """An item of the request, or the stored one that it stands for."""
+    """Returns an item of the request, or the stored item that it refers to."""
     if not isinstance(item, ItemReference):
         return item
     found = store_of(request).item(item.id)
@@ -90,7 +90,7 @@ async def delete(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Refused: OpenAI cancels only responses that are made in the background."""
+    """Refuses every call: OpenAI's API cancels only responses that are made in the background."""
     response_id = request.path_params["response_id"]
     message = f"no response is made in the background here; DELETE /v1/requests/{response_id} ends one that is made now"
     raise bad_parameter("response_id", message, code="not_cancellable")

@@ -1,4 +1,4 @@
-"""The bodies of the responses API, and the items of its conversations. What is not listed here is refused."""
+"""Defines the bodies of the responses API and the items of its conversations. Fields not listed here are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StoredItem(Body):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
     def shown(self, item_id: str) -> dict[str, Any]:
-        """This item in the list of a response's input items."""
+        """Returns this item as it stands in the list of a response's input items."""
         return {"status": "completed"} | self.model_dump(exclude_none=True) | {"id": item_id}
 
 
@@ -109,7 +109,7 @@ class ReasoningItem(StoredItem):
 
     @property
     def text(self) -> str:
-        """The thinking itself, or its summary if there is nothing else."""
+        """Returns the thinking itself, or its summary if there is nothing else."""
         return "\n".join(part.text for part in self.content or self.summary or ())
 
 
@@ -138,8 +138,8 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    """summary: "auto" asks for the best that there is; here it is none, since the thinking itself is shown. context,
-    mode: the chat template decides them."""
+    """summary: "auto" is accepted, but no summary is made, because the thinking itself is shown. context, mode: only
+    the values that change nothing are accepted."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
@@ -148,7 +148,7 @@ class Reasoning(Body):
 
 
 class InputTokensRequest(Body):
-    """The fields that make the prompt."""
+    """These fields determine the prompt."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
@@ -164,7 +164,7 @@ class InputTokensRequest(Body):
 
     @property
     def items(self) -> list[InputItem]:
-        """The new part of the conversation."""
+        """Returns the new part of the conversation."""
         return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
 
@@ -174,13 +174,13 @@ class ResponseRequest(RequestFields, InputTokensRequest):
     top_p: Annotated[Probability, Field(gt=0)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
-    # Codex's labels, and a limit on the calls of OpenAI's own tools, which are not here. They change nothing.
+    # Codex's labels, and a limit on calls of OpenAI's own tools, which this server does not have. They change nothing.
     client_metadata: Labels | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     # Only the values that change nothing are accepted.
     background: Literal[False] | None = None
 
-    # As in the other requests for text: here one prompt has one answer.
+    # The other requests for text have these properties too. Here one prompt has one answer.
     num_candidates: ClassVar[int] = 1
     multiplier: ClassVar[str | None] = None
 

@@ -1,4 +1,4 @@
-"""The newest responses, in memory, so that clients can read and continue them."""
+"""Keeps the newest responses in memory, so that clients can read and continue them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUTPUT: TypeAdapter[list[OutputItem]] = TypeAdapter(list[OutputItem])
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """owner: the name of its API key, if any. conversation: all items, those of the answer included, without the
+    """owner: the name of its API key, if any. conversation: all items up to the end of the answer, without the
     instructions. inputs: the request's items, by their ids."""
 
     owner: str | None
@@ -33,18 +33,18 @@ class StoredResponse:
 class ResponseStore:
     def __init__(self) -> None:
         self._responses: dict[str, StoredResponse] = {}
-        self._items: dict[str, tuple[str | None, Item]] = {}  # of the requests and of the answers, after their owners
+        self._items: dict[str, tuple[str | None, Item]] = {}  # (owner, item) by id, of requests and answers
         self._num_chars = 0
 
     def get(self, response_id: str) -> StoredResponse | None:
         return self._responses.get(response_id)
 
     def item(self, item_id: str) -> tuple[str | None, Item] | None:
-        """Its owner, and the item."""
+        """Returns the item's owner, and the item."""
         return self._items.get(item_id)
 
     def add(self, owner: str | None, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item]) -> None:
-        """items: those of the request. Deletes the oldest responses if there are too many."""
+        """Stores a response, and deletes the oldest ones if there are too many. items: the request's own."""
         inputs = {f"{response['id']}-input-{index}": item for index, item in enumerate(items)}
         output = OUTPUT.validate_python(response["output"])
         num_chars = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)

@@ -1,4 +1,4 @@
-"""Tools in requests of the responses API, and the choice among them."""
+"""Defines tools in requests of the responses API, and the choice among them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mlxpaged.api.openai.tools import Function, FunctionName
 from mlxpaged.api.schema import MAX_TOOLS, Body, OneOf
 
 Half = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,63}$")]
-"""A namespace, or a tool in one: the model sees both as one name, which has the length limit of any tool's name."""
+"""The name of a namespace, or of a tool in it. The model sees both as one name, as long as a tool's name may be."""
 
 
 class FunctionTool(Function):
-    """strict: whether its calls must fit the parameters. The last three fields have the only value that they can have
-    here."""
+    """strict: whether its calls must fit the parameters. The last three fields accept only values that change
+    nothing."""
 
     type: Literal["function"]
     output_schema: None = None
@@ -41,7 +41,7 @@ class NamespaceTool(Body):
 
 
 class WebSearchTool(Body):
-    """OpenAI's own tool, which a model may leave unused. The models here are not told of it."""
+    """OpenAI's own tool. It is accepted, but the model is not told of it."""
 
     type: Literal["web_search"]
     external_web_access: bool | None = None
@@ -64,8 +64,8 @@ ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | Allowed
 
 
 def check_kinds(tools: Any) -> Any:
-    """The tools, not validated yet. Raises ApiError for those that the server would have to run itself. Web search is
-    accepted beside functions, because Codex always sends it."""
+    """Returns the tools, not validated yet. Raises ApiError for those that the server would have to run itself. Web
+    search is accepted beside functions, because Codex always sends it."""
     given = tools if isinstance(tools, list) else ()
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
     callable_here = {"function", "namespace"}
@@ -77,7 +77,7 @@ def check_kinds(tools: Any) -> Any:
 
 
 def functions(tools: Sequence[Tool] | None) -> Iterator[tuple[request.Tool, dict[str, str]]]:
-    """Each tool that can be called, under its name for the model, and the fields that name it in the API's calls."""
+    """Yields each tool that can be called, under its name for the model, and the fields that name it in the API."""
     for i, tool in enumerate(tools or ()):
         if isinstance(tool, FunctionTool):
             yield tool.translated(f"tools.{i}"), {"name": tool.name}
@@ -90,7 +90,7 @@ def functions(tools: Sequence[Tool] | None) -> Iterator[tuple[request.Tool, dict
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """The name of a tool for the model."""
+    """Returns the name of a tool for the model."""
     return name if namespace is None else f"{namespace}__{name}"
 
 

@@ -1,4 +1,4 @@
-"""A request of the responses API as a request for text."""
+"""Translates a request of the responses API into the neutral request for text."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def translate(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> 
 
 
 def messages_of(instructions: str | None, items: Sequence[schema.Item]) -> list[dict[str, Any]]:
-    """The messages for the chat template.
+    """Returns the messages for the chat template.
 
-    One message has all that an assistant thought, said and called in one answer. One system message has the
-    instructions and the system messages that follow them: most templates know only one, at the beginning.
+    The thinking, text and calls of one answer become one message. The instructions and the system messages that follow
+    them become one system message: most templates accept only one, at the beginning.
     """
     system = [] if instructions is None else [instructions]
     messages: list[dict[str, Any]] = []
@@ -81,7 +81,7 @@ def continues_answer(before: schema.Item | None, item: schema.Item) -> bool:
 
 
 def add_to_answer(message: dict[str, Any], item: schema.Item) -> None:
-    """content and reasoning_content are lists of their parts until the answer is complete."""
+    """Adds an item to a message, whose content and reasoning_content are lists until the answer is complete."""
     match item:
         case schema.ReasoningItem():
             thoughts = message.setdefault("reasoning_content", [])
