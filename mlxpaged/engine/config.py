@@ -56,12 +56,10 @@ class EngineConfig:
         if self.tool_parser not in (None, *tool_parsers()):
             raise ValueError(f"tool_parser must be one of {', '.join(tool_parsers())}, got {self.tool_parser!r}")
         self._check_embedding_model()
-        for name in ("request_timeout", "ttft_timeout"):
+        for name in ("embedding_max_model_len", "kv_cache_bytes", "request_timeout", "ttft_timeout"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
                 raise ValueError(f"{name} must be positive, got {limit}")
-        if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
-            raise ValueError(f"kv_cache_bytes must be positive, got {self.kv_cache_bytes}")
         for name in ("max_queue", "swap_space_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -69,8 +67,6 @@ class EngineConfig:
             raise ValueError("swap_dir is the place of a swap space: it needs swap_space_bytes (--swap-space) too")
 
     def _check_embedding_model(self) -> None:
-        if self.embedding_max_model_len < 1:
-            raise ValueError(f"embedding_max_model_len must be positive, got {self.embedding_max_model_len}")
         if self.embedding_model is None and self.served_embedding_model_name is not None:
             raise ValueError("served_embedding_model_name is the name of an embedding_model (--embedding-model)")
         name = self.served_embedding_model_name or self.embedding_model

@@ -87,11 +87,7 @@ def machine_free_memory() -> int:
 
 
 def kv_blocks(
-    bytes_per_block: int,
-    wanted_bytes: int | None,
-    blocks_per_sequence: int,
-    max_num_seqs: int,
-    reserved_bytes: int = 0,
+    bytes_per_block: int, wanted_bytes: int | None, blocks_per_sequence: int, max_num_seqs: int, reserved_bytes: int = 0
 ) -> int:
     """Number of blocks of the KV pools.
 

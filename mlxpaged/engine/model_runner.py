@@ -12,15 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention import (
-    DEFAULT_TUNING,
-    AttentionMetadata,
-    AttentionShape,
-    LayerKVCache,
-    PagedLayer,
-    StepContext,
-    Tuning,
-)
+from mlxpaged import attention
 from mlxpaged.attention.metadata import IntArray
 from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import ServedModel, synchronize
@@ -65,27 +57,19 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         backend: str,
-        tunings: Mapping[AttentionShape, Tuning] | None = None,
+        tunings: Mapping[attention.AttentionShape, attention.Tuning] | None = None,
         num_swap_slots: int = 0,
         swap_dir: Path | None = None,
     ) -> None:
         self._model = served.model
         self._rows = served.rows
         self._block_size = block_size
-        self._step = StepContext()
-        self.layers = [
-            PagedLayer(
-                LayerKVCache.from_layout(
-                    num_blocks,
-                    spec.kv_layout(block_size),
-                    backend,
-                    (tunings or {}).get(spec.attention_shape(block_size), DEFAULT_TUNING),
-                ),
-                self._step,
-                spec.window,
-            )
-            for spec in served.layers
-        ]
+        self._step = attention.StepContext()
+        self.layers = []
+        for spec in served.layers:
+            tuning = (tunings or {}).get(spec.attention_shape(block_size), attention.DEFAULT_TUNING)
+            pool = attention.LayerKVCache.from_layout(num_blocks, spec.kv_layout(block_size), backend, tuning)
+            self.layers.append(attention.PagedLayer(pool, self._step, spec.window))
         pools = [layer.kv for layer in self.layers]
         self.swap = SwapSpace(pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self.thread_id = threading.get_ident()
@@ -138,7 +122,7 @@ class ModelRunner:
         if PENDING in tokens:
             assert sampled is not None
             more.append(indices_of_pending(batch, token_ids, last, sampled))
-        meta, (ids, wanted_rows, *indices) = AttentionMetadata.upload(
+        meta, (ids, wanted_rows, *indices) = attention.AttentionMetadata.upload(
             query_lens, [row.start + row.num_tokens for row in rows], block_tables, self._block_size, more
         )
         if sampled is not None and indices:

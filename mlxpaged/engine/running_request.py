@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from typing import NamedTuple
 
 from mlxpaged.engine.grammar import GrammarMatcher, Mask
 from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
@@ -13,14 +12,6 @@ from mlxpaged.engine.thinking_budget import ThinkingBudget
 from mlxpaged.engine.timeline import TimelineRecorder
 from mlxpaged.models import Tokenizer
 from mlxpaged.scheduler import FinishReason, Sequence
-
-
-class HeldLogprobs(NamedTuple):
-    """Log-probabilities of a token whose text covers characters `start` to `end` of the answer."""
-
-    token: TokenLogprobs
-    start: int
-    end: int
 
 
 class RunningRequest:
@@ -39,7 +30,7 @@ class RunningRequest:
         self.stop_strings = StopStrings(request.params.stop)
         self.made_chars = 0  # characters of the answer so far, including those that are held back
         self.sent_chars = 0
-        self.held_logprobs: list[HeldLogprobs] = []
+        self.held_logprobs: list[tuple[TokenLogprobs, int, int]] = []  # with the start and the end of the token's text
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
         self.timeline = TimelineRecorder(sequence) if request.timeline else None
         limit, start, end = request.params.thinking_budget, tokenizer.think_start_ids, tokenizer.think_end_ids
@@ -86,8 +77,7 @@ class RunningRequest:
         if reason is not None:
             piece += self.detokenizer.finish()
         if sampled.logprobs is not None:
-            span = (self.made_chars, self.made_chars + len(piece))
-            self.held_logprobs.append(HeldLogprobs(sampled.logprobs, *span))
+            self.held_logprobs.append((sampled.logprobs, self.made_chars, self.made_chars + len(piece)))
         self.made_chars += len(piece)
         too_short = sequence.num_output_tokens < self.request.params.min_tokens
         text, stopped = (piece, False) if too_short else self.stop_strings.feed(piece)
@@ -103,9 +93,9 @@ class RunningRequest:
         """Log-probabilities of the text that was sent. They must not reveal the tokens of a stop string."""
         held, sent = self.held_logprobs, self.sent_chars
         if reason is None:
-            self.held_logprobs = [entry for entry in held if entry.end > sent]
-            return tuple(entry.token for entry in held if entry.end <= sent)
-        return tuple(entry.token for entry in held if not stopped or entry.start < sent or entry.end <= sent)
+            self.held_logprobs = [(token, start, end) for token, start, end in held if end > sent]
+            return tuple(token for token, _, end in held if end <= sent)
+        return tuple(token for token, start, end in held if not stopped or start < sent or end <= sent)
 
     def output(
         self,

@@ -35,19 +35,10 @@ class StepLog:
         if not batch.rows or not logger.isEnabledFor(logging.DEBUG):
             return
         stats = scheduler.stats()
+        blocks = stats.blocks
         decodes = sum(row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens for row in batch.rows)
         logger.debug(
-            "step %d: rows=%d decode_rows=%d prompt_tokens=%d tokens=%d running=%d waiting=%d "
-            "blocks_used=%d blocks_cached=%d blocks_free=%d seconds=%.6f",
-            number,
-            len(batch),
-            decodes,
-            batch.num_tokens - decodes,
-            batch.num_tokens,
-            stats.running,
-            stats.waiting,
-            stats.blocks.used,
-            stats.blocks.cached,
-            stats.blocks.free,
-            seconds,
+            f"step {number}: rows={len(batch)} decode_rows={decodes} prompt_tokens={batch.num_tokens - decodes} "
+            f"tokens={batch.num_tokens} running={stats.running} waiting={stats.waiting} "
+            f"blocks_used={blocks.used} blocks_cached={blocks.cached} blocks_free={blocks.free} seconds={seconds:.6f}"
         )

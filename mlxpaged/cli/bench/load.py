@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlxpaged.engine import AsyncEngine, Request, SamplingParams
@@ -62,7 +62,7 @@ class Load:
         return [answer for one in self.passes for answer in one.answers if answer.token_times]
 
     async def run(
-        self, engine: AsyncEngine, max_tokens: int, vocab_size: int, advance: Callable[[int], None] | None = None
+        self, engine: AsyncEngine, max_tokens: int, vocab_size: int, advance: Callable[[int], object] = lambda _: None
     ) -> None:
         """Run one pass. Every answer has exactly `max_tokens` tokens, sampled greedily. The prefix cache is emptied
         first. A cancelled pass has the tokens that came until then. advance: called with numbers of tokens.
@@ -75,10 +75,20 @@ class Load:
         self.passes.append(Pass())
         preemptions, started = count_preemptions(engine), engine.clock()
         answers = self.passes[-1].answers
-        clients = [
-            asyncio.ensure_future(run_client(engine, prompts, params, answers, advance))
-            for _ in range(self.concurrency)
-        ]
+
+        async def run_client() -> None:
+            for prompt in prompts:
+                with engine.reserve(1) as now:
+                    [stream] = engine.submit([Request(f"bench-{next(NUMBERS)}", prompt, params, now)])
+                answers.append(answer := Answer(len(prompt), now))
+                with contextlib.closing(stream):
+                    async for output in stream:
+                        advance(len(output.token_ids) + (0 if answer.token_times else len(prompt)))
+                        answer.token_times += [engine.clock()] * len(output.token_ids)
+                        answer.cached_tokens = output.num_cached_tokens
+                answer.complete = True
+
+        clients = [asyncio.ensure_future(run_client()) for _ in range(self.concurrency)]
         try:
             await asyncio.gather(*clients)
         finally:
@@ -96,27 +106,6 @@ def make_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
         [number % vocab_size, *(rng.randrange(vocab_size) for _ in range(length - 1))]
         for number, length in enumerate(lengths)
     ]
-
-
-async def run_client(
-    engine: AsyncEngine,
-    prompts: Iterator[list[int]],
-    params: SamplingParams,
-    answers: list[Answer],
-    advance: Callable[[int], None] | None,
-) -> None:
-    for prompt in prompts:
-        with engine.reserve(1) as now:
-            [stream] = engine.submit([Request(f"bench-{next(NUMBERS)}", prompt, params, now)])
-        answer = Answer(len(prompt), now)
-        answers.append(answer)
-        with contextlib.closing(stream):
-            async for output in stream:
-                if advance is not None:
-                    advance(len(output.token_ids) + (0 if answer.token_times else len(prompt)))
-                answer.token_times += [engine.clock()] * len(output.token_ids)
-                answer.cached_tokens = output.num_cached_tokens
-        answer.complete = True
 
 
 def count_preemptions(engine: AsyncEngine) -> int:
