@@ -10,10 +10,8 @@ from mlxpaged.api.anthropic import messages
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
-from mlxpaged.api.batches.routes import BatchCreate, FileList, FileUpload
 from mlxpaged.api.endpoint import BYTES, FORM, TEXT, Access, Endpoint
 from mlxpaged.api.openai import chat, completions, embeddings, models
-from mlxpaged.api.openai.embeddings import EmbeddingsRequest, EmbeddingsResponse
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
@@ -47,8 +45,8 @@ ENDPOINTS = (
         "/v1/embeddings",
         embeddings.respond,
         "Embed texts or tokens",
-        EmbeddingsRequest,
-        answer=EmbeddingsResponse,
+        embeddings.EmbeddingsRequest,
+        answer=embeddings.EmbeddingsResponse,
         cancellable=True,
     ),
     get("/v1/models", models.list_models, "The models that are served"),
@@ -58,12 +56,12 @@ ENDPOINTS = (
     # The id is a path, so that an empty id gets a 404 and no redirect to the endpoint that ends all requests.
     delete("/v1/requests/{request_id:path}", requests.cancel, "End one request that is being answered"),
     delete("/v1/requests", requests.cancel_all, "End every request that is being answered"),
-    post("/v1/files", batches.create_file, "Upload a file", FileUpload, FileRecord, body_type=FORM),
-    get("/v1/files", batches.list_files, "Files, the newest first", query=FileList),
+    post("/v1/files", batches.create_file, "Upload a file", batches.FileUpload, FileRecord, body_type=FORM),
+    get("/v1/files", batches.list_files, "Files, the newest first", query=batches.FileList),
     get("/v1/files/{file_id}", batches.get_file, "One file", answer=FileRecord),
     delete("/v1/files/{file_id}", batches.delete_file, "Delete a file"),
     get("/v1/files/{file_id}/content", batches.get_content, "The content of a file", answer_type=BYTES),
-    post("/v1/batches", batches.create_batch, "Run the requests of a file", BatchCreate, BatchRecord),
+    post("/v1/batches", batches.create_batch, "Run the requests of a file", batches.BatchCreate, BatchRecord),
     get("/v1/batches", batches.list_batches, "Batches, the newest first", query=PageQuery),
     get("/v1/batches/{batch_id}", batches.get_batch, "One batch", answer=BatchRecord),
     post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch", answer=BatchRecord),

@@ -18,13 +18,25 @@ LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 
 INTER_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
 
-class EngineCollector(Collector):
-    """Reads the engine's latest snapshot at each scrape, so that the step loop does no work for metrics."""
+class Metrics(Collector):
+    """One registry per server. `observe` is called for every output of every request, on the event loop."""
 
     def __init__(self, snapshot: Callable[[], EngineStats | None]) -> None:
         self._snapshot = snapshot
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        histogram = partial(Histogram, namespace="mlxpaged", unit="seconds", registry=self.registry)
+        self._first_token = histogram("time_to_first_token", "TTFT", buckets=LATENCY_BUCKETS)
+        self._inter_token = histogram("inter_token_latency", "ITL", buckets=INTER_TOKEN_BUCKETS)
+        self._end_to_end = histogram("e2e_request_latency", "End to end", buckets=LATENCY_BUCKETS)
+        finished = "mlxpaged_requests_finished"
+        self._finished = Counter(finished, "Requests by finish reason", ["reason"], registry=self.registry)
+        for reason in FinishReason:  # so that counters of 0 are shown, too
+            self._finished.labels(reason.value)
+        self._last_token_at: dict[str, float] = {}
 
     def collect(self) -> Iterator[Metric]:
+        """Reads the engine's latest snapshot at each scrape, so that the step loop does no work for metrics."""
         stats = self._snapshot()
         if stats is None:
             return
@@ -58,23 +70,6 @@ class EngineCollector(Collector):
             ("attention_calls", "Attention calls, one per layer and forward pass", stats.attention_calls_total),
         ):
             yield CounterMetricFamily(f"mlxpaged_{name}", text, value)
-
-
-class Metrics:
-    """One registry per server. `observe` is called for every output of every request, on the event loop."""
-
-    def __init__(self, snapshot: Callable[[], EngineStats | None]) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(snapshot))
-        histogram = partial(Histogram, namespace="mlxpaged", unit="seconds", registry=self.registry)
-        self._first_token = histogram("time_to_first_token", "TTFT", buckets=LATENCY_BUCKETS)
-        self._inter_token = histogram("inter_token_latency", "ITL", buckets=INTER_TOKEN_BUCKETS)
-        self._end_to_end = histogram("e2e_request_latency", "End to end", buckets=LATENCY_BUCKETS)
-        finished = "mlxpaged_requests_finished"
-        self._finished = Counter(finished, "Requests by finish reason", ["reason"], registry=self.registry)
-        for reason in FinishReason:  # so that counters of 0 are shown, too
-            self._finished.labels(reason.value)
-        self._last_token_at: dict[str, float] = {}
 
     def observe(self, request: Request, output: RequestOutput) -> None:
         if output.token_ids:

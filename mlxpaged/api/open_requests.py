@@ -22,9 +22,9 @@ class OpenRequest:
         if self.caller is not None:
             self.caller.allowance.take("tokens", tokens)
 
-    def is_open_to(self, caller: Caller | None) -> bool:
-        """Whether this caller may end it."""
-        return caller is None or caller.may_use(self.caller.name if self.caller is not None else None)
+    @property
+    def owner(self) -> str | None:
+        return None if self.caller is None else self.caller.name
 
 
 class OpenRequests:

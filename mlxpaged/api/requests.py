@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.api.access.caller import caller_of
+from mlxpaged.api.access.caller import may_use
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.open_requests import OpenRequest
 from mlxpaged.api.server import Server, server_of
@@ -18,7 +18,7 @@ async def cancel(request: Request) -> Response:
     """Ends a request, by the id of its response or of one of its choices. All choices end together."""
     server, request_id = server_of(request), request.path_params["request_id"]
     found = server.open_requests.get(request_id)
-    ended = await end(server, [found]) if found is not None and found.is_open_to(caller_of(request)) else []
+    ended = await end(server, [found]) if found is not None and may_use(request, found.owner) else []
     if not ended:
         message = f"no unfinished request has the id {request_id!r}"
         raise ApiError(404, message, param="id", code="request_not_found")
@@ -26,8 +26,8 @@ async def cancel(request: Request) -> Response:
 
 
 async def cancel_all(request: Request) -> Response:
-    server, caller = server_of(request), caller_of(request)
-    theirs = [each for each in server.open_requests if each.is_open_to(caller)]
+    server = server_of(request)
+    theirs = [each for each in server.open_requests if may_use(request, each.owner)]
     return JSONResponse({"object": "list", "data": await end(server, theirs)})
 
 

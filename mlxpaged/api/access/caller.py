@@ -18,10 +18,6 @@ class Caller:
     admin: bool  # may see and end the requests of all keys
     allowance: Allowance  # what is left of its limits
 
-    def may_use(self, owner: str | None) -> bool:
-        """Whether the caller may see and end what belongs to the key of this name."""
-        return self.admin or self.name == owner
-
 
 def caller_of(request: Request) -> Caller | None:
     """Returns None on a server without keys. Every request may do everything there."""
@@ -36,6 +32,6 @@ def owner_of(request: Request) -> str | None:
 
 
 def may_use(request: Request, owner: str | None) -> bool:
-    """Whether the caller may see a file, batch or response of this owner."""
+    """Whether the caller may see and end what belongs to the key of this name."""
     caller = caller_of(request)
-    return caller is None or caller.may_use(owner)
+    return caller is None or caller.admin or caller.name == owner

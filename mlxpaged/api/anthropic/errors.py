@@ -25,5 +25,4 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
-FORMAT = ErrorFormat("/v1/messages", id_header="Request-Id", body=error_body)
-FORMATS.append(FORMAT)
+FORMATS.append(ErrorFormat("/v1/messages", id_header="Request-Id", body=error_body))

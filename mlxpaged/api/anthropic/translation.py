@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from mlxpaged.api.anthropic import schema
@@ -12,7 +12,8 @@ from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool, ToolC
 from mlxpaged.engine import Constraint
 from mlxpaged.models import Tokenizer
 
-CHOICES: dict[str, Literal["none", "auto", "required"]] = {"auto": "auto", "any": "required", "none": "none"}
+Mode = Literal["none", "auto", "required"]
+CHOICES: dict[str, Mode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 TIERS = {"auto": "auto", "standard_only": "default"}
 ERROR = "Error: "
 """This precedes a tool's result that is an error: chat templates have no place for `is_error`."""
@@ -26,13 +27,14 @@ the prompt, it would keep conversations from sharing the prefix that follows it.
 def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> GenerationRequest:
     choice = body.tool_choice
     thinking = body.thinking
+    form = body.output_config and body.output_config.format
     chat = Chat(
         messages=messages_of(body, tokenizer),
         tools=[
             Tool(tool.name, tool.description, tool.input_schema, tool.strict, f"tools.{index}")
             for index, tool in body.offered_tools()
         ],
-        tool_choice=tool_choice(body),
+        tool_choice=ToolChoice() if choice is None else ToolChoice(CHOICES[choice.type], getattr(choice, "name", None)),
         one_call=bool(getattr(choice, "disable_parallel_tool_use", None)),
         enable_thinking=None if thinking is None else not isinstance(thinking, schema.ThinkingDisabled),
         needs_thinking=isinstance(thinking, schema.ThinkingEnabled),
@@ -44,23 +46,10 @@ def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> Generati
         body,
         stop=tuple(answered.stop_sequences or ()) if answered else (),
         thinking_budget=thinking_budget(body, tokenizer),
-        constraint=constraint_of(body),
+        constraint=form and Constraint("json_schema", json.dumps(form.schema_), "output_config.format.schema"),
     )
     tier = TIERS[answered.service_tier] if answered and answered.service_tier else None
     return GenerationRequest.of(body, prompt=chat, params=params, service_tier=tier)
-
-
-def tool_choice(body: schema.CountTokensRequest) -> ToolChoice:
-    choice = body.tool_choice
-    if isinstance(choice, schema.NamedChoice):
-        return ToolChoice("required", named=choice.name)
-    return ToolChoice() if choice is None else ToolChoice(CHOICES[choice.type])
-
-
-def constraint_of(body: schema.CountTokensRequest) -> Constraint | None:
-    if body.output_config is None or body.output_config.format is None:
-        return None
-    return Constraint("json_schema", json.dumps(body.output_config.format.schema_), "output_config.format.schema")
 
 
 def thinking_budget(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> int | None:
@@ -78,7 +67,7 @@ def messages_of(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> list[d
         messages.append({"role": "system", "content": system_text(body.system)})
     for message in body.messages:
         if isinstance(message, schema.UserMessage):
-            add_user(messages, message)
+            add_user(messages, message.content)
         elif isinstance(message, schema.SystemMessage):
             add_system(messages, message, tokenizer)
         else:
@@ -108,16 +97,13 @@ def add_system(messages: list[dict[str, Any]], message: schema.SystemMessage, to
     if tokenizer.takes_late_system:
         messages.append({"role": "system", "content": text})
     else:
-        add_user(messages, schema.UserMessage(role="user", content=f"<system>\n{text}\n</system>"))
+        add_user(messages, f"<system>\n{text}\n</system>")
 
 
-def add_user(messages: list[dict[str, Any]], message: schema.UserMessage) -> None:
+def add_user(messages: list[dict[str, Any]], content: str | Sequence[schema.UserBlock]) -> None:
     """Add results as messages of their tools. Texts that follow each other, also of several messages, are joined.
     Until then a message is a list of texts: appending half a million strings one by one takes seconds."""
-    blocks = (
-        [schema.TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
-    )
-    for block in blocks:
+    for block in [schema.TextBlock(type="text", text=content)] if isinstance(content, str) else content:
         if isinstance(block, schema.ToolResultBlock):
             text = (ERROR if block.is_error else "") + text_of(block.content)
             messages.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id})

@@ -141,7 +141,7 @@ async def create_batch(request: Request) -> Response:
         metadata=body.metadata,
     )
     await asyncio.to_thread(store.save_batch, batch)
-    runner.wake()
+    runner.wake.set()
     return JSONResponse(batch.shown())
 
 

@@ -53,15 +53,11 @@ class BatchRunner:
         self._app = app
         self._engine = engine
         self._store = store
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()  # set when there is a new batch
         self._in_flight = 0  # sequences
         self._current: BatchRecord | None = None
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-batches")
         self._task = asyncio.ensure_future(self._run())
-
-    def wake(self) -> None:
-        """Tell the runner that there is a new batch."""
-        self._wake.set()
 
     async def cancel(self, batch: BatchRecord) -> None:
         """End the batch's running requests at once; finished lines stay readable. No effect while it is finalized."""
@@ -87,8 +83,8 @@ class BatchRunner:
                 batch = next((each for each in list(self._store.batches.values()) if each.unfinished), None)
                 self._current = batch
                 if batch is None:
-                    await self._wake.wait()
-                    self._wake.clear()
+                    await self.wake.wait()
+                    self.wake.clear()
                     continue
                 try:
                     await self._run_batch(batch)
@@ -155,7 +151,7 @@ class BatchRunner:
                     await asyncio.sleep(0)  # it is submitted before the next request asks whether there is room
                     continue
                 if not tasks:
-                    await pause()
+                    await asyncio.sleep(POLL_SECONDS)
                     continue
                 done, _ = await asyncio.wait(tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -223,7 +219,7 @@ class BatchRunner:
                     response = await respond(request, body)
                     status, content = response.status_code, json.loads(bytes(response.body))
                 except QueueFullError:  # another request took the room
-                    await pause()
+                    await asyncio.sleep(POLL_SECONDS)
                     continue
                 except EngineUnavailableError:
                     raise
@@ -273,7 +269,3 @@ def num_sequences(body: LineBody) -> int:
 def now() -> int:
     """Returns seconds since 1970: batches outlive the monotonic clock of a process."""
     return int(time.time())
-
-
-async def pause() -> None:
-    await asyncio.sleep(POLL_SECONDS)

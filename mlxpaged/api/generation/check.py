@@ -77,8 +77,7 @@ def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) ->
             message = "this model's chat template has no enable_thinking to keep it from thinking"
             raise request.refusal("thinking", message)
         if chat.chat_template_kwargs.get("enable_thinking"):
-            message = "is 'none', but chat_template_kwargs has enable_thinking"
-            raise request.refusal("thinking", message)
+            raise request.refusal("thinking", "is 'none', but chat_template_kwargs has enable_thinking")
     return {"enable_thinking": chat.enable_thinking} if switchable else {}
 
 

@@ -32,7 +32,7 @@ def store_of(request: Request) -> ResponseStore:
 async def respond(request: Request, body: ResponseRequest) -> Response:
     store = store_of(request)
     given = request.headers.get(HEADER, "")
-    if store.get(given) is not None:
+    if given in store.responses:
         raise DuplicateRequestError(f"a response with the id {given} is stored")
     earlier, items = whole_conversation(request, body)
     answers = await start(request, lambda: translate(body, [*earlier, *items]), "resp")
@@ -52,27 +52,24 @@ async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
 
 def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:
     """Returns the items of the stored conversation, and the items of the request."""
-    earlier = conversation_before(request, body.previous_response_id)
+    earlier: Sequence[Item] = []
+    response_id = body.previous_response_id
+    if response_id is not None:
+        found = store_of(request).responses.get(response_id)
+        if found is None or not may_use(request, found.owner):
+            message = f"there is no response {response_id!r}; the server keeps the newest ones that are stored"
+            raise bad_parameter("previous_response_id", message, code="previous_response_not_found")
+        earlier = found.conversation
     items = [referred(request, i, item) for i, item in enumerate(body.items)]
     check_calls(earlier, items)
     return earlier, items
-
-
-def conversation_before(request: Request, response_id: str | None) -> Sequence[Item]:
-    if response_id is None:
-        return []
-    found = store_of(request).get(response_id)
-    if found is None or not may_use(request, found.owner):
-        message = f"there is no response {response_id!r}; the server keeps the newest ones that are stored"
-        raise bad_parameter("previous_response_id", message, code="previous_response_not_found")
-    return found.conversation
 
 
 def referred(request: Request, index: int, item: Item | ItemReference) -> Item:
     """Returns an item of the request, or the stored item that it refers to."""
     if not isinstance(item, ItemReference):
         return item
-    found = store_of(request).item(item.id)
+    found = store_of(request).items.get(item.id)
     if found is None or not may_use(request, found[0]):
         raise bad_parameter(f"input.{index}.id", f"there is no stored item {item.id!r}", code="item_not_found")
     return found[1]
@@ -104,7 +101,7 @@ async def input_items(request: Request) -> Response:
 
 def find(request: Request) -> StoredResponse:
     response_id = request.path_params["response_id"]
-    found = store_of(request).get(response_id)
+    found = store_of(request).responses.get(response_id)
     if found is None or not may_use(request, found.owner):
         raise ApiError(404, f"there is no response {response_id!r}", param="response_id", code="response_not_found")
     return found

@@ -32,16 +32,9 @@ class StoredResponse:
 
 class ResponseStore:
     def __init__(self) -> None:
-        self._responses: dict[str, StoredResponse] = {}
-        self._items: dict[str, tuple[str | None, Item]] = {}  # (owner, item) by id, of requests and answers
+        self.responses: dict[str, StoredResponse] = {}
+        self.items: dict[str, tuple[str | None, Item]] = {}  # (owner, item) by id, of requests and answers
         self._num_chars = 0
-
-    def get(self, response_id: str) -> StoredResponse | None:
-        return self._responses.get(response_id)
-
-    def item(self, item_id: str) -> tuple[str | None, Item] | None:
-        """Returns the item's owner, and the item."""
-        return self._items.get(item_id)
 
     def add(self, owner: str | None, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item]) -> None:
         """Stores a response, and deletes the oldest ones if there are too many. items: the request's own."""
@@ -49,15 +42,15 @@ class ResponseStore:
         output = OUTPUT.validate_python(response["output"])
         num_chars = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)
         conversation = [*earlier, *items, *output]
-        self._responses[response["id"]] = StoredResponse(owner, response, conversation, inputs, num_chars)
+        self.responses[response["id"]] = StoredResponse(owner, response, conversation, inputs, num_chars)
         named = inputs | {item.id: item for item in output if item.id is not None}
-        self._items.update({item_id: (owner, item) for item_id, item in named.items()})
+        self.items.update({item_id: (owner, item) for item_id, item in named.items()})
         self._num_chars += num_chars
-        while len(self._responses) > MAX_RESPONSES or (self._num_chars > MAX_CHARS and len(self._responses) > 1):
-            self.delete(next(iter(self._responses)))
+        while len(self.responses) > MAX_RESPONSES or (self._num_chars > MAX_CHARS and len(self.responses) > 1):
+            self.delete(next(iter(self.responses)))
 
     def delete(self, response_id: str) -> None:
-        found = self._responses.pop(response_id)
+        found = self.responses.pop(response_id)
         self._num_chars -= found.num_chars
         for item_id in (*found.inputs, *(item["id"] for item in found.response["output"])):
-            del self._items[item_id]
+            del self.items[item_id]
