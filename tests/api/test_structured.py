@@ -17,7 +17,6 @@ from pydantic import BaseModel, Field
 
 from mlxpaged.api import server as api_server
 from mlxpaged.engine import EngineConfig
-from mlxpaged.engine.grammar import Grammars
 from tests.api.helpers import DEADLINE, answer_text, ask, block_bytes, post, random_tokens, raw, run_on, stream_together
 from tests.support import RunningServer, running_server, wait_until
 
@@ -319,14 +318,15 @@ def test_a_slow_constraint_is_given_up_and_holds_no_other_request_up(
     """Two that compile for ever: they are refused, a third gets a 503, plain requests are answered meanwhile."""
     monkeypatch.setattr(api_server, "COMPILE_SECONDS", 0.3)
     release = threading.Event()
-    compiling = Grammars.compile
+    grammars = demo_server.core.grammars
+    compiling = grammars.compile
 
-    def slow(grammars: Grammars, constraint: Any) -> Any:
+    def slow(constraint: Any) -> Any:
         if constraint.text.startswith("slow"):
             release.wait(DEADLINE)
-        return compiling(grammars, constraint)
+        return compiling(constraint)
 
-    monkeypatch.setattr(Grammars, "compile", slow)
+    monkeypatch.setattr(grammars, "compile", slow)
 
     async def together() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=demo_server.url, timeout=DEADLINE, trust_env=False, verify=False) as http:
