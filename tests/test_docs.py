@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 COMMANDS = ("serve", "bench", "doctor", "keys add", "keys list", "keys remove")
-OF_OTHERS = {"--add-host", "--budget", "--continuous-batching", "--model"}
+OF_OTHERS = {"--before", "--add-host", "--budget", "--continuous-batching", "--model"}
 """Flags of Docker, of other servers and of benchmarks/compare.py, and the other form of MODEL."""
 
 
