@@ -14,7 +14,7 @@ from tests.support import RunningServer, poison_new_blocks, running_server
 
 BLOCKS = 12
 BODIES: list[dict[str, Any]] = [
-    run_on(random_tokens(40 + 7 * i, 100 + i), 30 + i, temperature=1.0 * (i % 2), seed=i) for i in range(16)
+    run_on(random_tokens(40 + 7 * i, 100 + i), 50 + i, temperature=1.0 * (i % 2), seed=i) for i in range(16)
 ]
 
 
