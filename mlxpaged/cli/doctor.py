@@ -25,7 +25,6 @@ from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, load_mode
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check the attention kernels on this machine",
         description="Run every attention kernel that a model needs, compare the results with MLX's own operations, "
         "and show which kernel is fastest on this machine for each shape of batch.",
     )

@@ -21,7 +21,6 @@ DEFAULT_PATH = Path.home() / ".mlxpaged" / "api_keys.json"
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "keys",
-        help="make, list and remove API keys",
         description="Make, list and remove API keys. A running server follows changes of the file within a second.",
     )
     verbs = parser.add_subparsers(title="what to do", dest="verb", required=True)

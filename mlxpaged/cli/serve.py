@@ -28,7 +28,6 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         usage="%(prog)s [MODEL] [flags]",
-        help="serve a model over the OpenAI and Anthropic APIs",
         description="Serve a model over the OpenAI and Anthropic APIs. Each flag can also be set as the environment "
         "variable in brackets.",
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +368,14 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"mlxpaged {__version__}\n"
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_what_needs_no_model_does_not_import_the_engine(flag: str) -> None:
+    code = f"import sys; from mlxpaged.cli import main\ntry: main([{flag!r}])\nfinally: print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert "mlxpaged.cli" in result.stdout.split()
+    assert not {"mlx.core", "transformers", "mlxpaged.engine", "pydantic"} & set(result.stdout.split())
 
 
 def test_help_lists_every_flag_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import resource
 import signal
@@ -13,40 +12,13 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
-from mlxpaged.cli import main, serve
-from tests.cli.helpers import DEADLINE, environment, mlxpaged, serving
+from tests.cli.helpers import DEADLINE, Result, environment, serving
 from tests.support import wait_until
-
-
-@dataclass
-class Result:
-    status: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """The command in this process, which saves the start of one."""
-    for name in list(os.environ):
-        if name.startswith("MLXPAGED_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(serve, "set_up", lambda level: None)
-
-    def run(*args: str) -> Result:
-        try:
-            status = main(args)
-        except SystemExit as error:
-            status = int(error.code or 0)
-        return Result(status, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture
@@ -145,14 +117,14 @@ def test_keys_added_at_the_same_time_are_all_there(tmp_path: Path) -> None:
     assert {entry["name"] for entry in json.loads(path.read_text())["keys"]} == {f"k{n}" for n in range(3)}
 
 
-def test_other_machines_are_not_let_in_without_keys(tmp_path: Path) -> None:
-    with mlxpaged(tmp_path / "run", "serve", "none", "--host", "0.0.0.0", "--port", "0") as command:
-        assert command.wait_end() == 2
-        assert "--host 0.0.0.0 can be reached from other machines" in command.stderr
-        assert "--api-keys" in command.stderr
-        assert "--insecure" in command.stderr
-        assert "Traceback" not in command.stderr
-        assert command.stdout == ""
+def test_other_machines_are_not_let_in_without_keys(run: Callable[..., Result]) -> None:
+    result = run("serve", "none", "--host", "0.0.0.0", "--port", "0")
+    assert result.status == 2
+    assert "--host 0.0.0.0 can be reached from other machines" in result.stderr
+    assert "--api-keys" in result.stderr
+    assert "--insecure" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("host", ["::", "", "255.255.255.255"])

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mlxpaged.cli import serve
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.models.loader import DEMO_PATH
-from tests.cli.helpers import DEADLINE, Command, hub, mlxpaged, question, serving
+from tests.cli.helpers import DEADLINE, Command, Result, hub, mlxpaged, question, serving
 from tests.support import make_embedding_model, wait_until
 
 
@@ -187,23 +187,22 @@ def test_events_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options[0] > 0
 
 
-def test_a_port_in_use_is_said_in_a_sentence(tmp_path: Path) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        mlxpaged(tmp_path, "serve", "--port", str(taken.getsockname()[1])) as command,
-    ):
-        assert command.wait_end() == 1
-        assert f"cannot listen on 127.0.0.1:{taken.getsockname()[1]}" in command.stderr
-        assert "Traceback" not in command.stderr
-        assert command.stdout == ""
+def test_a_port_in_use_is_said_in_a_sentence(run: Callable[..., Result]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "--port", str(port))
+    assert result.status == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
 
 
-def test_a_directory_without_a_model_is_said_in_a_sentence(tmp_path: Path) -> None:
-    with mlxpaged(tmp_path / "run", "serve", "--port", "0", str(tmp_path / "nothing")) as command:
-        assert command.wait_end() == 1
-        [sentence] = [line for line in command.stderr.splitlines() if line.startswith("mlxpaged: ")]
-        assert str(tmp_path / "nothing") in sentence
-        assert command.stdout == ""
+def test_a_directory_without_a_model_is_said_in_a_sentence(tmp_path: Path, run: Callable[..., Result]) -> None:
+    result = run("serve", "--port", "0", str(tmp_path / "nothing"))
+    assert result.status == 1
+    [sentence] = [line for line in result.stderr.splitlines() if line.startswith("mlxpaged: ")]
+    assert str(tmp_path / "nothing") in sentence
+    assert result.stdout == ""
 
 
 def test_a_mistyped_model_shows_no_traceback(tmp_path: Path) -> None:

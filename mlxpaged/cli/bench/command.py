@@ -35,7 +35,6 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         usage="%(prog)s [MODEL] [flags]",
-        help="measure how fast this machine serves a model",
         description="Answer the same prompts one at a time and several at a time, and compare; or, with "
         "--context-sweep, measure prefill and decoding at growing contexts. Runs in this process, with the engine that "
         "serves, without HTTP. Each flag can also be set as the environment variable in brackets.",
