@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 import threading
@@ -47,6 +48,7 @@ SMALL = {
 }
 
 
+@functools.cache
 def demo_vocab_size() -> int:
     config: dict[str, Any] = json.loads((DEMO_PATH / "config.json").read_text())
     return int(config["vocab_size"])

@@ -669,7 +669,7 @@ def test_timed_pools_stay_small_and_are_freed(metal: None, cache: TuningCache, m
 
 
 def engine(directory: Path, **settings: Any) -> EngineCore:
-    served = load_model(str(make_tiny_model(directory, "llama", head_dim=32, max_position_embeddings=256)))
+    served = load_model(str(make_tiny_model(directory, "llama", head_dim=32, max_position_embeddings=160)))
     config = EngineConfig(kv_cache_bytes=20 * 32 * bytes_per_token(served.layers), max_num_seqs=2, **settings)
     return build_engine(config, served)
 
