@@ -193,11 +193,11 @@ def keep_core(engine: AsyncEngine, app: Starlette) -> None:
     engine.thread.callbacks = dataclasses.replace(callbacks, on_ready=on_ready)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: float = 0.005) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.005)
+        time.sleep(pause)
 
 
 def run_requests(core: EngineCore, prompts: list[list[int]], **params: Any) -> list[list[int]]:

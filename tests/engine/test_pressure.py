@@ -18,7 +18,7 @@ from mlxpaged.scheduler import Priority, SchedulerStats
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
 PROMPTS = [[(7 * i + k) % 250 for k in range(20 + 9 * i)] for i in range(10)]
-TOKENS = 20
+TOKENS = 30
 
 
 @pytest.fixture(scope="module")
