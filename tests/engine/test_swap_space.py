@@ -280,7 +280,7 @@ def test_more_memory_than_is_free_is_refused_with_both_figures(
     layers: list[LayerKVCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swap_space, "system_free_memory", lambda: 10_000_000)
-    with pytest.raises(MemoryError, match=r"--swap-space takes 12\.3 MB, and 10\.0 MB of memory are free"):
+    with pytest.raises(MemoryError, match=r"--swap-space takes 12\.3 MB, but only 10\.0 MB of memory are free"):
         SwapSpace(layers, 1000)
     SwapSpace(layers, 800).close()
 
