@@ -138,7 +138,7 @@ def test_dimensions_are_those_that_the_model_states(client: OpenAI, model_path: 
         answer = client.embeddings.create(model="vectors", input=tokens, dimensions=size)
         close([answer.data[0].embedding], reference(model_path, [tokens], size))
     for size in (17, 65):
-        with pytest.raises(openai.BadRequestError, match="can have 16 or 32 or 64") as error:
+        with pytest.raises(openai.BadRequestError, match="must be 16 or 32 or 64") as error:
             client.embeddings.create(model="vectors", input=tokens, dimensions=size)
         assert (error.value.param, error.value.code) == ("dimensions", "unsupported_dimensions")
 
@@ -154,8 +154,8 @@ def test_both_models_are_listed_with_what_they_can_do(client: OpenAI, server: Ru
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "too long": ({"input": [[5], [7] * 513]}, "input", "number 1 has 513 tokens; 'vectors' takes 512"),
-    "too long however tokenized": ({"input": "a" * 1_000_000}, "input", "number 0 has at least .* tokens"),
+    "too long": ({"input": [[5], [7] * 513]}, "input", "index 1 has 513 tokens; the limit of 'vectors' is 512"),
+    "too long however tokenized": ({"input": "a" * 1_000_000}, "input", "index 0 has at least .* tokens"),
     "unknown token": ({"input": [[5, 100_000]]}, "input", "token id 100000 is not in the vocabulary"),
     "nothing": ({"input": []}, "input", "must be a string"),
     "an empty text": ({"input": ["a", ""]}, "input.1", "must not be empty"),

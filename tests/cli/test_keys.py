@@ -116,7 +116,7 @@ def test_mistakes_are_said_in_a_sentence_and_change_nothing(
     make(path, "anna")
     before = path.read_bytes()
     for args, reason in (
-        (("add", "anna"), "there is a key named anna already"),
+        (("add", "anna"), "there is already a key named anna"),
         (("remove", "ben"), "there is no key named ben"),
         (("add", "c", "--tier", "high", "--max-priority", "low"), "max_priority low must not be lower than tier high"),
     ):
