@@ -214,7 +214,7 @@ def run_requests(core: EngineCore, prompts: list[list[int]], **params: Any) -> l
 
 
 def poison_new_blocks(core: EngineCore) -> None:
-    """Fill every block with NaN when it is handed out: whatever is read before it is rewritten spoils the answer."""
+    """Fill every block with NaN when it is handed out: a read before it is rewritten spoils the answer."""
     pool, runner = core.scheduler.pool, core.runner
     allocate, forward, move_blocks = pool.allocate, runner.forward, runner.move_blocks
     fresh: set[int] = set()

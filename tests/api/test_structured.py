@@ -179,7 +179,7 @@ def test_a_seeded_answer_is_the_same_alone_and_among_several(client: OpenAI) -> 
 
 
 def test_log_probabilities_are_the_models_own(demo_server: RunningServer) -> None:
-    """Those before the constraint: what it wanted to say first is among them, whatever it was made to say."""
+    """Those before the constraint: what it wanted to say first is among them, even if the constraint forbids it."""
     free = post(demo_server, ask("Repeat: blue river", logprobs=True, top_logprobs=2, max_tokens=1))
     held = post(demo_server, ask("Repeat: blue river", logprobs=True, top_logprobs=2, guided_choice=["no"]))
     [first, *_] = held["choices"][0]["logprobs"]["content"]
@@ -293,7 +293,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "not",
     ),
     ({"guided_json": {"$ref": "http://localhost/x.json"}}, "guided_json", "localhost"),
-    ({"guided_json": {"$ref": "#"}}, "guided_json", "no text fits it"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json", "no text matches it"),
     ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
     ({"guided_json": "[]"}, "guided_json", "must be a JSON object"),
     ({"guided_json": '{"items":' * 5000 + "{}" + "}" * 5000}, "guided_json", "nested too deeply"),
@@ -388,5 +388,5 @@ def test_an_answer_whose_grammar_becomes_too_complex_ends_with_an_error_and_the_
         thread.join(DEADLINE)
     error = failed["r"].json()["error"]
     assert failed["r"].status_code == 500
-    assert "cannot go on within its constraint" in error["message"]
+    assert "cannot be continued within its constraint" in error["message"]
     wait_until(lambda: demo_server.engine.num_unfinished == 0)

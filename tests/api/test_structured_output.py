@@ -335,7 +335,7 @@ def test_a_format_that_cannot_be_enforced_is_refused(tmp_path: Any, fields: dict
     ("parameters", "reason"),
     [
         ({"type": "object", "not": {}}, "not"),
-        ({"type": "array"}, "the type of the parameters is 'array'"),
+        ({"type": "array"}, "the type of the parameters must be 'object', got 'array'"),
         ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "required property 'a' is unsatisfiable"),
         ({"type": "object", "properties": {"a": {"pattern": "a?" * 5000}}}, "patterns of 10000 characters"),
     ],
@@ -421,7 +421,9 @@ def test_the_messages_api_enforces_the_same(server: RunningServer) -> None:
         deferred = [ANTHROPIC[0] | {"defer_loading": True}, *unsupported]
         with pytest.raises(anthropic.BadRequestError, match=r"tools\.1: .*not"):
             client.messages.create(**message_body("Hello", tools=deferred, tool_choice={"type": "any"}))
-        with pytest.raises(anthropic.BadRequestError, match="tool_choice: asks for a call, but there are no tools"):
+        with pytest.raises(
+            anthropic.BadRequestError, match="tool_choice: requires a tool call, but the request has no tools"
+        ):
             client.messages.create(**message_body("Hello", tool_choice={"type": "any"}))
 
 

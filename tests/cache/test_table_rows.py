@@ -1,4 +1,4 @@
-"""The array of all tables follows them, whatever becomes of them."""
+"""The array of all tables follows every change of a table."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_long_prompts_are_clipped_to_the_models_context(
     bench = run("bench", str(model), "--runs", "1", "--max-tokens", "8", "--json", "-")
     assert bench.status == 0, bench.stderr
     assert json.loads(bench.stdout)["comparison"]["prompt_tokens"] == [32, 92, 92]
-    assert "clipped to the room there is" in bench.stderr
+    assert "shortened to fit" in bench.stderr
     bench = run("bench", str(model), "--max-tokens", "69")
     assert bench.status == 1
     message = "no room for a prompt of 32 tokens and an answer of 69 (--max-tokens): its context length is 100 tokens"
@@ -230,7 +230,7 @@ def test_an_interrupt_shows_what_was_measured_until_then(tmp_path: Path, target:
         assert load["output_tokens"] >= 6 * load["answers"]
         assert load["output_tokens_per_second"] == pytest.approx(load["output_tokens"] / load["seconds"])
     table = bench.stderr if target == "-" else bench.stdout
-    assert table.index("what was measured until then:") < table.index("speed-up")
+    assert table.index("results until then:") < table.index("speed-up")
 
 
 def test_an_interrupt_while_the_model_loads_ends_the_command(tmp_path: Path) -> None:
@@ -297,23 +297,23 @@ def test_no_such_model_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["--concurrency", "two"], "--concurrency"),
         (
             ["--concurrency", "16", "--prompts", "15"],
-            "16 is more than there are prompts: --prompts is 15",
+            "--concurrency is 16, but --prompts is only 15",
         ),
-        (["--concurrency", "2,33", "--prompts", "40"], "--max-num-seqs is 32"),
-        (["--no-batching", "--concurrency", "8"], "--max-num-seqs is 1"),
+        (["--concurrency", "2,33", "--prompts", "40"], "--concurrency is 33, but --max-num-seqs is only 32"),
+        (["--no-batching", "--concurrency", "8"], "--concurrency is 8, but --max-num-seqs is only 1"),
         (["one", "--model", "two"], "--model"),
         (["--prompts", "0"], "--prompts"),
         (["--prompt-tokens", "32,-1"], "--prompt-tokens"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--runs", "0"], "--runs"),
         (["--max-context", "500"], "--max-context needs --context-sweep"),
-        (["--context-sweep", "--concurrency", "2"], "--concurrency has no place beside --context-sweep"),
-        (["--context-sweep", "--prompts", "2"], "--prompts has no place beside --context-sweep"),
-        (["--context-sweep", "--prompt-tokens", "2"], "--prompt-tokens has no place beside --context-sweep"),
+        (["--context-sweep", "--concurrency", "2"], "--concurrency cannot be combined with --context-sweep"),
+        (["--context-sweep", "--prompts", "2"], "--prompts cannot be combined with --context-sweep"),
+        (["--context-sweep", "--prompt-tokens", "2"], "--prompt-tokens cannot be combined with --context-sweep"),
         (["--json", "/no/such/directory/figures.json"], "--json"),
         (["--json", "/"], "--json"),
         (["--block-size", "24"], "--block-size"),
-        (["--retune", "--attention-backend", "gather"], "for the metal backend"),
+        (["--retune", "--attention-backend", "gather"], "only with the metal backend"),
         (["--port", "80"], "--port"),
         (["demo", "demo"], "demo"),
     ],

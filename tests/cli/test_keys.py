@@ -57,7 +57,7 @@ def test_a_key_is_made_used_listed_and_removed(
     ]
     with serving(tmp_path / "run", "none", "--api-keys", str(path), "--log-level", "debug") as command:
         with httpx.Client(base_url=command.url, timeout=DEADLINE, trust_env=False) as client:
-            for secret in (key, "sk-ant-somebody-elses-0123456789"):
+            for secret in (key, "sk-ant-another-service-0123456789"):
                 given = {"Authorization": f"Bearer {secret}", "X-Request-Id": "mine"}
                 status = 200 if secret == key else 401
                 assert client.get(f"/v1/models?key={secret}", headers=given).status_code == status
@@ -77,7 +77,7 @@ def test_a_key_is_made_used_listed_and_removed(
         assert "mlxpaged.api.request_id: mine GET /v1/models: 200" in command.stderr
         assert "mine DELETE /v1/requests/sk-***: 404" in command.stderr
         everything = command.stderr + command.stdout
-        assert not [secret for secret in (key, other, "sk-ant-somebody") if secret in everything]
+        assert not [secret for secret in (key, other, "sk-ant-another") if secret in everything]
         assert "anna" not in keys(path, "list").stdout
 
 
@@ -88,9 +88,9 @@ def test_mistakes_are_said_in_a_sentence_and_change_nothing(
     make(path, "anna")
     before = path.read_bytes()
     for args, reason in (
-        (("add", "anna"), "there is a key named anna already"),
+        (("add", "anna"), "there is already a key named anna"),
         (("remove", "ben"), "there is no key named ben"),
-        (("add", "c", "--tier", "high", "--max-priority", "low"), "max_priority low is below the tier, high"),
+        (("add", "c", "--tier", "high", "--max-priority", "low"), "max_priority low must not be lower than tier high"),
     ):
         result = keys(path, *args)
         assert (result.status, result.stdout) == (1, "")

@@ -1,4 +1,4 @@
-"""Whatever clients do: the books balance, no sequence reads foreign KV or waits forever, and each ends once.
+"""For any requests: the books balance, no sequence reads foreign KV or waits forever, and each ends once.
 
 MLXPAGED_LONG=1 runs the same machine for minutes (`make test-scheduler`).
 """
