@@ -23,7 +23,7 @@ def interrupt_on_signals() -> None:
 
 
 def main() -> None:
-    if sys.version_info < (3, 10):  # noqa: UP036 - `make bench` takes whatever python3 there is
+    if sys.version_info < (3, 10):  # noqa: UP036 - `make bench` takes any python3
         sys.exit("compare.py: Python 3.10 or newer is needed")
     options = parse(sys.argv[1:])
     try:

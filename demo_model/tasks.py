@@ -336,7 +336,7 @@ def identity(rng: random.Random) -> Example:
     words = rng.choice(vocab.IDENTITY_OPENERS) + rng.choice(vocab.IDENTITY_QUESTIONS)
     words += rng.choice(vocab.IDENTITY_CLOSERS)
     prompt = _vary_end(rng, words[:1].upper() + words[1:], "?")
-    # The plain question is one that anybody asks first: it is never held out.
+    # The plain question is the one that users ask first: it is never held out.
     key = "plain" if words in vocab.IDENTITY_QUESTIONS else words
     return _single("identity", _vary_case(rng, prompt), vocab.IDENTITY_ANSWER, key)
 

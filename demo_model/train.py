@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 with contextlib.suppress(OSError):
-    # On Linux MLX's CPU build calls whatever BLAS is loaded first; OpenBLAS is many times faster than the
+    # On Linux MLX's CPU build calls the BLAS that is loaded first; OpenBLAS is many times faster than the
     # reference one.  On a Mac the library does not exist and is not needed.
     ctypes.CDLL("libopenblas.so.0", ctypes.RTLD_GLOBAL)
 

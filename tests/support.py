@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 import threading
@@ -47,6 +48,7 @@ SMALL = {
 }
 
 
+@functools.cache
 def demo_vocab_size() -> int:
     config: dict[str, Any] = json.loads((DEMO_PATH / "config.json").read_text())
     return int(config["vocab_size"])
@@ -191,11 +193,11 @@ def keep_core(engine: AsyncEngine, app: Starlette) -> None:
     engine.thread.callbacks = dataclasses.replace(callbacks, on_ready=on_ready)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: float = 0.005) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.005)
+        time.sleep(pause)
 
 
 def run_requests(core: EngineCore, prompts: list[list[int]], **params: Any) -> list[list[int]]:
@@ -212,7 +214,7 @@ def run_requests(core: EngineCore, prompts: list[list[int]], **params: Any) -> l
 
 
 def poison_new_blocks(core: EngineCore) -> None:
-    """Fill every block with NaN when it is handed out: whatever is read before it is rewritten spoils the answer."""
+    """Fill every block with NaN when it is handed out: a read before it is rewritten spoils the answer."""
     pool, runner = core.scheduler.pool, core.runner
     allocate, forward, move_blocks = pool.allocate, runner.forward, runner.move_blocks
     fresh: set[int] = set()

@@ -35,7 +35,7 @@ def test_the_benchmark_of_the_scheduler_measures() -> None:
 
 
 def test_the_benchmark_of_the_engine_measures() -> None:
-    sizes = ("--batch", "1", "4", "--context", "1200", "--prefill", "16", "--attention", "40", "--steps", "4")
+    sizes = ("--batch", "1", "4", "--context", "200", "--prefill", "16", "--attention", "40", "--steps", "4")
     table, profile, alone, delivery = run("engine.py", "--model", "demo", "--host", "1", "3", *sizes).split("\n\n")[1:]
     rows = table.splitlines()[1:]
     assert [row[:22].strip() for row in rows] == [

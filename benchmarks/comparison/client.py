@@ -67,7 +67,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Client:
-    """Sends requests to one server. deadline: when (perf_counter) whatever is unfinished is given up."""
+    """Sends requests to one server. deadline: when (perf_counter) unfinished requests are given up."""
 
     port: int
     model: str
@@ -94,7 +94,7 @@ class Client:
         except TimeoutError:
             answer.gave_up = give_up > answer.sent
             answer.error = "the load's time was up" if give_up == self.deadline else "timed out"
-        except Exception as error:  # whatever a server may send, or not send
+        except Exception as error:  # a server may send anything, or nothing
             answer.error = f"{type(error).__name__}: {error}"
         answer.ended = time.perf_counter()
         answer.output_tokens = answer.output_tokens or len(answer.chunk_times)

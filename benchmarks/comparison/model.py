@@ -4,7 +4,7 @@ Llama's architecture, 12 layers of 768, 12 query and 4 KV heads, float32: about 
 a step is bound by memory as a larger model's is on a Mac. Random weights, so nothing is downloaded.
 
 Its vocabulary is made for measuring. A word is four letters, consonant vowel consonant vowel, and one token; text
-has no spaces. Whatever a server does to white space, an answer sent back as history has the tokens that it was made
+has no spaces. Even if a server changes white space, an answer sent back as history has the tokens that it was made
 of, and every token is text that can be streamed at once. Only words can be generated: the rows of every other token in
 the (tied) embedding are a tenth as large, and so are their logits. No answer ends early.
 """

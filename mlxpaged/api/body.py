@@ -102,7 +102,7 @@ async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
             except StopAsyncIteration:
                 break
             except asyncio.TimeoutError:
-                message = f"{received} bytes of the request body came in {allowed:.0f} s, and not its end"
+                message = f"the request body was not complete after {allowed:.0f} s; {received} bytes had arrived"
                 raise ApiError(408, message, "timeout_error", "body", "body_timeout", CLOSE) from None
             received += len(piece)
             if received <= limit:
@@ -112,7 +112,7 @@ async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
     except asyncio.CancelledError:  # the server shut down before the end of the body
         raise ApiError(503, "the server is shutting down", "server_error", code="draining") from None
     except ClientDisconnect:
-        raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before the end of its request") from None
+        raise ApiError(CLIENT_CLOSED_REQUEST, "the client disconnected before the end of its request") from None
     if received > limit:
         raise too_large(limit)
 

@@ -55,7 +55,7 @@ def admin_only(handler: Handler) -> Handler:
     async def checked(request: Request) -> Response:
         caller = caller_of(request)
         if caller is not None and not caller.admin:
-            message = f"{request.method} {request.url.path} is for admin keys; {caller.name!r} is not one"
+            message = f"{request.method} {request.url.path} needs an admin key; {caller.name!r} is not one"
             raise ApiError(403, message, "permission_error", code="admin_key_required")
         return await handler(request)
 

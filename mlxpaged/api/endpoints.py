@@ -36,9 +36,9 @@ ENDPOINTS = (
     generates("/v1/responses", responses.respond, "Answer, and remember the conversation", ResponseRequest),
     reads("/v1/responses/input_tokens", responses.input_tokens, "Count a conversation's tokens", InputTokensRequest),
     get("/v1/responses/{response_id}", responses.retrieve, "A stored response"),
-    delete("/v1/responses/{response_id}", responses.delete, "Forget a response"),
-    get("/v1/responses/{response_id}/input_items", responses.input_items, "The input of a response", query=ItemList),
-    post("/v1/responses/{response_id}/cancel", responses.cancel, "Refused: nothing runs in the background"),
+    delete("/v1/responses/{response_id}", responses.delete, "Delete a stored response"),
+    get("/v1/responses/{response_id}/input_items", responses.input_items, "Input items of a response", query=ItemList),
+    post("/v1/responses/{response_id}/cancel", responses.cancel, "Always refused: no response runs in the background"),
     generates("/v1/messages", messages.respond, "Answer a conversation, as Anthropic's API does", MessagesRequest),
     reads("/v1/messages/count_tokens", messages.count_tokens, "Count a conversation's tokens", CountTokensRequest),
     reads(

@@ -26,9 +26,9 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         histogram = partial(Histogram, namespace="mlxpaged", unit="seconds", registry=self.registry)
-        self._first_token = histogram("time_to_first_token", "TTFT", buckets=LATENCY_BUCKETS)
-        self._inter_token = histogram("inter_token_latency", "ITL", buckets=INTER_TOKEN_BUCKETS)
-        self._end_to_end = histogram("e2e_request_latency", "End to end", buckets=LATENCY_BUCKETS)
+        self._first_token = histogram("time_to_first_token", "Time to first token (TTFT)", buckets=LATENCY_BUCKETS)
+        self._inter_token = histogram("inter_token_latency", "Time between tokens (ITL)", buckets=INTER_TOKEN_BUCKETS)
+        self._end_to_end = histogram("e2e_request_latency", "Time of a whole request", buckets=LATENCY_BUCKETS)
         finished = "mlxpaged_requests_finished"
         self._finished = Counter(finished, "Requests by finish reason", ["reason"], registry=self.registry)
         for reason in FinishReason:  # so that counters of 0 are shown, too
@@ -42,17 +42,17 @@ class Metrics(Collector):
             return
         scheduler = stats.scheduler
         yield GaugeMetricFamily("mlxpaged_requests_running", "Sequences in the running batch", scheduler.running)
-        yield GaugeMetricFamily("mlxpaged_requests_waiting", "Sequences that wait to run", scheduler.waiting)
+        yield GaugeMetricFamily("mlxpaged_requests_waiting", "Waiting sequences", scheduler.waiting)
         for name, text, usage, states in (
             ("kv_blocks", "KV blocks by state", scheduler.blocks, ("used", "cached", "free")),
-            ("swap_blocks", "Blocks of the swap space by state", scheduler.swap, ("used", "free")),
+            ("swap_blocks", "Swap space blocks by state", scheduler.swap, ("used", "free")),
         ):
             gauge = GaugeMetricFamily(f"mlxpaged_{name}", text, labels=["state"])
             for state in states:
                 gauge.add_metric([state], getattr(usage, state))
             yield gauge
         inputs = stats.embeddings.waiting
-        yield GaugeMetricFamily("mlxpaged_embedding_inputs_waiting", "Inputs whose embeddings are not done", inputs)
+        yield GaugeMetricFamily("mlxpaged_embedding_inputs_waiting", "Inputs that wait for their embeddings", inputs)
         for name, text, value in (
             ("embedding_requests", "Requests whose embeddings were made", stats.embeddings.requests_total),
             ("embedding_tokens", "Tokens of inputs that were embedded", stats.embeddings.tokens_total),
@@ -60,7 +60,7 @@ class Metrics(Collector):
             ("prefix_hit_tokens", "Prompt tokens taken from the prefix cache", scheduler.prefix_hit_tokens_total),
             ("prompt_tokens", "Prompt tokens of admitted requests", scheduler.prompt_tokens_total),
             ("generated_tokens", "Tokens generated", stats.generated_tokens_total),
-            ("preemptions", "Sequences preempted because blocks ran out", scheduler.preemptions_total),
+            ("preemptions", "Sequences preempted", scheduler.preemptions_total),
             ("starvation_admissions", "Admissions at the starvation bound", scheduler.starvation_admissions_total),
             ("kv_blocks_copied", "KV blocks copied before a write", scheduler.blocks_copied_total),
             ("kv_blocks_swapped_out", "KV blocks moved to swap space", scheduler.blocks_swapped_out_total),

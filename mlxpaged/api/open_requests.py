@@ -40,7 +40,7 @@ class OpenRequests:
         request = OpenRequest(request_id, names, caller)
         for name in {request_id, *names}:
             if name in self._by_name:
-                raise DuplicateRequestError(f"a request with the id {name} is unfinished")
+                raise DuplicateRequestError(f"an unfinished request already has the id {name}")
         self._by_name.update(dict.fromkeys((request_id, *names), request))
         return request
 

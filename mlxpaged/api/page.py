@@ -22,7 +22,7 @@ def page(items: Sequence[dict[str, Any]], after: str | None, limit: int) -> Resp
     """Returns at most `limit` items that follow the id `after`. Raises ApiError if no item has this id."""
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
-        raise bad_parameter("after", f"nothing in this list has the id {after!r}")
+        raise bad_parameter("after", f"no item of this list has the id {after!r}")
     start = 0 if after is None else ids.index(after) + 1
     shown = items[start : start + limit]
     return JSONResponse(

@@ -70,7 +70,7 @@ class Server:
         info = self.engine.require_ready()
         if model is not None and model != info.model:
             if info.second_model is not None and model == info.second_model.name:
-                message = f"{model!r} makes embeddings; {info.model!r} generates text"
+                message = f"{model!r} makes embeddings; use {info.model!r} to generate text"
                 raise bad_parameter("model", message, code="generation_not_supported")
             raise model_not_found(model, self.model_names)
         return self.engine, info
@@ -94,7 +94,8 @@ class Server:
         try:
             await asyncio.wait_for(self._compiling.acquire(), COMPILE_SECONDS)
         except asyncio.TimeoutError:
-            raise engine.EngineBusyError(f"no time to compile {constraint.param}: others are being compiled") from None
+            message = f"{constraint.param}: the grammar compiler was busy for {COMPILE_SECONDS:.0f} s; try again"
+            raise engine.EngineBusyError(message) from None
         compiled = asyncio.wrap_future(in_daemon_thread(lambda: info.grammars.compile(constraint)))
         compiled.add_done_callback(self._end_compiling)
         await asyncio.wait([compiled], timeout=COMPILE_SECONDS)

@@ -32,7 +32,7 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise bad_parameter("prompt", "give either prompt or messages")
         if self.messages is not None and self.add_special_tokens:
-            raise bad_parameter("add_special_tokens", "is for prompt; a chat template has those that it needs")
+            raise bad_parameter("add_special_tokens", "needs prompt; a chat template adds the special tokens itself")
         return self
 
 

@@ -61,10 +61,10 @@ def launch(
     """Run the kernel of that name over `grid` threads. Raises ValueError for a launch that Metal would refuse."""
     threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
     if threads > MAX_THREADS:
-        raise ValueError(f"{name}: {threads} threads in a threadgroup, Metal has {MAX_THREADS}")
+        raise ValueError(f"{name}: {threads} threads in a threadgroup, but Metal allows {MAX_THREADS}")
     if threadgroup_memory > MAX_THREADGROUP_MEMORY:
         raise ValueError(
-            f"{name}: {threadgroup_memory} bytes of threadgroup memory, Metal has {MAX_THREADGROUP_MEMORY}"
+            f"{name}: {threadgroup_memory} bytes of threadgroup memory, but Metal allows {MAX_THREADGROUP_MEMORY}"
         )
     results: list[mx.array] = build(mx.fast.metal_kernel, name)(
         inputs=inputs,

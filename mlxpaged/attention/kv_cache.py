@@ -132,11 +132,11 @@ class LayerKVCache:
             )
         num_heads = queries.shape[1]
         if num_heads == 0 or num_heads % layout.num_kv_heads:
-            raise ValueError(f"{num_heads} query heads do not divide among {layout.num_kv_heads} KV heads")
+            raise ValueError(f"{num_heads} query heads are not a multiple of the {layout.num_kv_heads} KV heads")
         if queries.dtype != layout.dtype:
             raise ValueError(f"queries must be {layout.dtype}, the type of the pool, got {queries.dtype}")
         if window is not None and (not isinstance(window, int) or window < 1):
-            raise ValueError(f"window must be positive, a whole number, got {window}")
+            raise ValueError(f"window must be a positive integer, got {window}")
         if softcap is not None and softcap <= 0:
             raise ValueError(f"softcap must be positive, got {softcap}")
         if sinks is not None and sinks.shape != (num_heads,):
@@ -174,7 +174,7 @@ class LayerKVCache:
     def _check_meta(self, meta: AttentionMetadata) -> None:
         block_size = self.layout.block_size
         if meta.block_size != block_size:
-            raise ValueError(f"metadata is for blocks of {meta.block_size} tokens, the pool has {block_size}")
+            raise ValueError(f"metadata for blocks of {meta.block_size} tokens, but the pool's have {block_size}")
         if meta.max_block >= self.num_blocks:
             raise ValueError(f"block id {meta.max_block} is out of range: the pool has {self.num_blocks} blocks")
 

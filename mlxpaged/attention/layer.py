@@ -65,7 +65,7 @@ class PagedLayer:
         """
         if window_size is not None and window_size != self.window:
             raise PagedAttentionError(
-                f"the model masks a window of {window_size} keys, and its cache keeps {self.window or 'all of them'}"
+                f"the model masks a window of {window_size} keys, but its cache keeps {self.window or 'all of them'}"
             )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

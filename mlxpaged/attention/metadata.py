@@ -72,7 +72,7 @@ class AttentionMetadata:
         for i, (query_len, context_len, table) in enumerate(zip(query_lens, context_lens, block_tables, strict=True)):
             row = np.asarray([query_len, context_len, *table])
             if row.dtype.kind not in "iu":
-                raise ValueError(f"sequence {i}: lengths and block ids must be whole numbers")
+                raise ValueError(f"sequence {i}: lengths and block ids must be integers")
             if not 1 <= query_len <= context_len:
                 raise ValueError(f"sequence {i}: query_len must be in 1..context_len={context_len}, got {query_len}")
             if len(table) * block_size < context_len:

@@ -340,11 +340,11 @@ def check_supported(layout: KVLayout) -> None:
     """Raises ValueError if the kernels do not support the layout. The message names what they do not support."""
     if layout.key_size != layout.value_size:
         raise ValueError(
-            f"the Metal kernels take keys and values of one size, not {layout.key_size} and {layout.value_size}"
+            f"the Metal kernels need keys and values of one size, not {layout.key_size} and {layout.value_size}"
         )
     if layout.key_size not in HEAD_DIMS:
-        raise ValueError(f"the Metal kernels take head sizes {', '.join(map(str, HEAD_DIMS))}, not {layout.key_size}")
+        raise ValueError(f"the Metal kernels allow head sizes {', '.join(map(str, HEAD_DIMS))}, not {layout.key_size}")
     if layout.block_size not in BLOCK_SIZES:
         raise ValueError(
-            f"the Metal kernels take blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, not {layout.block_size}"
+            f"the Metal kernels allow blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, not {layout.block_size}"
         )

@@ -213,7 +213,8 @@ class Tuner:
             try:
                 times[choice] = self._time(self._prepare(shape, workload, choice), min(times.values(), default=None))
             except Exception as error:  # a kernel that does not compile, or too little memory
-                logger.error("%s is not a choice for %s: %s: %s", choice, shape_class, type(error).__name__, error)
+                message = "%s failed for %s and is not timed: %s: %s"
+                logger.error(message, choice, shape_class, type(error).__name__, error)
         return times
 
     def _time(self, run: Run, best: float | None) -> float:
@@ -283,7 +284,7 @@ def choose_tunings(
             logger.warning("attention tuning has no effect: attention runs on the %s backend", backend)
         return {}
     if forced is not None:
-        logger.info("attention tuning: %s, as asked for", setting)
+        logger.info("attention tuning: %s, as configured", setting)
         return dict.fromkeys(shapes, forced)
     found = tune(shapes, limits, retune)
     level = logging.WARNING if retune and not can_measure() else logging.INFO
@@ -301,4 +302,4 @@ def summary(found: list[ShapeTimes]) -> str:
     changed = sum(one.choice(entry) != default_choice(entry) for one in found for entry in one.times)
     missing = classes - measured - cached
     cut = f"; {missing} were not measured in time and keep the default" if missing else ""
-    return f"{measured} shape classes measured, {cached} cached, {changed} with another choice than the default{cut}"
+    return f"{measured} shape classes measured, {cached} cached, {changed} differ from the default{cut}"

@@ -1,24 +1,35 @@
-"""The `mlxpaged` command. Each subcommand is a file of this folder, and a line in `main`."""
+"""The `mlxpaged` command. Each subcommand is a module of this folder, and a line in COMMANDS."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from collections.abc import Sequence
 
 from mlxpaged import __version__
-from mlxpaged.cli import doctor, keys, serve
-from mlxpaged.cli.bench import command as bench
+
+COMMANDS = {
+    "serve": ("serve", "serve a model over the OpenAI and Anthropic APIs"),
+    "bench": ("bench.command", "measure how fast this machine serves a model"),
+    "doctor": ("doctor", "check the attention kernels on this machine"),
+    "keys": ("keys", "make, list and remove API keys"),
+}
+"""Name -> (module, summary for the help)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. argv: without the program's name; None: the process's arguments."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="mlxpaged", description="One model, many clients, one Mac.")
     parser.add_argument("--version", action="version", version=f"mlxpaged {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    serve.add_parser(commands)
-    bench.add_parser(commands)
-    doctor.add_parser(commands)
-    keys.add_parser(commands)
+    chosen = next((word for word in argv if word in COMMANDS), None)
+    for name, (module, summary) in COMMANDS.items():
+        if name == chosen:  # only this one is imported: the engine and the API take two seconds
+            importlib.import_module(f"mlxpaged.cli.{module}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=summary)
     args = parser.parse_args(argv)
     status: int = args.run(args)
     return status

@@ -25,14 +25,13 @@ from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, load_mode
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check the attention kernels on this machine",
         description="Run every attention kernel that a model needs, compare the results with MLX's own operations, "
         "and show which kernel is fastest on this machine for each shape of batch.",
     )
     flags = Flags(parser, defaults=DEFAULTS)
     flags.model("model directory or hub repository, whose layers decide which kernels are needed")
     add_block_size(flags)
-    flags.field("--max-num-seqs", positive_int, "most sequences in the batches that are measured")
+    flags.field("--max-num-seqs", positive_int, "most sequences in a measured batch")
     add_retune(flags)
     parser.set_defaults(run=run)
 
@@ -48,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"{'model':9} {served.name}: {len(served.layers)} layers\n")
     if not kernels.can_run():
-        print("Metal kernels: not used, there is no Metal device; attention runs on MLX's own operations")
+        print("Metal kernels: not used, because there is no Metal device; attention runs on MLX's own operations")
         print("attention tuning: nothing is measured without a Metal device")
         return 0
     shapes = [spec.attention_shape(args.block_size) for spec in served.layers]
     checks = self_check(shapes)
     print("\n".join(table(checks)))
     if any(check.problem for check in checks):
-        print("\nattention tuning: nothing is measured, the Metal kernels are not used")
+        print("\nattention tuning: nothing is measured, because the Metal kernels are not used")
         return 1
     found = tune(shapes, Limits(served.context_length, args.max_num_seqs), args.retune)
     print("\n" + "\n".join(tuning_table(found)))

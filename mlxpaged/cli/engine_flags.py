@@ -24,17 +24,17 @@ def add_engine_flags(groups: flags.Flags) -> None:
     memory.field("--swap-space", flags.or_zero(flags.size, 0), lost, dest="swap_space_bytes")
     memory.field("--swap-dir", flags.directory, "directory for the swap space", "swap space is in memory")
     add_block_size(memory)
-    memory.switch("--no-prefix-cache", "compute every prompt from its first token")
+    memory.switch("--no-prefix-cache", "turn off the prefix cache: compute every prompt from its first token")
 
     steps = groups.group("scheduling", DEFAULTS)
     steps.field("--max-num-seqs", flags.positive_int, "most sequences in the running batch")
     steps.switch("--no-batching", "run one request at a time, as --max-num-seqs 1 does")
     steps.field("--max-num-batched-tokens", flags.positive_int, "token budget of a step, prompts and answers together")
-    mode = "mixed: a step computes prompts and decodes; separate: it does one of the two"
+    mode = "mixed: a step computes prompts and decodes; separate: a step does only one of the two"
     steps.field("--prefill-mode", flags.one_of(*PREFILL_MODES), mode)
-    kept = "fraction of a step's tokens (mixed) or of the steps (separate) that is kept for decoding"
+    kept = "share of a step's tokens (mixed) or of the steps (separate) kept for decoding"
     steps.field("--decode-preference", flags.fraction, kept)
-    longest = f"{DECODE_MULTIPLE:g} times a step without prompts, at least {1000 * LEAST_STEP_SECONDS:g}"
+    longest = f"{DECODE_MULTIPLE:g} times as long as a step without prompts, but at least {1000 * LEAST_STEP_SECONDS:g}"
     steps.field("--max-step-ms", flags.milliseconds, "longest step with prompts, in ms; 0: no limit", longest)
 
     attention = groups.group("attention", DEFAULTS)

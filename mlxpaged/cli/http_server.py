@@ -83,7 +83,7 @@ class HttpServer(uvicorn.Server):
         for server in self.servers:  # at once: uvicorn looks at `should_exit` ten times a second
             server.close()
         running = self._engine.num_unfinished if self._engine else 0
-        logger.info("%s: HTTP takes no new requests; %d get up to %.0f s", name, running, self._drain_timeout)
+        logger.info("%s: no new requests; %d running ones have up to %.0f s", name, running, self._drain_timeout)
         self.should_exit = True
         self._tasks.append(asyncio.ensure_future(self._drain()))
 

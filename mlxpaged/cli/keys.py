@@ -21,7 +21,6 @@ DEFAULT_PATH = Path.home() / ".mlxpaged" / "api_keys.json"
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "keys",
-        help="make, list and remove API keys",
         description="Make, list and remove API keys. A running server follows changes of the file within a second.",
     )
     verbs = parser.add_subparsers(title="what to do", dest="verb", required=True)
@@ -59,7 +58,7 @@ def run_add(args: argparse.Namespace) -> None:
     with key_file.locked(path):
         keys = key_file.read(path)[0].keys if path.exists() else ()
         if any(entry.name == args.name for entry in keys):
-            raise KeyFileError(f"{path}: there is a key named {args.name} already")
+            raise KeyFileError(f"{path}: there is already a key named {args.name}")
         try:
             entry = KeyEntry(salt=salt, hash=digest, created=key_file.today(), **settings)
             content = KeyFile(keys=(*keys, entry))

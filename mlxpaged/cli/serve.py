@@ -28,7 +28,6 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         usage="%(prog)s [MODEL] [flags]",
-        help="serve a model over the OpenAI and Anthropic APIs",
         description="Serve a model over the OpenAI and Anthropic APIs. Each flag can also be set as the environment "
         "variable in brackets.",
     )
@@ -50,12 +49,12 @@ def add_parser(commands: Any) -> None:
     network.field("--max-connections", flags.positive_int, "requests that are answered at once; further ones get a 503")
     largest = f"{HttpConfig.max_body_bytes // 2**20}MiB"
     network.value("--max-body-size", flags.size, largest, "largest request body", dest="max_body_bytes")
-    network.value("--drain-timeout", flags.seconds, 30, "seconds that running requests get at shutdown")
+    network.value("--drain-timeout", flags.seconds, 30, "seconds that running requests have at shutdown to finish")
 
     access = groups.group("access", HttpConfig())
     access.field("--api-keys", Path, "file made by `mlxpaged keys add`", "no key is needed")
     access.switch("--insecure", "allow other machines to use the server without an API key")
-    access.values("--allowed-host", flags.host_name, "further host name of this server, or * for any", "allowed_hosts")
+    access.values("--allowed-host", flags.host_name, "another host name of this server, or * for any", "allowed_hosts")
     pages = "origin whose web pages may use the server, or * for any"
     access.values("--cors-origin", flags.origin, pages, "cors_origins")
 
@@ -68,8 +67,8 @@ def add_parser(commands: Any) -> None:
     timeout = flags.or_zero(flags.positive_seconds, None)
     requests.field("--request-timeout", timeout, f"time for the whole answer, {limit}", "0")
     requests.field("--ttft-timeout", timeout, f"time for the first token, {limit}", "0")
-    requests.switch("--timelines", "say in every answer how long it waited, prefilled and decoded")
-    requests.value("--data-dir", Path, None, "directory for /v1/files and /v1/batches", "they are not served")
+    requests.switch("--timelines", "add the times of waiting, prefill and decoding to every answer")
+    requests.value("--data-dir", Path, None, "directory for /v1/files and /v1/batches", "both are off")
 
     add_engine_flags(groups)
     add_log_level(groups, "info")
@@ -81,9 +80,9 @@ def server_config(args: argparse.Namespace) -> EngineConfig | None:
     if args.model != NO_MODEL:
         return engine_config(args)
     if args.embedding_model is not None:
-        raise ValueError("--embedding-model is loaded beside a MODEL, not without one")
+        raise ValueError(f"--embedding-model needs a MODEL; it cannot be used with {NO_MODEL!r}")
     if args.swap_space_bytes:
-        raise ValueError("--swap-space is for the requests of a MODEL, and there is none")
+        raise ValueError(f"--swap-space needs a MODEL; it cannot be used with {NO_MODEL!r}")
     return None
 
 
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if not (args.api_keys or args.insecure or ipaddress.ip_address(listener.getsockname()[0]).is_loopback):
         listener.close()
-        remedy = "name a file of API keys with --api-keys (`mlxpaged keys add` makes one), or need no key with"
+        remedy = "use API keys with --api-keys FILE (`mlxpaged keys add` makes it), or allow access without a key with"
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     try:
         app = create_app(config, http=flags.from_flags(HttpConfig, args), data_dir=args.data_dir)

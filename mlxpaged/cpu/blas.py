@@ -19,7 +19,7 @@ M_MMAP_THRESHOLD = -3
 OPENBLAS = "libopenblas.so.0"
 REFERENCE = "the reference BLAS of MLX's wheel"
 INSTALL = "install OpenBLAS for a many times faster CPU path (Debian, Ubuntu: apt install libopenblas0)"
-TOO_LATE = "mlx was imported before mlxpaged, which could have loaded a faster one first"
+TOO_LATE = "import mlxpaged before mlx, so that it can load a faster one"
 
 loaded: str | None = None
 """The BLAS library in use, with its routines; None for the BLAS of MLX's wheel."""

@@ -102,7 +102,7 @@ class AsyncEngine:
         limit = self.config.max_num_seqs + self.config.max_queue
         taken = self.num_unfinished + self._reserved
         if taken + count > limit:
-            message = f"{taken} requests run or wait, and {count} more would exceed the {limit} that this server takes"
+            message = f"{taken} requests are running or waiting, and {count} more would exceed the limit of {limit}"
             raise errors.QueueFullError(f"{message} (--max-num-seqs plus --max-queue)", ever=count <= limit)
         self._reserved += count
         try:
@@ -120,11 +120,11 @@ class AsyncEngine:
         for request in requests:
             max_tokens = info.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
             if request.request_id in self._streams:
-                raise errors.DuplicateRequestError(f"a request with the id {request.request_id} is unfinished")
+                raise errors.DuplicateRequestError(f"an unfinished request already has the id {request.request_id}")
             if request.params.max_tokens is None and default_max_tokens is not None:
                 max_tokens = min(max_tokens, default_max_tokens)
             if request.params.min_tokens > max_tokens:
-                message = f"{request.params.min_tokens} are asked for, and at most {max_tokens} can be generated"
+                message = f"{request.params.min_tokens} tokens are required, but at most {max_tokens} can be generated"
                 raise errors.MinTokensError(message)
             limited = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=max_tokens))
             streams.append(RequestStream(limited, self._abort, lambda: self.state))
@@ -223,7 +223,7 @@ class AsyncEngine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except asyncio.TimeoutError:
-            logger.warning("%d requests still run after %.0f s: they are ended", self.num_unfinished, timeout)
+            logger.warning("%d requests are still running after %.0f s and are ended now", self.num_unfinished, timeout)
             self.end_all("the server is shutting down")
             await self._idle.wait()
         return not self._ended_all
@@ -272,7 +272,7 @@ class AsyncEngine:
                 if self._on_output is not None:
                     self._on_output(stream.request, output)
             except Exception:  # the other outputs are still delivered
-                logger.exception("an output of %s could not be measured", output.request_id)
+                logger.exception("the metrics could not be updated for an output of %s", output.request_id)
         self._note_idle()
 
     def _become_dead(self, reason: str | None) -> None:

@@ -72,7 +72,7 @@ def build_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder 
         except UnsupportedModelError as error:
             return None, str(error)
     logger.info(
-        "%s makes embeddings of %d numbers, by %s pooling, of inputs up to %d tokens; %.1f MB are reserved for one",
+        "embeddings by %s: %d dimensions, %s pooling, inputs up to %d tokens; %.1f MB are reserved for one input",
         model.name,
         model.dimensions,
         model.spec.pooling.value,

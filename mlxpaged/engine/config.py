@@ -59,16 +59,16 @@ class EngineConfig:
         for name in ("embedding_max_model_len", "kv_cache_bytes", "request_timeout", "ttft_timeout"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
-                raise ValueError(f"{name} must be positive, got {limit}")
+                raise ValueError(f"{name} must be positive and finite, got {limit}")
         for name in ("max_queue", "swap_space_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.swap_dir is not None and not self.swap_space_bytes:
-            raise ValueError("swap_dir is the place of a swap space: it needs swap_space_bytes (--swap-space) too")
+            raise ValueError("swap_dir needs swap_space_bytes (--swap-space)")
 
     def _check_embedding_model(self) -> None:
         if self.embedding_model is None and self.served_embedding_model_name is not None:
-            raise ValueError("served_embedding_model_name is the name of an embedding_model (--embedding-model)")
+            raise ValueError("served_embedding_model_name needs embedding_model (--embedding-model)")
         name = self.served_embedding_model_name or self.embedding_model
         if name == (self.served_model_name or self.model):
             raise ValueError(f"two models cannot both be named {name!r} (--served-embedding-model-name)")
@@ -79,11 +79,11 @@ class EngineConfig:
         except ValueError as error:
             raise ValueError(f"attention_tuning {error}") from None
         if forced is not None and self.retune:
-            raise ValueError(f"retune measures for attention_tuning auto, not for {self.attention_tuning}")
+            raise ValueError(f"retune works only with attention_tuning auto, not with {self.attention_tuning}")
         if self.attention_backend in ("gather", "cpu") and (self.retune or forced not in (None, DEFAULT_TUNING)):
             backend = self.attention_backend
             raise ValueError(
-                f"attention_tuning and retune are for the metal backend, not for attention_backend {backend}"
+                f"attention_tuning and retune work only with the metal backend, not with attention_backend {backend}"
             )
 
     def scheduler_config(self, num_blocks: int, num_swap_slots: int = 0, cache_seed: bytes = b"") -> SchedulerConfig:

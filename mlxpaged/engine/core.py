@@ -350,8 +350,8 @@ class EngineCore:
         try:
             output = running.advance(sampled, self.clock())
         except Exception as error:
-            logger.exception("no text for token %d of %s", sampled.token_id, running.request.request_id)
-            message = f"no text could be made: {type(error).__name__}: {error}"
+            logger.exception("token %d of %s cannot be decoded to text", sampled.token_id, running.request.request_id)
+            message = f"a token cannot be decoded to text: {type(error).__name__}: {error}"
             return self._end(running.sequence.sequence_id, FinishReason.ERROR, message)
         if output.finish_reason is not None:
             self.scheduler.finish(running.sequence.sequence_id, output.finish_reason)

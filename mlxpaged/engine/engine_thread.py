@@ -63,10 +63,10 @@ class EngineThread(threading.Thread):
             logger.critical("%s", error)
             self.callbacks.on_end(str(error))
         except BaseException as error:
-            logger.critical("the engine thread cannot go on", exc_info=error)
+            logger.critical("the engine thread failed", exc_info=error)
             self.callbacks.on_end(f"{type(error).__name__}: {error}")
         else:
-            logger.info("scheduler closed: %s", core.stats().scheduler.blocks)
+            logger.info("engine stopped; KV blocks: %s", core.stats().scheduler.blocks)
             self.callbacks.on_end(None)
 
     def _serve(self, core: EngineCore) -> None:

@@ -120,7 +120,7 @@ class Grammars:
         first = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)  # also finds a grammar that is too complex
         check(matcher)
         if not without(first, self._wrapped.eos_token_ids).any():
-            raise GrammarError("only the empty text fits it")
+            raise GrammarError("only the empty text matches it")
         trial = matcher.deep_copy()
         for token_id in trial.compute_ff_tokens()[:1]:
             trial.consume_token(token_id)  # fails if the text that must follow is endless
@@ -161,7 +161,7 @@ class Grammars:
                 try:
                     self._tokenizer = from_tokenizer(wrapped, size, sorted(self._wrapped.eos_token_ids) or None)
                 except Exception as error:  # for unusual tokenizers, the libraries raise any type
-                    raise GrammarError(f"this model's tokenizer cannot be constrained: {error}") from error
+                    raise GrammarError(f"structured output does not work with this tokenizer: {error}") from error
             return self._tokenizer
 
 
@@ -191,7 +191,7 @@ def check(matcher: LLMatcher) -> None:
     """Raises GrammarError if a matcher has an error. Such errors are final."""
     if matcher.is_error():
         reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
-        raise GrammarError("no text fits it" if reason == "NoExtensionBias" else reason)
+        raise GrammarError("no text matches it" if reason == "NoExtensionBias" else reason)
 
 
 def without(mask: Mask, token_ids: Collection[int]) -> Mask:
@@ -227,5 +227,5 @@ class GrammarMatcher:
         try:
             check(self.matcher)
         except GrammarError as error:
-            raise GrammarError(f"the answer cannot go on within its constraint: {error}") from None
+            raise GrammarError(f"the answer cannot be continued within its constraint: {error}") from None
         return bool(self.matcher.is_stopped())

@@ -99,7 +99,8 @@ def kv_blocks(
     left = max(0, free_device_memory() - reserved_bytes)
     if wanted_bytes is not None:
         if wanted_bytes > left:
-            raise MemoryError(f"--kv-cache-memory is {wanted_bytes / 1e9:.1f} GB, and {left / 1e9:.1f} GB are free")
+            message = f"--kv-cache-memory is {wanted_bytes / 1e9:.1f} GB, but only {left / 1e9:.1f} GB are free"
+            raise MemoryError(message)
         blocks = wanted_bytes // bytes_per_block
         limit = f"--kv-cache-memory is {wanted_bytes / 1e6:.1f} MB"
     else:
@@ -108,9 +109,9 @@ def kv_blocks(
         blocks = min(free // bytes_per_block, max_num_seqs * blocks_per_sequence)
         if not on_gpu:
             blocks = min(blocks, max(CPU_POOL // bytes_per_block, blocks_per_sequence))
-        limit = f"{free / 1e6:.1f} MB are left for KV after the weights"
+        limit = f"only {free / 1e6:.1f} MB are left for KV after the weights"
     if blocks < 1:
-        raise MemoryError(f"no KV block fits: {limit}, and one block takes {bytes_per_block / 1e6:.1f} MB")
+        raise MemoryError(f"no KV block fits: {limit}, but one block takes {bytes_per_block / 1e6:.1f} MB")
     return blocks
 
 
@@ -119,6 +120,6 @@ def swap_slots(bytes_per_block: int, wanted_bytes: int) -> int:
     slots = wanted_bytes // bytes_per_block
     if slots < 1:
         raise MemoryError(
-            f"--swap-space is {wanted_bytes / 1e6:.1f} MB, and one KV block takes {bytes_per_block / 1e6:.1f} MB"
+            f"--swap-space is {wanted_bytes / 1e6:.1f} MB, but one KV block takes {bytes_per_block / 1e6:.1f} MB"
         )
     return slots

@@ -49,5 +49,5 @@ def raise_unless_complete(reason: FinishReason | None, error: str | None, state:
         raise errors.RequestCancelledError(error)
     if reason in (FinishReason.ERROR, FinishReason.ABORT):
         if state in (EngineState.DRAINING, EngineState.DEAD):
-            raise errors.EngineUnavailableError(state, error or "the client left")
-        raise errors.RequestFailedError(error or "the client left")
+            raise errors.EngineUnavailableError(state, error or "the client disconnected")
+        raise errors.RequestFailedError(error or "the client disconnected")

@@ -113,7 +113,7 @@ def map_memory(size: int) -> Bytes:
     """
     free = system_free_memory()  # the system would grant more, and kill the process when the slots are written
     if size > free:
-        raise MemoryError(f"--swap-space takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB of memory are free")
+        raise MemoryError(f"--swap-space takes {size / 1e6:.1f} MB, but only {free / 1e6:.1f} MB of memory are free")
     return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE), np.uint8)
 
 
@@ -127,7 +127,7 @@ def map_file(size: int, directory: Path) -> Bytes:
     try:
         free = shutil.disk_usage(directory).free  # checked first: a failed reservation has already filled the disk
         if size > free:
-            raise OSError(f"{free / 1e6:.1f} MB are free")
+            raise OSError(f"only {free / 1e6:.1f} MB are free")
         with tempfile.TemporaryFile(prefix="mlxpaged-swap-", dir=directory) as file:  # mode 0600
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)

@@ -83,18 +83,16 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
     """Raises UnsupportedModelError if the directory does not state how its model makes embeddings, or states something
     that is not implemented here."""
     if not (path / MODULES).is_file():
-        raise UnsupportedModelError(
-            f"its directory has no {MODULES}, which states how an embedding is made of tokens' states"
-        )
+        raise UnsupportedModelError(f"its directory has no {MODULES}, which describes how an embedding is computed")
     modules = read(path / MODULES)
     try:
         stated = [(str(module["type"]).rpartition(".")[2], str(module.get("path", ""))) for module in modules]
     except (TypeError, KeyError, AttributeError):
-        raise UnsupportedModelError(f"its {MODULES} is no list of modules") from None
+        raise UnsupportedModelError(f"its {MODULES} is not a list of modules") from None
     kinds = [kind for kind, _ in stated]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UnsupportedModelError(
-            f"its {MODULES} asks for {', '.join(kinds)}; only Transformer, Pooling and Normalize are known"
+            f"its {MODULES} asks for {', '.join(kinds)}; only Transformer, Pooling and Normalize are supported"
         )
     config = read_object(path / "config.json")
     check_causal(config)
@@ -102,11 +100,11 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
     prompts = read_object(path / PROMPTS, missing_is_empty=True)
     transformer = read_object(path / TRANSFORMER, missing_is_empty=True)
     if transformer.get("do_lower_case"):
-        raise UnsupportedModelError(f"its {TRANSFORMER} asks for lower case")
+        raise UnsupportedModelError(f"its {TRANSFORMER} asks for lower-case text, which is not supported")
     name = prompts.get("default_prompt_name")
     prompt = (prompts.get("prompts") or {}).get(name, "") if name is not None else ""
     if prompt and pooling.get("include_prompt") is False:
-        raise UnsupportedModelError("its pooling leaves out the tokens of its prompt")
+        raise UnsupportedModelError("its pooling leaves out the tokens of its prompt, which is not supported")
     sizes = config.get("matryoshka_dimensions")
     limit = transformer.get("max_seq_length")
     return EmbeddingSpec(
@@ -132,17 +130,15 @@ def stated_pooling(config: Mapping[str, Any]) -> Pooling:
     except ValueError:
         known = ", ".join(pooling.value for pooling in Pooling)
         asked = " and ".join(map(str, names)) or "nothing"
-        raise UnsupportedModelError(
-            f"its pooling is {asked}; those that make sense for a causal decoder are {known}, one at a time"
-        ) from None
+        raise UnsupportedModelError(f"its pooling is {asked}; only one of {known} is supported") from None
 
 
 def check_causal(config: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError if mlx-lm would run the weights as another kind of model."""
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
-        raise UnsupportedModelError("its tokens attend to later ones, and mlx-lm's decoders are causal")
+        raise UnsupportedModelError("its tokens attend to later tokens, but mlx-lm's decoders are causal")
     if "AutoModel" in (config.get("auto_map") or {}):
-        raise UnsupportedModelError("it has code of its own, which mlx-lm's decoders do not implement")
+        raise UnsupportedModelError("its config.json asks for code of its own (auto_map), which mlx-lm does not run")
 
 
 def read(path: Path) -> Any:
@@ -157,7 +153,7 @@ def read_object(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
         return {}
     found = read(path)
     if not isinstance(found, dict):
-        raise UnsupportedModelError(f"its {path.name} in {path.parent.name}/ is no object")
+        raise UnsupportedModelError(f"its {path.name} in {path.parent.name}/ is not an object")
     return found
 
 
@@ -210,7 +206,7 @@ def embedding_model(
     except Exception as error:  # a decoder of another kind raises any type
         raise UnsupportedModelError(f"its states cannot be read: {type(error).__name__}: {error}") from error
     if not cosine >= MIN_COSINE:
-        raise UnsupportedModelError(f"chunks of an input give other states (cosine similarity {cosine:.4f})")
+        raise UnsupportedModelError(f"an input in chunks gives other states (cosine similarity {cosine:.4f})")
     most = min(max_tokens, context, spec.max_tokens or context)
     return EmbeddingModel(
         name=name,

@@ -80,7 +80,7 @@ def layer_spec(cache: Any, window: int | None) -> LayerSpec:
             f"and values of size {values.shape[-1]}"
         )
     if keys.dtype != values.dtype:
-        raise UnsupportedModelError(f"its keys are {keys.dtype} and its values {values.dtype}")
+        raise UnsupportedModelError(f"its keys are {keys.dtype}, but its values {values.dtype}")
     return LayerSpec(int(keys.shape[1]), int(keys.shape[-1]), int(values.shape[-1]), keys.dtype, window)
 
 

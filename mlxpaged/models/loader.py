@@ -68,7 +68,7 @@ def resolve_model(name: str) -> Path:
         kind = "GGUF file: the format of llama.cpp is not supported" if is_gguf else "file"
         raise ModelNotFoundError(f"{path} is a {kind}; use an MLX model, a directory with config.json and safetensors")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelNotFoundError(f"no such directory: {path}")
+        raise ModelNotFoundError(f"no such directory: {path}; a hub repository is named OWNER/NAME")
     try:
         return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
     except hub_errors.GatedRepoError:
@@ -140,10 +140,10 @@ def load_embedding_model(name: str, served_name: str | None, max_tokens: int) ->
         optimize_for_cpu(model)
         context, vocab_size = context_length(config), config.get("vocab_size")
         if not isinstance(vocab_size, int):
-            raise UnsupportedModelError("its config.json states no vocab_size")
+            raise UnsupportedModelError("its config.json has no vocab_size")
         return embedding_model(served_name or name, model, tokenizer, spec, vocab_size, context, max_tokens)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{name} makes no embeddings here: {error}") from error
+        raise UnsupportedModelError(f"{name} cannot be used for embeddings: {error}") from error
 
 
 def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
@@ -169,5 +169,5 @@ def context_length(config: dict[str, Any]) -> int:
         for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"):
             if isinstance(part.get(key), int) and part[key] > 0:
                 return int(part[key])
-    logger.warning("the model's config names no context length; assuming %d tokens", DEFAULT_CONTEXT_LENGTH)
+    logger.warning("the model's config has no context length; %d tokens are assumed", DEFAULT_CONTEXT_LENGTH)
     return DEFAULT_CONTEXT_LENGTH

@@ -68,8 +68,9 @@ def probe(
     calls, wanted = step.attention_calls, 2 * len(layers)
     if calls != wanted:
         raise UnsupportedModelError(f"only {calls} of {wanted} attention calls went through the paged KV cache")
-    if got.shape[0] != (len(tokens) + 1 if rows is None else 2):
-        raise UnsupportedModelError(f"its output head returns {got.shape[0]} rows of logits")
+    num_rows = len(tokens) + 1 if rows is None else 2
+    if got.shape[0] != num_rows:
+        raise UnsupportedModelError(f"its output head returns {got.shape[0]} rows of logits instead of {num_rows}")
     last = got if rows is not None else got[len(tokens) - 1 :]
     cosine = (last @ expected) / (mx.linalg.norm(last, axis=-1) * mx.linalg.norm(expected))
     worst = float(cosine.min())

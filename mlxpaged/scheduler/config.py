@@ -57,6 +57,6 @@ class SchedulerConfig:
         if not 0 <= self.decode_preference < 1:
             raise ValueError(f"decode_preference must be at least 0 and below 1, got {self.decode_preference}")
         if self.max_step_seconds is not None and not 0 <= self.max_step_seconds < math.inf:
-            raise ValueError(f"max_step_seconds must not be negative, got {self.max_step_seconds}")
+            raise ValueError(f"max_step_seconds must be at least 0 and finite, got {self.max_step_seconds}")
         if self.prefill_mode == "separate" and not self.decode_preference:
-            raise ValueError("decode_preference 0 with separate steps would never decode while prompts wait")
+            raise ValueError("decode_preference must be above 0 if prefill_mode is separate: else nothing would decode")

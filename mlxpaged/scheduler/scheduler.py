@@ -345,7 +345,8 @@ class Scheduler:
             sequence.admitted_by_starvation_bound = True
             if victims:
                 self._starvation_admissions += 1
-                logger.info("made room for %s: %s", sequence.label, sequence.describe_priority(self.clock()))
+                message = "preempted sequences for %s, which reached the starvation bound: %s"
+                logger.info(message, sequence.label, sequence.describe_priority(self.clock()))
 
     def _is_suspect_running(self) -> bool:
         """Whether a sequence of a step that failed on the device runs again. Such sequences are admitted one at a time,

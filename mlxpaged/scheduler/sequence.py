@@ -143,7 +143,7 @@ class Sequence:
         """For the log."""
         return (
             f"priority {self.priority.name}, effective {self.effective_priority(now):.2f}, "
-            f"{now - self.arrival_time:.1f} s old, preemption {self.num_preemptions}"
+            f"{now - self.arrival_time:.1f} s old, preempted {self.num_preemptions} times"
         )
 
     @property

@@ -13,7 +13,7 @@ import pytest
 from anthropic import Anthropic, AsyncAnthropic
 
 from mlxpaged.engine import EngineConfig
-from tests.api.helpers import DEADLINE, Background, StepGate, raw, within_one_step
+from tests.api.helpers import DEADLINE, Background, StepGate, raw, side_by_side, within_one_step
 from tests.api.test_tools import CALL, ROME
 from tests.support import RunningServer, running_server
 
@@ -57,9 +57,8 @@ def dumped(message: Any) -> dict[str, Any]:
 
 def both_ways(client: Anthropic, request: dict[str, Any]) -> Any:
     """The message, after making sure that a stream adds up to the same."""
-    whole = client.messages.create(**request)
     with client.messages.stream(**request) as stream:
-        streamed = stream.get_final_message()
+        streamed, whole = side_by_side(stream.get_final_message, lambda: client.messages.create(**request))
     assert dumped(streamed) == dumped(whole)
     assert streamed.usage.output_tokens == whole.usage.output_tokens
     return whole

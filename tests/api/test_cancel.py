@@ -160,14 +160,14 @@ def test_all_choices_end_together_by_any_of_their_ids(server: RunningServer, nam
 
 
 def test_an_unknown_id_is_not_found(server: RunningServer) -> None:
-    for name in ("nobody", "chatcmpl-0", "a/b", "%00", "x" * 300):
+    for name in ("unknown", "chatcmpl-0", "a/b", "%00", "x" * 300):
         check_unknown(delete(server, f"{REQUESTS}/{name}"))
 
 
-def test_an_empty_id_ends_nobody(server: RunningServer) -> None:
+def test_an_empty_id_ends_no_request(server: RunningServer) -> None:
     """A client that leaves the id empty must not end all requests."""
     with StepGate(server) as gate:
-        pending = start(server, run_on("x", 5), "somebody")
+        pending = start(server, run_on("x", 5), "running")
         with httpx.Client(follow_redirects=True, trust_env=False, verify=False) as client:
             check_unknown(client.delete(f"{server.url}{REQUESTS}/"))
         gate.open()
@@ -283,7 +283,7 @@ def test_every_response_names_its_request(server: RunningServer, monkeypatch: py
             ("GET", "/nothing"),
             ("PUT", CHAT),
             ("POST", CHAT),
-            ("DELETE", f"{REQUESTS}/nobody"),
+            ("DELETE", f"{REQUESTS}/unknown"),
         ):
             assert client.request(method, path).headers["x-request-id"].startswith("req-")
             given = client.request(method, path, headers={"X-Request-Id": "a-b_c.1"})

@@ -220,7 +220,7 @@ def test_one_failing_choice_ends_them_all(
         return advance(running, *token)
 
     monkeypatch.setattr(RunningRequest, "advance", failing)
-    pending = Background.post(server, COMPLETIONS, run_on("x", 300, n=3, stream=stream), X_Request_Id="mine")
+    pending = Background.post(server, COMPLETIONS, run_on("x", 60, n=3, stream=stream), X_Request_Id="mine")
     assert "no such token" in check_failure(pending, 500, "server_error", "generation_failed")["message"]
     server.wait_idle()
     assert list(server.app.state.server.open_requests) == []

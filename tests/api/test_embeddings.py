@@ -138,7 +138,7 @@ def test_dimensions_are_those_that_the_model_states(client: OpenAI, model_path: 
         answer = client.embeddings.create(model="vectors", input=tokens, dimensions=size)
         close([answer.data[0].embedding], reference(model_path, [tokens], size))
     for size in (17, 65):
-        with pytest.raises(openai.BadRequestError, match="can have 16 or 32 or 64") as error:
+        with pytest.raises(openai.BadRequestError, match="must be 16 or 32 or 64") as error:
             client.embeddings.create(model="vectors", input=tokens, dimensions=size)
         assert (error.value.param, error.value.code) == ("dimensions", "unsupported_dimensions")
 
@@ -154,8 +154,8 @@ def test_both_models_are_listed_with_what_they_can_do(client: OpenAI, server: Ru
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "too long": ({"input": [[5], [7] * 513]}, "input", "number 1 has 513 tokens; 'vectors' takes 512"),
-    "too long however tokenized": ({"input": "a" * 1_000_000}, "input", "number 0 has at least .* tokens"),
+    "too long": ({"input": [[5], [7] * 513]}, "input", "index 1 has 513 tokens; the limit of 'vectors' is 512"),
+    "too long however tokenized": ({"input": "a" * 1_000_000}, "input", "index 0 has at least .* tokens"),
     "unknown token": ({"input": [[5, 100_000]]}, "input", "token id 100000 is not in the vocabulary"),
     "nothing": ({"input": []}, "input", "must be a string"),
     "an empty text": ({"input": ["a", ""]}, "input.1", "must not be empty"),
@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "encoding": ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
     "dimensions": ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
     "unknown field": ({"input": "a", "truncate": True}, "truncate", "not supported"),
-    "other model": ({"input": "a", "model": "demo"}, "model", "'demo' generates text; 'vectors' makes embeddings"),
+    "other model": ({"input": "a", "model": "demo"}, "model", "'demo' generates text; use 'vectors' for embeddings"),
 }
 
 
@@ -182,9 +182,11 @@ def test_what_cannot_be_embedded_is_refused_by_name(server: RunningServer, case:
 
 
 def test_each_model_is_refused_where_the_other_one_is_meant(client: OpenAI, server: RunningServer) -> None:
-    with pytest.raises(openai.NotFoundError, match="'nobody' does not exist; this server has 'demo', 'vectors'"):
-        client.embeddings.create(model="nobody", input="x")
-    with pytest.raises(openai.BadRequestError, match="'vectors' makes embeddings; 'demo' generates text") as error:
+    with pytest.raises(openai.NotFoundError, match="'unknown' does not exist; this server has 'demo', 'vectors'"):
+        client.embeddings.create(model="unknown", input="x")
+    with pytest.raises(
+        openai.BadRequestError, match="'vectors' makes embeddings; use 'demo' to generate text"
+    ) as error:
         client.completions.create(model="vectors", prompt="x")
     assert (error.value.param, error.value.code) == ("model", "generation_not_supported")
 
@@ -397,4 +399,4 @@ def test_a_draining_server_completes_them_and_takes_no_more(model_path: Path) ->
 def test_a_second_model_that_makes_none_is_reported_at_the_start() -> None:
     with running_server(EngineConfig(embedding_model=str(DEMO_PATH)), wait_loaded=False) as server:
         wait_until(lambda: server.engine.state is EngineState.DEAD)
-        assert "makes no embeddings here: its directory has no modules.json" in (server.engine.reason or "")
+        assert "cannot be used for embeddings: its directory has no modules.json" in (server.engine.reason or "")

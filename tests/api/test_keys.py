@@ -193,10 +193,10 @@ def test_many_clients_at_once_keep_their_own_keys(server: RunningServer, keys: d
             return f"{name} {answer.choices[0].message.content} {answer.service_tier}"
 
     async def together() -> list[str]:
-        people = [(name, keys[name]) for name in ("high", "normal", "riser")] + [("nobody", "sk-nobody")]
+        people = [(name, keys[name]) for name in ("high", "normal", "riser")] + [("unknown", "sk-unknown")]
         return await asyncio.gather(*(one(name, key, i) for i in range(4) for name, key in people))
 
-    expected = ["high 42 priority", "normal 400", "riser 42 priority", "nobody 401"]
+    expected = ["high 42 priority", "normal 400", "riser 42 priority", "unknown 401"]
     assert asyncio.run(together()) == expected * 4
 
 
@@ -252,7 +252,7 @@ def test_a_key_ends_its_own_requests_only(server: RunningServer, keys: dict[str,
     with StepGate(server) as gate, raw(server) as client:
         low = start(server, run_on("x", 3), "theirs", **bearer(keys["low"]))
         other = start(server, run_on("x", 3), "other", **bearer(keys["normal"]))
-        for path in (f"{REQUESTS}/theirs", f"{REQUESTS}/nobody"):  # no telling one from the other
+        for path in (f"{REQUESTS}/theirs", f"{REQUESTS}/unknown"):  # the answers do not differ
             response = client.delete(path, headers=bearer(keys["normal"]))
             assert response.status_code == 404
             assert response.json()["error"]["code"] == "request_not_found"
@@ -317,7 +317,7 @@ def test_a_broken_file_keeps_the_old_keys_and_says_so_once(
         errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
         assert len(errors) == 1
         assert str(path) in errors[0]
-        assert "stay as they were" in errors[0]
+        assert "were loaded before stay in use" in errors[0]
         mended = write_keys(path, someone={})["someone"]
         clock.advance(2)
         assert (status_with(server, mended), status_with(server, key)) == (200, 401)
@@ -328,7 +328,7 @@ def test_a_broken_file_keeps_the_old_keys_and_says_so_once(
     [
         ({"tier": "best"}, "keys.0.tier"),
         ({"tier": "low", "max_priority": "low", "requests_per_minute": 0}, "keys.0.requests_per_minute"),
-        ({"max_priority": "low"}, "max_priority low is below the tier, normal"),
+        ({"max_priority": "low"}, "max_priority low must not be lower than tier normal"),
         ({"salt": "00"}, "keys.0.salt"),
         ({"key": "sk-mlxpaged-written-by-hand"}, "keys.0.key"),
         ({"name": "a b"}, "keys.0.name"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError, OpenAI
 
-from tests.api.helpers import DEADLINE
+from tests.api.helpers import DEADLINE, side_by_side
 from tests.api.test_tools import CALL, ROME, question, streamed
 from tests.support import RunningServer
 
@@ -15,7 +15,7 @@ THOUGHT = "They ask for 2 < 3. Simple."
 SCRIPT = {
     "Why?": f"<think>\n{THOUGHT}\n</think>\n\nBecause.",
     "Rome?": f"<think>I need the weather.</think>\n{CALL}",
-    "Long?": f"<think>{'so ' * 200}</think>Yes.",
+    "Long?": f"<think>{'so ' * 90}</think>Yes.",
     "<think>\n\n</think>": "At once.",
     "Always?<|im_end|>\n<|im_start|>assistant\n<think>\n": f"{THOUGHT}</think>Done.",
     "<think>I wonder": " a little.</think>Done.",
@@ -27,10 +27,9 @@ def ask(client: OpenAI, text: str | list[Any], **extra: Any) -> tuple[str, str, 
     """(thinking, answer, completion tokens), the same whole and streamed."""
     body = question("", tools=[], extra_body=extra)
     body["messages"] = text if isinstance(text, list) else [{"role": "user", "content": text}]
-    answer = client.chat.completions.create(**body)
+    answer, got = side_by_side(lambda: client.chat.completions.create(**body), lambda: streamed(client, body))
     message = answer.choices[0].message
     thinking = getattr(message, "reasoning_content", "")
-    got = streamed(client, body)
     assert (got["reasoning_content"], got["content"]) == (thinking, message.content)
     assert answer.usage is not None
     return thinking, message.content or "", answer.usage.completion_tokens
@@ -76,7 +75,7 @@ def test_thoughts_go_back_into_the_template(client: OpenAI) -> None:
 @pytest.mark.parametrize(("field", "limit"), [("thinking_budget", 30), ("reasoning_effort", 256)])
 def test_a_budget_closes_the_block(client: OpenAI, field: str, limit: int) -> None:
     thinking, _, _ = ask(client, "Long?", **{field: "minimal" if limit == 256 else limit})
-    assert thinking == ("so " * 200)[:limit].rstrip()
+    assert thinking == ("so " * 90)[:limit].rstrip()
     assert ask(client, "Why?", **{field: "high" if limit == 256 else 1000})[0] == THOUGHT
 
 

@@ -32,7 +32,7 @@ def records() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def says() -> dict[str, str]:
-    """The script: whatever is asked, the next answer is what stands under ""."""
+    """The script: the next answer to every question is the text under ""."""
     return {"": ""}
 
 

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.api.helpers import DEADLINE, raw
+from tests.api.helpers import DEADLINE, raw, side_by_side
 from tests.api.test_tools import CALL, ROME
 from tests.support import RunningServer
 
@@ -25,7 +25,7 @@ SCRIPT = {
     "Both?": f"I ask both.\n{CALL}\n{CLOCK_CALL}",
     "Broken?": 'I try. <tool_call>\n{"name": "weather", "arguments": {"city": ]}\n</tool_call>',
     "Why?": f"<think>\n{THOUGHT}\n</think>\n\nBecause.",
-    "Long?": f"<think>{'so ' * 200}</think>Yes.",
+    "Long?": f"<think>{'so ' * 90}</think>Yes.",
     "<think>\n\n</think>": "At once.",
     "Time?": '<tool_call>\n{"name": "time__now", "arguments": {}}\n</tool_call>',
     "noon": "It is noon.",
@@ -108,13 +108,15 @@ def test_events_announce_grow_and_end_each_item(
     server: RunningServer, client: OpenAI, text: str, items: list[str], last: str
 ) -> None:
     body = question(text, max_output_tokens=150)
-    received = raw_events(server, body)
+    received, whole_response = side_by_side(
+        lambda: raw_events(server, body), lambda: client.responses.with_raw_response.create(**body).text
+    )
     assert kinds(received) == ["created", "in_progress", *items, last]
     response = received[-1]["response"]
     done = [event for event in received if event["type"] == "response.output_item.done"]
     assert [event["item"] for event in done] == response["output"]
     assert [event["output_index"] for event in done] == list(range(len(done)))
-    assert same(response) == same(json.loads(client.responses.with_raw_response.create(**body).text))
+    assert same(response) == same(json.loads(whole_response))
     for index, item in enumerate(response["output"]):
         pieces = [e["delta"] for e in received if e.get("output_index") == index and "delta" in e]
         whole = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
@@ -264,7 +266,7 @@ def test_usage_tells_thinking_and_what_was_cached(client: OpenAI) -> None:
 
 def test_effort_limits_or_forbids_thinking(client: OpenAI) -> None:
     short = client.responses.create(**question("Long?", tools=[], reasoning={"effort": "minimal", "summary": "auto"}))
-    assert short.output[0].content[0].text == ("so " * 200)[:256].rstrip()  # type: ignore[union-attr, index]
+    assert short.output[0].content[0].text == ("so " * 90)[:256].rstrip()  # type: ignore[union-attr, index]
     assert (short.reasoning.effort, short.reasoning.summary) == ("minimal", "auto")  # type: ignore[union-attr]
     none = client.responses.create(**question("Why?", tools=[], reasoning={"effort": "none"}))
     assert (none.output_text, [item.type for item in none.output]) == ("At once.", ["message"])

@@ -12,6 +12,7 @@ from openai import BadRequestError, OpenAI, pydantic_function_tool
 from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel
 
+from tests.api.helpers import side_by_side
 from tests.api.test_structured_output import CITY, SCRIPT, THOUGHT  # noqa: F401  (SCRIPT is for the server)
 
 
@@ -35,12 +36,11 @@ def ask(question: str, **fields: Any) -> dict[str, Any]:
 
 def calls(client: OpenAI, body: dict[str, Any]) -> list[ResponseFunctionToolCall]:
     """Checked against the tools, and the same in a stream."""
-    response = client.responses.create(**body)
+    with client.responses.stream(**body) as stream:
+        last, response = side_by_side(stream.get_final_response, lambda: client.responses.create(**body))
     made = [item for item in response.output if item.type == "function_call"]
     for call in made:
         jsonschema.validate(json.loads(call.arguments), CITY if call.name == "weather" else {"const": {}})
-    with client.responses.stream(**body) as stream:
-        last = stream.get_final_response()
     streamed = [(item.name, item.arguments) for item in last.output if item.type == "function_call"]
     assert streamed == [(call.name, call.arguments) for call in made]
     return made

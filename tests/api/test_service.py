@@ -60,7 +60,7 @@ def test_embeddings_are_refused_by_name(demo_server: RunningServer) -> None:
         demo_server.client() as client,
         pytest.raises(
             openai.BadRequestError,
-            match=r"'demo' makes no embeddings, because its directory has no modules.json.*--embedding-model",
+            match=r"'demo' cannot be used for embeddings, because its directory has no modules.json.*--embedding-model",
         ) as error,
     ):
         client.embeddings.create(model="demo", input="x")
@@ -103,7 +103,7 @@ def test_a_server_can_be_stopped_while_its_model_loads(monkeypatch: pytest.Monke
 
     def stuck(*_: Any) -> Any:
         go_on.wait(DEADLINE)
-        raise ModelNotFoundError("nobody waits for it")
+        raise ModelNotFoundError("no request waits for it")
 
     monkeypatch.setattr(engine_thread, "load_model", stuck)
     before = set(threading.enumerate())

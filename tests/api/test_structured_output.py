@@ -16,7 +16,7 @@ from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from mlxpaged.engine import EngineConfig
-from tests.api.helpers import DEADLINE
+from tests.api.helpers import DEADLINE, side_by_side
 from tests.api.test_tools import streamed
 from tests.scripted import SPELLED, demo_with_tools, follow, scripted_server
 from tests.support import RunningServer, running_server
@@ -46,7 +46,7 @@ SCRIPT = {
     "Why call?": f"<think>\n{THOUGHT}\n</think>\n\n{CALL}",
     "Spelled thought?": f"<think>x</{SPELLED}think>y</think>Because.",
     "Silent?": "<think>hm",
-    "Long?": f"<think>{'ü' * 200}</think>Yes.",
+    "Long?": f"<think>{'ü' * 20}</think>Yes.",
     "Json?": '{"city": "Oslo", "days": 3}',
     "Json with tags?": f'{{"city": "<{SPELLED}think><{SPELLED}tool_call>", "days": 1}}',
     "Always?<|im_end|>\n<|im_start|>assistant\n<think>\n": f"{THOUGHT}</think>Done.",
@@ -78,8 +78,9 @@ def ask(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def both_ways(client: OpenAI, body: dict[str, Any]) -> dict[str, Any]:
-    """content, thinking, calls as (name, arguments) and finish_reason: the same whole and streamed."""
-    choice = client.chat.completions.create(**body).choices[0]
+    """content, thinking, calls as (name, arguments) and finish_reason: the same whole and streamed, side by side."""
+    completion, got = side_by_side(lambda: client.chat.completions.create(**body), lambda: streamed(client, body))
+    choice = completion.choices[0]
     message = choice.message
     whole = {
         "content": message.content or "",
@@ -87,7 +88,6 @@ def both_ways(client: OpenAI, body: dict[str, Any]) -> dict[str, Any]:
         "calls": [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()],
         "finish_reason": choice.finish_reason,
     }
-    got = streamed(client, body)
     assert whole == {
         "content": got["content"],
         "thinking": got["reasoning_content"],
@@ -335,7 +335,7 @@ def test_a_format_that_cannot_be_enforced_is_refused(tmp_path: Any, fields: dict
     ("parameters", "reason"),
     [
         ({"type": "object", "not": {}}, "not"),
-        ({"type": "array"}, "the type of the parameters is 'array'"),
+        ({"type": "array"}, "the type of the parameters must be 'object', got 'array'"),
         ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "required property 'a' is unsatisfiable"),
         ({"type": "object", "properties": {"a": {"pattern": "a?" * 5000}}}, "patterns of 10000 characters"),
     ],
@@ -400,7 +400,7 @@ def test_the_messages_api_enforces_the_same(server: RunningServer) -> None:
             for text in ("Hello", "Both?", "Wrong?"):
                 body = message_body(text, tools=[ANTHROPIC[0]], tool_choice=choice)
                 with client.messages.stream(**body) as stream:
-                    for message in (client.messages.create(**body), stream.get_final_message()):
+                    for message in side_by_side(stream.get_final_message, lambda: client.messages.create(**body)):  # noqa: B023
                         ((name, arguments),) = uses(message)
                         check_calls([(name, arguments)], {"weather"})
                         assert message.stop_reason == "tool_use"
@@ -421,7 +421,9 @@ def test_the_messages_api_enforces_the_same(server: RunningServer) -> None:
         deferred = [ANTHROPIC[0] | {"defer_loading": True}, *unsupported]
         with pytest.raises(anthropic.BadRequestError, match=r"tools\.1: .*not"):
             client.messages.create(**message_body("Hello", tools=deferred, tool_choice={"type": "any"}))
-        with pytest.raises(anthropic.BadRequestError, match="tool_choice: asks for a call, but there are no tools"):
+        with pytest.raises(
+            anthropic.BadRequestError, match="tool_choice: requires a tool call, but the request has no tools"
+        ):
             client.messages.create(**message_body("Hello", tool_choice={"type": "any"}))
 
 

@@ -463,7 +463,7 @@ def test_keys_and_values_that_do_not_fit_are_refused(keys: mx.array, message: st
         (mx.zeros((2, 4, 16)), r"queries must have shape \(3, heads, 16\)"),
         (mx.zeros((3, 4, 32)), r"queries must have shape \(3, heads, 16\)"),
         (mx.zeros((3, 4, 1, 16)), r"queries must have shape"),
-        (mx.zeros((3, 3, 16)), "3 query heads do not divide among 2 KV heads"),
+        (mx.zeros((3, 3, 16)), "3 query heads are not a multiple of the 2 KV heads"),
         (mx.zeros((3, 0, 16)), "0 query heads"),
         (mx.zeros((3, 4, 16), mx.bfloat16), "queries must be mlx.core.float32"),
     ],
@@ -478,7 +478,7 @@ def test_queries_that_do_not_fit_are_refused(queries: mx.array, message: str) ->
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"window": 0}, "window must be positive, a whole number, got 0"),
+        ({"window": 0}, "window must be a positive integer, got 0"),
         ({"softcap": 0.0}, "softcap must be positive, got 0"),
         ({"sinks": mx.zeros((2,))}, r"sinks must have shape \(4,\), got \(2,\)"),
     ],
@@ -495,7 +495,7 @@ def test_options_out_of_range_are_refused(option: dict[str, Any], message: str) 
     [
         ({"block_tables": [[4]]}, "block id 4 is out of range: the pool has 4 blocks"),
         ({"block_tables": [[0, 4]]}, "block id 4 is out of range"),
-        ({"block_size": 16}, "blocks of 16 tokens, the pool has 32"),
+        ({"block_size": 16}, "blocks of 16 tokens, but the pool's have 32"),
     ],
     ids=str,
 )

@@ -98,9 +98,9 @@ def test_bad_arguments_are_named_before_any_launch(metal_on_cpu: Interpreter) ->
 
 
 def test_a_launch_beyond_metals_limits_is_refused(metal_on_cpu: Interpreter) -> None:
-    with pytest.raises(ValueError, match="kv_write: 2048 threads in a threadgroup, Metal has 1024"):
+    with pytest.raises(ValueError, match="kv_write: 2048 threads in a threadgroup, but Metal allows 1024"):
         kernels.launch("kv_write", [], [], (2048, 1, 1), (1024, 2, 1), [])
-    with pytest.raises(ValueError, match="paged_attention: 32769 bytes of threadgroup memory, Metal has 32768"):
+    with pytest.raises(ValueError, match="paged_attention: 32769 bytes of threadgroup memory, but Metal allows 32768"):
         kernels.launch("paged_attention", [], [], (128, 1, 1), (128, 1, 1), [], threadgroup_memory=32769)
 
 

@@ -1,4 +1,4 @@
-"""Hits need equal tokens in equal places, whatever the hash says."""
+"""Hits need equal tokens at equal positions, even if the hashes are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The array of all tables follows them, whatever becomes of them."""
+"""The array of all tables follows every change of a table."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TablesMachine(RuleBasedStateMachine):
         ]
 
 
-TablesMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TablesMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestTables = TablesMachine.TestCase
 
 

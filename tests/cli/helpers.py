@@ -25,6 +25,15 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
 @dataclass
+class Result:
+    """What a command in this process came to."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+@dataclass
 class Command:
     """A running `mlxpaged`; its output goes to files, so that it never waits for a reader."""
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mlxpaged.cli.bench.figures import comparison_figures, sweep_figures
 from mlxpaged.cli.bench.load import Answer, Load, Pass, make_prompts
 from mlxpaged.engine import EngineConfig
 from mlxpaged.engine.model_runner import ModelRunner
-from tests.cli.helpers import DEADLINE, environment, mlxpaged
+from tests.cli.helpers import DEADLINE, Result, environment, mlxpaged
 from tests.support import make_tiny_model
 
 QUICK = ("--prompts", "6", "--prompt-tokens", "5,20,70", "--max-tokens", "6", "--runs", "2")
@@ -107,10 +107,12 @@ def test_the_figures_fit_each_other_in_the_table_and_in_the_file(tmp_path: Path)
     ]
 
 
-def test_by_default_five_short_five_medium_and_five_long_prompts_are_measured(tmp_path: Path) -> None:
+def test_by_default_five_short_five_medium_and_five_long_prompts_are_measured(
+    run: Callable[..., Result],
+) -> None:
     """With --json -, standard output has the figures and nothing else."""
-    with mlxpaged(tmp_path, "bench", "--runs", "1", "--max-tokens", "3", "--json", "-") as bench:
-        assert bench.wait_end() == 0, bench.stderr
+    bench = run("bench", "--runs", "1", "--max-tokens", "3", "--json", "-")
+    assert bench.status == 0, bench.stderr
     comparison = json.loads(bench.stdout)["comparison"]
     assert (comparison["prompts"], comparison["prompt_tokens"]) == (15, [32, 128, 512])
     assert_load(comparison["single"], 1, prompts=15, prompt_tokens=5 * (32 + 128 + 512), max_tokens=3)
@@ -131,11 +133,11 @@ def test_by_default_five_short_five_medium_and_five_long_prompts_are_measured(tm
     ids=str,
 )
 def test_defaults_fit_the_flags_that_are_given(
-    tmp_path: Path, flags: tuple[str, ...], prompts: int, concurrency: list[int]
+    run: Callable[..., Result], flags: tuple[str, ...], prompts: int, concurrency: list[int]
 ) -> None:
     short = ("--prompt-tokens", "5", "--max-tokens", "2", "--runs", "1", "--json", "-")
-    with mlxpaged(tmp_path, "bench", "--model", "demo", *flags, *short, *SMALL_POOL) as bench:
-        assert bench.wait_end() == 0, bench.stderr
+    bench = run("bench", "--model", "demo", *flags, *short, *SMALL_POOL)
+    assert bench.status == 0, bench.stderr
     comparison = json.loads(bench.stdout)["comparison"]
     assert comparison["prompts"] == prompts
     assert [load["concurrency"] for load in (comparison["single"], *comparison["batched"])] == concurrency
@@ -148,24 +150,26 @@ def test_no_prompt_begins_as_another_does() -> None:
     assert all(0 <= token < 300 for prompt in prompts for token in prompt)
 
 
-def test_long_prompts_are_clipped_to_the_models_context(tmp_path: Path) -> None:
+def test_long_prompts_are_clipped_to_the_models_context(
+    tmp_path: Path, run: Callable[..., Result], caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_tiny_model(tmp_path / "model", "llama", max_position_embeddings=100)
-    with mlxpaged(tmp_path / "run", "bench", str(model), "--runs", "1", "--max-tokens", "8", "--json", "-") as bench:
-        assert bench.wait_end() == 0, bench.stderr
+    bench = run("bench", str(model), "--runs", "1", "--max-tokens", "8", "--json", "-")
+    assert bench.status == 0, bench.stderr
     assert json.loads(bench.stdout)["comparison"]["prompt_tokens"] == [32, 92, 92]
-    assert "clipped to the room there is" in bench.stderr
-    with mlxpaged(tmp_path / "run", "bench", str(model), "--max-tokens", "69") as bench:
-        assert bench.wait_end() == 1
+    assert "shortened to fit" in bench.stderr
+    bench = run("bench", str(model), "--max-tokens", "69")
+    assert bench.status == 1
     message = "no room for a prompt of 32 tokens and an answer of 69 (--max-tokens): its context length is 100 tokens"
     assert message in bench.stderr
-    assert "Traceback" not in bench.stderr
+    assert "Traceback" not in bench.stderr + caplog.text
     assert bench.stdout == ""
 
 
-def test_a_batch_that_does_not_fit_the_pool_shows_preemptions(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_fit_the_pool_shows_preemptions(run: Callable[..., Result]) -> None:
     flags = ("--prompts", "4", "--prompt-tokens", "60", "--max-tokens", "40", "--runs", "1", "--concurrency", "4")
-    with mlxpaged(tmp_path, "bench", *flags, "--kv-cache-memory", "590KB", "--json", "-") as bench:
-        assert bench.wait_end() == 0, bench.stderr
+    bench = run("bench", *flags, "--kv-cache-memory", "590KB", "--json", "-")
+    assert bench.status == 0, bench.stderr
     found = json.loads(bench.stdout)
     assert found["engine"]["num_blocks"] == 9
     [batched] = found["comparison"]["batched"]
@@ -174,10 +178,12 @@ def test_a_batch_that_does_not_fit_the_pool_shows_preemptions(tmp_path: Path) ->
     assert re.search(rf"preemptions +0 +{batched['preemptions']}\n", bench.stderr)
 
 
-def test_the_sweep_measures_prefill_and_decoding_at_growing_contexts(tmp_path: Path) -> None:
+def test_the_sweep_measures_prefill_and_decoding_at_growing_contexts(
+    tmp_path: Path, run: Callable[..., Result]
+) -> None:
     flags = ("--context-sweep", "--max-context", "300", "--max-tokens", "5", "--runs", "2", *SMALL_POOL)
-    with mlxpaged(tmp_path, "bench", *flags, "--json", str(tmp_path / "figures.json")) as bench:
-        assert bench.wait_end() == 0, bench.stderr
+    bench = run("bench", *flags, "--json", str(tmp_path / "figures.json"))
+    assert bench.status == 0, bench.stderr
     found = json.loads((tmp_path / "figures.json").read_text())
     assert found["comparison"] is None
     assert [one["context"] for one in found["context_sweep"]] == [128, 256, 300]
@@ -198,10 +204,10 @@ def test_the_sweep_measures_prefill_and_decoding_at_growing_contexts(tmp_path: P
     assert [row[-1] for row in rows] == [f"{cost:.2f}" for cost in costs]
 
 
-def test_the_sweep_ends_where_the_pool_does(tmp_path: Path) -> None:
+def test_the_sweep_ends_where_the_pool_does(run: Callable[..., Result]) -> None:
     flags = ("--context-sweep", "--max-tokens", "5", "--runs", "1", "--kv-cache-memory", "700KB", "--json", "-")
-    with mlxpaged(tmp_path, "bench", *flags) as bench:
-        assert bench.wait_end() == 0, bench.stderr
+    bench = run("bench", *flags)
+    assert bench.status == 0, bench.stderr
     found = json.loads(bench.stdout)
     longest = found["engine"]["num_blocks"] * 32 + 1 - 5
     assert [one["context"] for one in found["context_sweep"]] == [128, 256, longest]
@@ -224,7 +230,7 @@ def test_an_interrupt_shows_what_was_measured_until_then(tmp_path: Path, target:
         assert load["output_tokens"] >= 6 * load["answers"]
         assert load["output_tokens_per_second"] == pytest.approx(load["output_tokens"] / load["seconds"])
     table = bench.stderr if target == "-" else bench.stdout
-    assert table.index("what was measured until then:") < table.index("speed-up")
+    assert table.index("results until then:") < table.index("speed-up")
 
 
 def test_an_interrupt_while_the_model_loads_ends_the_command(tmp_path: Path) -> None:
@@ -291,23 +297,23 @@ def test_no_such_model_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["--concurrency", "two"], "--concurrency"),
         (
             ["--concurrency", "16", "--prompts", "15"],
-            "16 is more than there are prompts: --prompts is 15",
+            "--concurrency is 16, but --prompts is only 15",
         ),
-        (["--concurrency", "2,33", "--prompts", "40"], "--max-num-seqs is 32"),
-        (["--no-batching", "--concurrency", "8"], "--max-num-seqs is 1"),
+        (["--concurrency", "2,33", "--prompts", "40"], "--concurrency is 33, but --max-num-seqs is only 32"),
+        (["--no-batching", "--concurrency", "8"], "--concurrency is 8, but --max-num-seqs is only 1"),
         (["one", "--model", "two"], "--model"),
         (["--prompts", "0"], "--prompts"),
         (["--prompt-tokens", "32,-1"], "--prompt-tokens"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--runs", "0"], "--runs"),
         (["--max-context", "500"], "--max-context needs --context-sweep"),
-        (["--context-sweep", "--concurrency", "2"], "--concurrency has no place beside --context-sweep"),
-        (["--context-sweep", "--prompts", "2"], "--prompts has no place beside --context-sweep"),
-        (["--context-sweep", "--prompt-tokens", "2"], "--prompt-tokens has no place beside --context-sweep"),
+        (["--context-sweep", "--concurrency", "2"], "--concurrency cannot be combined with --context-sweep"),
+        (["--context-sweep", "--prompts", "2"], "--prompts cannot be combined with --context-sweep"),
+        (["--context-sweep", "--prompt-tokens", "2"], "--prompt-tokens cannot be combined with --context-sweep"),
         (["--json", "/no/such/directory/figures.json"], "--json"),
         (["--json", "/"], "--json"),
         (["--block-size", "24"], "--block-size"),
-        (["--retune", "--attention-backend", "gather"], "for the metal backend"),
+        (["--retune", "--attention-backend", "gather"], "only with the metal backend"),
         (["--port", "80"], "--port"),
         (["demo", "demo"], "demo"),
     ],
@@ -349,7 +355,7 @@ def test_the_engine_has_the_flags_of_serve(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_engine_that_fails_ends_with_status_1_and_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, run: Callable[..., Result]
 ) -> None:
     """The device works for about three runs, and then never again. The process ends as it is: MLX may need the
     interpreter for longer than Python knows of its thread."""
@@ -364,14 +370,10 @@ def test_an_engine_that_fails_ends_with_status_1_and_what_was_measured(
         return forward(self, *args)
 
     monkeypatch.setattr(ModelRunner, "forward", failing_forward)
-    monkeypatch.setattr(command, "set_up", lambda level: None)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as end:
-        main(["bench", *QUICK, "--runs", "50", "--concurrency", "2", *SMALL_POOL])
-    assert end.value.code == 1
-    streams = capsys.readouterr()
-    assert "the device is on fire" in streams.err
-    assert "output tokens/s" in streams.out
+    bench = run("bench", *QUICK, "--runs", "50", "--concurrency", "2", *SMALL_POOL)
+    assert bench.status == 1
+    assert "the device is on fire" in bench.stderr
+    assert "output tokens/s" in bench.stdout
 
 
 def answer(prompt_tokens: int, submitted: float, *token_times: float, complete: bool = True) -> Answer:

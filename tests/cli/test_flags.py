@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +187,13 @@ def test_the_embedding_models_name_can_be_a_variable_too(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--served-embedding-model-name", "b"], "is the name of an embedding_model (--embedding-model)"),
+        (
+            ["--served-embedding-model-name", "b"],
+            "served_embedding_model_name needs embedding_model (--embedding-model)",
+        ),
         (["--embedding-model", "demo"], "two models cannot both be named 'demo'"),
-        (["none", "--embedding-model", "a"], "--embedding-model is loaded beside a MODEL"),
-        (["none", "--swap-space", "1GB"], "--swap-space is for the requests of a MODEL, and there is none"),
+        (["none", "--embedding-model", "a"], "--embedding-model needs a MODEL"),
+        (["none", "--swap-space", "1GB"], "--swap-space needs a MODEL; it cannot be used with 'none'"),
         (["--embedding-max-model-len", "0"], "--embedding-max-model-len"),
     ],
 )
@@ -222,7 +227,7 @@ def test_a_swap_directory_without_a_size_is_refused(
     with pytest.raises(SystemExit) as end:
         main(["serve", "--swap-dir", str(tmp_path), *size])
     assert end.value.code == 2
-    assert "swap_dir is the place of a swap space: it needs swap_space_bytes (--swap-space)" in capsys.readouterr().err
+    assert "swap_dir needs swap_space_bytes (--swap-space)" in capsys.readouterr().err
     assert "config" not in started
 
 
@@ -294,11 +299,11 @@ BAD = [
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        (["--retune", "--attention-tuning=paged:512"], "retune measures for attention_tuning auto"),
-        (["--retune", "--attention-tuning=default"], "retune measures for attention_tuning auto"),
-        (["--retune", "--attention-backend=gather"], "for the metal backend"),
-        (["--retune", "--attention-backend=cpu"], "not for attention_backend cpu"),
-        (["--attention-tuning=contiguous", "--attention-backend=gather"], "for the metal backend"),
+        (["--retune", "--attention-tuning=paged:512"], "retune works only with attention_tuning auto"),
+        (["--retune", "--attention-tuning=default"], "retune works only with attention_tuning auto"),
+        (["--retune", "--attention-backend=gather"], "only with the metal backend"),
+        (["--retune", "--attention-backend=cpu"], "not with attention_backend cpu"),
+        (["--attention-tuning=contiguous", "--attention-backend=gather"], "only with the metal backend"),
     ],
 )
 def test_tuning_flags_that_would_do_nothing_are_refused(
@@ -366,6 +371,14 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"mlxpaged {__version__}\n"
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_what_needs_no_model_does_not_import_the_engine(flag: str) -> None:
+    code = f"import sys; from mlxpaged.cli import main\ntry: main([{flag!r}])\nfinally: print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert "mlxpaged.cli" in result.stdout.split()
+    assert not {"mlx.core", "transformers", "mlxpaged.engine", "pydantic"} & set(result.stdout.split())
 
 
 def test_help_lists_every_flag_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mlxpaged.cli import serve
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.models.loader import DEMO_PATH
-from tests.cli.helpers import DEADLINE, Command, hub, mlxpaged, question, serving
+from tests.cli.helpers import DEADLINE, Command, Result, hub, mlxpaged, question, serving
 from tests.support import make_embedding_model, wait_until
 
 
@@ -70,7 +70,7 @@ def test_the_banner_describes_the_server_and_its_curl_line_works(tmp_path: Path)
         # The variable counts in a real process too: with no queue, seven requests at most.
         body = {"prompt": ["a"] * 8, "max_tokens": 1}
         response = httpx.post(f"{command.url}/v1/completions", json=body, timeout=DEADLINE, trust_env=False)
-        assert "exceed the 7 that this server takes" in response.json()["error"]["message"]
+        assert "exceed the limit of 7" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -100,7 +100,7 @@ def test_a_signal_lets_running_requests_finish_and_ends_with_status_0(tmp_path: 
     with serving(tmp_path, "--drain-timeout", "60") as command:
         with running_stream(command, 400) as events:
             command.process.send_signal(number)
-            command.wait_logged("HTTP takes no new requests")
+            command.wait_logged("no new requests")
             assert refused(command.url), "what the log says is so when it is said"
             assert "drained" not in command.stderr, "the stream ended before new connections were refused"
             *chunks, done = list(events)
@@ -109,10 +109,10 @@ def test_a_signal_lets_running_requests_finish_and_ends_with_status_0(tmp_path: 
         assert command.wait_end() == 0
         assert in_order(
             command.stderr,
-            f"{number.name}: HTTP",
+            f"{number.name}: no new requests",
             "drained",
             "HTTP closed",
-            "scheduler closed",
+            "engine stopped",
             "engine thread stopped",
         )
         assert "Traceback" not in command.stderr
@@ -126,7 +126,7 @@ def test_the_drain_limit_ends_what_still_runs_with_an_error(tmp_path: Path) -> N
             received = list(events)
         assert "shutting down" in received[-1]["error"]["message"]
         assert command.wait_end() == 0
-        assert in_order(command.stderr, "they are ended", "HTTP closed", "scheduler closed", "engine thread stopped")
+        assert in_order(command.stderr, "are ended now", "HTTP closed", "engine stopped", "engine thread stopped")
         assert "Traceback" not in command.stderr
 
 
@@ -134,7 +134,7 @@ def test_a_second_signal_does_not_wait_for_running_requests(tmp_path: Path) -> N
     with serving(tmp_path, "--drain-timeout", "600") as command:
         with running_stream(command, 3900) as events:
             command.process.send_signal(signal.SIGINT)
-            command.wait_logged("HTTP takes no new requests")
+            command.wait_logged("no new requests")
             command.process.send_signal(signal.SIGINT)
             assert command.wait_end() == 0
             with contextlib.suppress(httpx.HTTPError):
@@ -187,23 +187,22 @@ def test_events_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options[0] > 0
 
 
-def test_a_port_in_use_is_said_in_a_sentence(tmp_path: Path) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        mlxpaged(tmp_path, "serve", "--port", str(taken.getsockname()[1])) as command,
-    ):
-        assert command.wait_end() == 1
-        assert f"cannot listen on 127.0.0.1:{taken.getsockname()[1]}" in command.stderr
-        assert "Traceback" not in command.stderr
-        assert command.stdout == ""
+def test_a_port_in_use_is_said_in_a_sentence(run: Callable[..., Result]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "--port", str(port))
+    assert result.status == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
 
 
-def test_a_directory_without_a_model_is_said_in_a_sentence(tmp_path: Path) -> None:
-    with mlxpaged(tmp_path / "run", "serve", "--port", "0", str(tmp_path / "nothing")) as command:
-        assert command.wait_end() == 1
-        [sentence] = [line for line in command.stderr.splitlines() if line.startswith("mlxpaged: ")]
-        assert str(tmp_path / "nothing") in sentence
-        assert command.stdout == ""
+def test_a_directory_without_a_model_is_said_in_a_sentence(tmp_path: Path, run: Callable[..., Result]) -> None:
+    result = run("serve", "--port", "0", str(tmp_path / "nothing"))
+    assert result.status == 1
+    [sentence] = [line for line in result.stderr.splitlines() if line.startswith("mlxpaged: ")]
+    assert str(tmp_path / "nothing") in sentence
+    assert result.stdout == ""
 
 
 def test_a_mistyped_model_shows_no_traceback(tmp_path: Path) -> None:

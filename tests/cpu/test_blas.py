@@ -60,7 +60,7 @@ def test_who_lacks_openblas_is_told_how_to_get_it() -> None:
 
 @needs_openblas
 def test_if_mlx_was_imported_first_the_hint_says_so() -> None:
-    assert described("import mlx.core").startswith(f"{REFERENCE}; mlx was imported before mlxpaged")
+    assert described("import mlx.core").startswith(f"{REFERENCE}; import mlxpaged before mlx")
 
 
 @needs_openblas

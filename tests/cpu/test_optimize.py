@@ -29,7 +29,7 @@ def tiny(width: int = 8) -> Module:
 
 @pytest.fixture(autouse=True)
 def unrouted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As mlx-lm has it, whatever model was loaded before."""
+    """As mlx-lm has it, even if another model was loaded before."""
     monkeypatch.setattr(mlx_lm.models.llama, "swiglu", swiglu_of_mlx_lm)
 
 

@@ -1,4 +1,4 @@
-"""The event loop's side of the engine: every output reaches its stream, whatever its observer does."""
+"""The event loop's side of the engine: every output reaches its stream, even if the observer raises."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mlxpaged.engine import EngineConfig
     ("settings", "message"),
     [
         ({"swap_space_bytes": -1}, "swap_space_bytes must not be negative, got -1"),
-        ({"swap_dir": Path("/")}, "swap_dir is the place of a swap space: it needs swap_space_bytes"),
+        ({"swap_dir": Path("/")}, "swap_dir needs swap_space_bytes"),
     ],
 )
 def test_a_swap_space_that_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:

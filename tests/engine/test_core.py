@@ -30,7 +30,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"], autouse=True)
 def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a step is started before the one before it has ended, whatever the backend."""
+    """Whether a step is started before the one before it has ended, on every backend."""
     monkeypatch.setattr(ModelRunner, "overlaps", request.param)
     return bool(request.param)
 

@@ -55,7 +55,7 @@ def finish(core: EngineCore, clock: Clock, cancel_at: dict[int, str] | None = No
     while core.has_work():
         step += 1
         clock.now += 1
-        cancelled = core.cancel([(cancel_at or {}).get(step, "nobody")])[1]
+        cancelled = core.cancel([(cancel_at or {}).get(step, "unknown")])[1]
         for output in cancelled + core.expire() + (core.step() if core.has_work() else []):
             outputs.setdefault(output.request_id, []).append(output)
     assert core.scheduler.pool.usage().used == 0

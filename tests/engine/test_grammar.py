@@ -1,4 +1,4 @@
-"""Constraints in the engine: the matcher stays with the booked tokens, whatever becomes of a step."""
+"""Constraints in the engine: the matcher stays with the booked tokens, also if a step is dropped or fails."""
 
 from __future__ import annotations
 

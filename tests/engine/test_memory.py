@@ -63,13 +63,13 @@ def test_the_operators_size_decides_however_many_blocks_that_is() -> None:
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_a_size_below_one_block_is_refused_with_both_figures() -> None:
-    with pytest.raises(MemoryError, match=r"--kv-cache-memory is 1\.0 MB, and one block takes 2\.0 MB"):
+    with pytest.raises(MemoryError, match=r"--kv-cache-memory is 1\.0 MB, but one block takes 2\.0 MB"):
         kv_blocks(2_000_000, 1_000_000, blocks_per_sequence=1, max_num_seqs=10)
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_a_size_above_the_free_memory_is_refused_with_both_figures() -> None:
-    with pytest.raises(MemoryError, match=r"--kv-cache-memory is 10\.0 GB, and 0\.0 GB are free"):
+    with pytest.raises(MemoryError, match=r"--kv-cache-memory is 10\.0 GB, but only 0\.0 GB are free"):
         kv_blocks(1000, 10_000_000_000, blocks_per_sequence=1, max_num_seqs=10)
 
 
@@ -126,7 +126,7 @@ def test_without_memory_left_the_error_says_how_much_there_is() -> None:
 def test_what_is_reserved_for_embeddings_is_not_taken(tmp_path: Path) -> None:
     """The weights of their model are loaded by then, so that the memory that is free is free of them."""
     assert kv_blocks(1000, None, 10**4, 10**5, reserved_bytes=4_000_000) == 2550
-    with pytest.raises(MemoryError, match=r"--kv-cache-memory is 0\.0 GB, and 0\.0 GB are free"):
+    with pytest.raises(MemoryError, match=r"--kv-cache-memory is 0\.0 GB, but only 0\.0 GB are free"):
         kv_blocks(1000, 7_000_000, 10**4, 10**5, reserved_bytes=4_000_000)
     served = load_model("demo")
     model = load_embedding_model(str(make_embedding_model(tmp_path / "m")), None, 8192)
@@ -144,7 +144,7 @@ def test_this_machine_has_memory_to_give() -> None:
 def test_the_swap_space_has_as_many_slots_as_fit() -> None:
     assert swap_slots(1000, 5999) == 5
     assert swap_slots(1000, 1000) == 1
-    with pytest.raises(MemoryError, match=r"--swap-space is 1\.0 MB, and one KV block takes 2\.0 MB"):
+    with pytest.raises(MemoryError, match=r"--swap-space is 1\.0 MB, but one KV block takes 2\.0 MB"):
         swap_slots(2_000_000, 1_000_000)
 
 

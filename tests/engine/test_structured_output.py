@@ -1,4 +1,4 @@
-"""Whole answers held to a form: thinking under a budget, then text or calls, whatever becomes of the steps."""
+"""Whole answers held to a form: thinking under a budget, then text or calls, also if steps are dropped or fail."""
 
 from __future__ import annotations
 

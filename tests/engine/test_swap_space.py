@@ -280,7 +280,7 @@ def test_more_memory_than_is_free_is_refused_with_both_figures(
     layers: list[LayerKVCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swap_space, "system_free_memory", lambda: 10_000_000)
-    with pytest.raises(MemoryError, match=r"--swap-space takes 12\.3 MB, and 10\.0 MB of memory are free"):
+    with pytest.raises(MemoryError, match=r"--swap-space takes 12\.3 MB, but only 10\.0 MB of memory are free"):
         SwapSpace(layers, 1000)
     SwapSpace(layers, 800).close()
 
@@ -354,7 +354,7 @@ def test_a_directory_without_room_is_refused_with_path_and_size(
     layers: list[LayerKVCache], tmp_path: Path, reserving: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000_000))
-    with pytest.raises(SwapSpaceError, match=rf"swap file of 12\.3 MB in {tmp_path}: 10\.0 MB are free"):
+    with pytest.raises(SwapSpaceError, match=rf"swap file of 12\.3 MB in {tmp_path}: only 10\.0 MB are free"):
         SwapSpace(layers, 1000, tmp_path)
     SwapSpace(layers, 800, tmp_path).close()
 

@@ -88,7 +88,7 @@ def default_cache() -> Path:
     path = Path(tempfile.gettempdir()) / f"metal_on_cpu-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if path.stat().st_uid != os.getuid():
-        raise PermissionError(f"{path} belongs to someone else; set METAL_ON_CPU_CACHE")
+        raise PermissionError(f"{path} belongs to another user; set METAL_ON_CPU_CACHE")
     return path
 
 

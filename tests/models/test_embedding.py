@@ -54,18 +54,18 @@ def edited(name: str, **fields: Any) -> Callable[[Path], None]:
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no modules": (lambda path: (path / "modules.json").unlink(), "has no modules.json"),
     "broken": (lambda path: (path / "modules.json").write_text("{"), "modules.json in .*/ cannot be read"),
-    "an object": (lambda path: (path / "modules.json").write_text('{"a": 1}'), "modules.json is no list of modules"),
+    "an object": (lambda path: (path / "modules.json").write_text('{"a": 1}'), "modules.json is not a list of modules"),
     "no pooling": (lambda path: (path / "1_Pooling" / "config.json").unlink(), "config.json in 1_Pooling/ cannot be"),
     "first token": (
         edited("1_Pooling/config.json", pooling_mode_cls_token=True, pooling_mode_lasttoken=False),
-        "its pooling is cls_token; those that make sense for a causal decoder are lasttoken, mean, weightedmean",
+        "its pooling is cls_token; only one of lasttoken, mean, weightedmean",
     ),
-    "two": (edited("1_Pooling/config.json", pooling_mode_mean_tokens=True), "is mean and lasttoken; .* one at a time"),
+    "two": (edited("1_Pooling/config.json", pooling_mode_mean_tokens=True), "is mean and lasttoken; only one of"),
     "none": (edited("1_Pooling/config.json", pooling_mode_lasttoken=False), "its pooling is nothing"),
-    "bidirectional": (edited("config.json", is_causal=False), "attend to later ones"),
-    "Gemma": (edited("config.json", use_bidirectional_attention=True), "attend to later ones"),
+    "bidirectional": (edited("config.json", is_causal=False), "attend to later tokens"),
+    "Gemma": (edited("config.json", use_bidirectional_attention=True), "attend to later tokens"),
     "own code": (edited("config.json", auto_map={"AutoModel": "m.M"}), "code of its own"),
-    "lower case": (edited("sentence_bert_config.json", do_lower_case=True), "asks for lower case"),
+    "lower case": (edited("sentence_bert_config.json", do_lower_case=True), "asks for lower-case text"),
     "unknown architecture": (edited("config.json", model_type="bert"), "cannot be loaded: .*bert not supported"),
 }
 
@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_what_is_not_computed_here_is_refused_with_the_reason(tmp_path: Path, case: str) -> None:
     change, message = REFUSED[case]
     change(path := make_embedding_model(tmp_path / "m"))
-    with pytest.raises(UnsupportedModelError, match=f"^{path} makes no embeddings here: .*{message}"):
+    with pytest.raises(UnsupportedModelError, match=f"^{path} cannot be used for embeddings: .*{message}"):
         load_embedding_model(str(path), None, LONGEST)
 
 

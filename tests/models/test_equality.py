@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -264,9 +265,14 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def variant(directory: Path) -> Callable[[str], Case]:
+    return functools.cache(lambda name: Case(VARIANTS[name](directory / name.replace(" / ", " by "))))
+
+
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_gets_the_tokens_of_mlx_lm_in_every_way(name: str, directory: Path) -> None:
-    case = Case(VARIANTS[name](directory / name.replace(" / ", " by ")))
+def test_a_variant_gets_the_tokens_of_mlx_lm_in_every_way(name: str, variant: Callable[[str], Case]) -> None:
+    case = variant(name)
     assert case.margin > CLEAR_MARGIN
     assert_same_everywhere(case)
 
@@ -274,8 +280,8 @@ def test_a_variant_gets_the_tokens_of_mlx_lm_in_every_way(name: str, directory: 
 @on_cpu
 @pytest.mark.usefixtures("many_streams")
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "bit" in name or "tied" in name])
-def test_on_several_streams_a_variant_gets_the_tokens_of_mlx_lm(name: str, tmp_path: Path) -> None:
-    assert_same_on_streams(Case(VARIANTS[name](tmp_path / "m")))
+def test_on_several_streams_a_variant_gets_the_tokens_of_mlx_lm(name: str, variant: Callable[[str], Case]) -> None:
+    assert_same_on_streams(variant(name))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float16, 0.02), (mx.bfloat16, 0.15)], ids=str)

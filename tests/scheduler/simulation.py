@@ -152,7 +152,7 @@ class Simulation:
         for seq in known:
             if seq.num_preemptions > preemptions[seq.sequence_id]:
                 gained = any(other.order < orders[seq.sequence_id] or other in starving for other in gainers)
-                assert gained, f"{seq} was preempted in vain"
+                assert gained, f"{seq} was preempted, but no earlier or starving sequence ran instead"
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({seq.sequence_id for seq in served}) == len(served)
         self.check_books()

@@ -479,7 +479,7 @@ def test_several_decode_together_in_a_separate_step() -> None:
         ({"prefill_mode": "both"}, "prefill_mode must be one of mixed, separate, got 'both'"),
         ({"decode_preference": 1.0}, "decode_preference must be at least 0 and below 1"),
         ({"decode_preference": -0.1}, "decode_preference must be at least 0 and below 1"),
-        ({"prefill_mode": "separate", "decode_preference": 0.0}, "would never decode"),
+        ({"prefill_mode": "separate", "decode_preference": 0.0}, "nothing would decode"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
     ],
 )

@@ -85,9 +85,9 @@ def test_log_lines_carry_priority_and_effective_value(caplog: pytest.LogCaptureF
         simulation.add(sequence(2, 4, priority=HIGH, arrival_time=12.5))
         simulation.step()
     messages = [record.getMessage() for record in caplog.records]
-    assert "admitted sequence 1: priority LOW, effective 0.75, 12.5 s old, preemption 0" in messages
-    assert "preempted sequence 1: priority LOW, effective 0.75, 12.5 s old, preemption 1" in messages
-    assert "admitted sequence 2: priority HIGH, effective 0.00, 0.0 s old, preemption 0" in messages
+    assert "admitted sequence 1: priority LOW, effective 0.75, 12.5 s old, preempted 0 times" in messages
+    assert "preempted sequence 1: priority LOW, effective 0.75, 12.5 s old, preempted 1 times" in messages
+    assert "admitted sequence 2: priority HIGH, effective 0.00, 0.0 s old, preempted 0 times" in messages
 
 
 # -- preemption for a higher class -----------------------------------------------------------------------------------
@@ -286,7 +286,10 @@ def test_a_blocked_sequence_runs_in_step_65_its_victim_is_queued_again_and_the_p
     assert victim.status is (SequenceStatus.SWAPPED if num_swap_slots else SequenceStatus.PREEMPTED)
     assert list(simulation.scheduler.waiting) == [victim]
     assert simulation.scheduler.stats().starvation_admissions_total == 1
-    assert any("made room for sequence 2" in record.getMessage() for record in caplog.records)
+    assert any(
+        "preempted sequences for sequence 2, which reached the starvation bound" in record.getMessage()
+        for record in caplog.records
+    )
     assert large.skipped_steps == 0
     simulation.run()
     assert simulation.ended == {1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
@@ -296,7 +299,7 @@ def test_a_blocked_sequence_runs_in_step_65_its_victim_is_queued_again_and_the_p
 
 @pytest.mark.parametrize("decode_preference", [0.01, 0.5, 0.9])
 def test_steps_that_only_decode_are_skipped_steps_too(decode_preference: float) -> None:
-    """Whatever the share of decoding, room is made as many steps after a waiting sequence found none."""
+    """The share of decoding does not change after how many steps without room a waiting sequence is admitted."""
     options = {"prefill_mode": "separate", "decode_preference": decode_preference}
     scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=256, **options)
     simulation = Simulation(scheduler)

@@ -1,4 +1,4 @@
-"""Whatever clients do: the books balance, no sequence reads foreign KV or waits forever, and each ends once.
+"""For any requests: the books balance, no sequence reads foreign KV or waits forever, and each ends once.
 
 MLXPAGED_LONG=1 runs the same machine for minutes (`make test-scheduler`).
 """
@@ -185,7 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=20_000 if LONG else 600,
+    max_examples=20_000 if LONG else 300,
     stateful_step_count=60 if LONG else 40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

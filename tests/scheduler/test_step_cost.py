@@ -295,5 +295,5 @@ def test_between_steps_that_decode_one_with_prompts_keeps_to_the_limit_too() -> 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan])
 def test_a_limit_that_is_none_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match="max_step_seconds must not be negative"):
+    with pytest.raises(ValueError, match="max_step_seconds must be at least 0 and finite"):
         SchedulerConfig(num_blocks=8, max_step_seconds=seconds)

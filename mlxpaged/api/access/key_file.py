@@ -64,7 +64,7 @@ class KeyEntry(BaseModel):
     @model_validator(mode="after")
     def _a_tier_may_ask_for_itself(self) -> KeyEntry:
         if self.max_priority is not None and TIERS.index(self.max_priority) > TIERS.index(self.tier):
-            raise ValueError(f"max_priority {self.max_priority} is below the tier, {self.tier}")
+            raise ValueError(f"max_priority {self.max_priority} must not be lower than tier {self.tier}")
         return self
 
     def matches(self, presented: str) -> bool:

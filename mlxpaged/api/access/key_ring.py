@@ -53,7 +53,7 @@ class KeyRing:
         try:
             self._load()
         except KeyFileError as error:
-            logger.error("%s; the API keys stay as they were", error)
+            logger.error("%s; the API keys that were loaded before stay in use", error)
 
     def _load(self) -> None:
         content, state = read(self._path)

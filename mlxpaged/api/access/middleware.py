@@ -48,16 +48,16 @@ class Origins:
     def _check(self, scope: Scope) -> None:
         size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["path"])
         if size + len(scope["query_string"]) > MAX_HEADER_BYTES or len(scope["headers"]) > MAX_HEADERS:
-            limit = f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES // 1024} KiB of them"
+            limit = f"more than {MAX_HEADERS} headers, or more than {MAX_HEADER_BYTES // 1024} KiB of headers and URL"
             raise ApiError(431, f"the request has {limit}", param="headers", code="headers_too_large")
         headers = Headers(scope=scope)
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._knows(host):  # HTTP 1.0 has none, and no browser speaks it
-            message = f"this server is not known as {host!r}; --allowed-host names the hosts that it is"
+            message = f"the Host header names {host!r}, which is not allowed; add it with --allowed-host"
             raise ApiError(403, message, "permission_error", "Host", "host_not_allowed")
         if origin is None or origin in self._origins or "*" in self._origins or netloc(origin) == (host or "").lower():
             return
-        message = f"pages from {origin!r} may not use this server; --cors-origin names those that may"
+        message = f"pages from {origin!r} may not use this server; allow them with --cors-origin"
         raise ApiError(403, message, "permission_error", "Origin", "origin_not_allowed")
 
     def _knows(self, host: str) -> bool:
@@ -92,7 +92,7 @@ class RequestLimit:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             return await self._app(scope, receive, send)
         if self._in_flight >= self._limit:
-            message = f"the server is answering {self._in_flight} requests, as many as --max-connections lets it"
+            message = f"the server is answering {self._in_flight} requests, the limit that --max-connections sets"
             raise ApiError(503, message, "server_error", code="too_many_connections", headers=RETRY)
         self._in_flight += 1
         try:
@@ -133,9 +133,9 @@ def identify(keys: KeyRing, headers: Headers) -> Caller:
         if caller is not None:
             return caller
     if any(presented):
-        message, code, challenge = "the API key is not known here", "invalid_api_key", ', error="invalid_token"'
+        message, code, challenge = "this server does not know the API key", "invalid_api_key", ', error="invalid_token"'
     else:
-        message = "this server needs an API key, as Authorization: Bearer KEY or x-api-key: KEY"
+        message = "this server needs an API key; send it as Authorization: Bearer KEY or x-api-key: KEY"
         code, challenge = "missing_api_key", ""
     headers_of_answer = {"WWW-Authenticate": f'Bearer realm="mlxpaged"{challenge}'}
     raise ApiError(401, message, "authentication_error", code=code, headers=headers_of_answer)

@@ -47,7 +47,7 @@ def check_lines(path: Path, endpoint: str) -> tuple[list[LinePlace], list[LineEr
             try:
                 custom_id = check_line(text, endpoint)
                 if custom_id in places:
-                    raise bad_parameter("custom_id", "an earlier line has the same", "duplicate_custom_id")
+                    raise bad_parameter("custom_id", "an earlier line has the same custom_id", "duplicate_custom_id")
                 if len(places) == MAX_REQUESTS:
                     raise ApiError(400, f"the file has more than {MAX_REQUESTS} requests", code="too_many_requests")
                 places[custom_id] = LinePlace(custom_id, start, len(text))
@@ -64,7 +64,7 @@ def check_lines(path: Path, endpoint: str) -> tuple[list[LinePlace], list[LineEr
 def check_line(text: bytes, endpoint: str) -> str:
     """Returns the line's custom id. Raises ApiError if the line is no request to `endpoint`."""
     if len(text) > MAX_LINE_BYTES:
-        raise ApiError(400, f"a request may have {MAX_LINE_BYTES // 1024**2} MiB", code="line_too_long")
+        raise ApiError(400, f"the line is longer than {MAX_LINE_BYTES // 1024**2} MiB", code="line_too_long")
     try:
         line = validate(from_json(text), InputLine)
     except ValueError:
@@ -72,7 +72,7 @@ def check_line(text: bytes, endpoint: str) -> str:
     except ApiError as error:  # a batch has one code for all of them
         raise ApiError(400, error.message, param=error.param) from None
     if line.url != endpoint:
-        raise bad_parameter("url", f"the batch is for {endpoint}", "mismatched_url")
+        raise bad_parameter("url", f"must be {endpoint}, the endpoint of the batch", "mismatched_url")
     return line.custom_id
 
 

@@ -52,7 +52,7 @@ class FileList(PageQuery):
 def store_of(request: Request) -> Store:
     store: Store | None = request.app.state.store
     if store is None:
-        raise ApiError(400, "this server keeps no files: start it with --data-dir", code="no_data_dir")
+        raise ApiError(400, "files and batches are off: start the server with --data-dir", code="no_data_dir")
     return store
 
 
@@ -89,7 +89,7 @@ async def read_form(request: Request) -> FormData:
     try:
         form = await MultiPartParser(request.headers, pieces(request, MAX_FILE_BYTES), max_files=1).parse()
     except MultiPartException as error:
-        raise ApiError(400, f"the body is not a form of one file: {error.message}", code="invalid_form") from None
+        raise ApiError(400, f"the body is not a form with one file: {error.message}", code="invalid_form") from None
     unknown = next((name for name in form if name not in FileUpload.model_fields), None)
     if unknown is not None:
         await form.close()
@@ -117,7 +117,7 @@ async def delete_file(request: Request) -> Response:
     store = store_of(request)
     record = find(store.files, request, "file")
     if any(batch.unfinished and batch.input_file_id == record.id for batch in list(store.batches.values())):
-        message = f"file {record.id} is the input of an unfinished batch"
+        message = f"file {record.id} is the input of an unfinished batch and cannot be deleted"
         raise ApiError(409, message, param="file_id", code="file_in_use")
     await asyncio.to_thread(store.delete_file, record.id)
     return JSONResponse({"id": record.id, "object": "file", "deleted": True})
@@ -157,7 +157,8 @@ async def get_batch(request: Request) -> Response:
 async def cancel_batch(request: Request) -> Response:
     batch = find(store_of(request).batches, request, "batch")
     if not batch.unfinished:
-        raise ApiError(409, f"batch {batch.id} is {batch.status}", param="batch_id", code="batch_finished")
+        message = f"batch {batch.id} is {batch.status} and cannot be cancelled"
+        raise ApiError(409, message, param="batch_id", code="batch_finished")
     await runner_of(request).cancel(batch)
     return JSONResponse(batch.shown())
 

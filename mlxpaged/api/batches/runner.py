@@ -188,10 +188,11 @@ class BatchRunner:
         if body.stream:
             raise bad_parameter("stream", "must be false in a batch")
         if body.service_tier == "priority":
-            raise bad_parameter("service_tier", "is 'flex' in a batch")
+            raise bad_parameter("service_tier", "must not be 'priority' in a batch; its requests run as 'flex'")
         limit = self._engine.config.max_num_seqs
-        if num_sequences(body) > limit:
-            raise bad_parameter(body.multiplier or "prompt", f"a request of a batch may ask for {limit} answers")
+        if (count := num_sequences(body)) > limit:
+            message = f"asks for {count} answers; the limit of a batch's request is {limit} (--max-num-seqs)"
+            raise bad_parameter(body.multiplier or "prompt", message)
         window = float(max(1, batch.expires_at - now()))  # instead of the default timeouts of interactive requests
         update: dict[str, Any] = {
             "service_tier": "flex",

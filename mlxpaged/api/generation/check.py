@@ -28,17 +28,17 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
         return request
     if request.params.thinking_budget is not None and request.params.logprobs is not None:
         raise request.refusal(
-            "logprobs", "cannot be had with a limit on the thinking: the token that ends it is not sampled"
+            "logprobs", "cannot be combined with a limit on thinking: the token that ends the thinking is not sampled"
         )
     if len(chat.messages) > MAX_LIST:
-        raise request.refusal("messages", f"make {len(chat.messages)} messages; the limit is {MAX_LIST}")
+        raise request.refusal("messages", f"are {len(chat.messages)} after conversion; the limit is {MAX_LIST}")
     if len(chat.tools) > MAX_TOOLS:
-        raise request.refusal("tools", f"are {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
+        raise request.refusal("tools", f"contain {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
     tools, choice = {tool.name for tool in chat.tools}, chat.tool_choice
     if len(tools) < len(chat.tools):
-        raise request.refusal("tools", "two of them have the same name")
+        raise request.refusal("tools", "two functions have the same name")
     if choice.mode == "required" and not tools:
-        raise request.refusal("tool_choice", "asks for a call, but there are no tools")
+        raise request.refusal("tool_choice", "requires a tool call, but the request has no tools")
     for wanted in (*([] if choice.named is None else [choice.named]), *(choice.allowed or ())):
         if wanted not in tools:
             raise request.refusal("tool_choice", f"no tool has the name {wanted!r}")
@@ -51,18 +51,18 @@ def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> 
     for variable in chat.chat_template_kwargs:
         param = f"{name('chat_template_kwargs')}.{variable}"
         if variable in RENDERING_OPTIONS:
-            raise bad_parameter(param, "is not a variable of a chat template")
+            raise bad_parameter(param, "is an option of the renderer, not a variable of the chat template")
         if not tokenizer.template_reads(variable):
             raise bad_parameter(param, "this model's chat template has no such variable")
     if chat.needs_thinking and not tokenizer.tags.think_start:
-        raise request.refusal("thinking", "this model does not think, as far as its vocabulary shows")
+        raise request.refusal("thinking", "this model does not think: its vocabulary has no thinking tags")
     if any(message.get("tool_calls") for message in chat.messages) and not tokenizer.template_reads("tool_calls"):
         raise request.refusal("messages", "this model's chat template does not show tool_calls to the model")
     if chat.offered_tools:
         if not tokenizer.template_reads("tools"):
             raise request.refusal("tools", "this model's chat template does not show tools to the model")
         if tokenizer.tags.tools is None:
-            message = "how this model writes its calls is not known; --tool-parser can tell the server"
+            message = "the format of this model's tool calls is not known; start the server with --tool-parser"
             raise request.refusal("tools", message)
 
 
@@ -74,10 +74,10 @@ def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) ->
     switchable = info.tokenizer.template_reads("enable_thinking")
     if not chat.enable_thinking:
         if not switchable:
-            message = "this model's chat template has no enable_thinking to keep it from thinking"
+            message = "thinking cannot be turned off: this model's chat template has no enable_thinking"
             raise request.refusal("thinking", message)
         if chat.chat_template_kwargs.get("enable_thinking"):
-            raise request.refusal("thinking", "is 'none', but chat_template_kwargs has enable_thinking")
+            raise request.refusal("thinking", "is 'none', but chat_template_kwargs.enable_thinking is true")
     return {"enable_thinking": chat.enable_thinking} if switchable else {}
 
 
@@ -102,4 +102,4 @@ def check_token_ids(request: GenerationRequest, param: str, prompts: Sequence[Se
         if ids and max(ids) >= info.vocab_size:
             raise bad_parameter(name, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size} tokens")
     if not all(prompts):
-        raise bad_parameter(param, "a prompt without tokens cannot be continued")
+        raise bad_parameter(param, "a prompt must have at least one token")

@@ -62,7 +62,7 @@ def priority_of(request: GenerationRequest, caller: Caller | None, default: Prio
         return Priority.LOW, "flex"
     if request.service_tier == "priority":
         if (default if caller is None else caller.highest) is not Priority.HIGH:
-            message = "'priority' is not open to this caller; 'auto', 'default' and 'flex' are"
+            message = "'priority' is not allowed for this caller; use 'auto', 'default' or 'flex'"
             raise request.refusal("service_tier", message, code="service_tier_not_allowed")
         return Priority.HIGH, "priority"
     return default if caller is None else caller.default, "default"

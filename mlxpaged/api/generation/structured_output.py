@@ -36,7 +36,7 @@ def structured_output(
     if tools and tags.tools is not None:
         if tags.tools.name not in AROUND_ARGUMENTS:
             known = " and ".join(AROUND_ARGUMENTS)
-            message = f"calls in this model's format, {tags.tools.name}, cannot be enforced; those in {known} can"
+            message = f"tool calls in this model's format, {tags.tools.name}, cannot be enforced; only {known} can"
             raise bad_parameter(param, message)
         calls = tuple(
             call_form(tags.tools, tool, enforced=required or bool(tool.strict))
@@ -60,7 +60,7 @@ def call_form(form: ToolFormat, tool: Tool, enforced: bool) -> ToolCallForm:
     schema = NO_ARGUMENTS if tool.parameters is None else tool.parameters
     given = schema.get("type", "object")
     if enforced and given != "object":
-        raise bad_parameter(tool.param, f"arguments are an object; the type of the parameters is {given!r}")
+        raise bad_parameter(tool.param, f"the type of the parameters must be 'object', got {given!r}")
     schema = {**schema, "type": "object"} if enforced else {"type": "object"}
     arguments = Constraint("json_schema", json.dumps(schema), tool.param)
     return ToolCallForm(before.format(tool.name), arguments, after + form.end)

@@ -92,11 +92,11 @@ def embedding_model(server: Server, info: EngineInfo, name: str | None) -> Embed
     if name not in (None, info.model):
         raise model_not_found(name or "", server.model_names)
     if model is not None:
-        message = f"{info.model!r} generates text; {model.name!r} makes embeddings"
+        message = f"{info.model!r} generates text; use {model.name!r} for embeddings"
     else:
         message = (
-            f"{info.model!r} makes no embeddings, because {info.no_embeddings_because}; `mlxpaged serve "
-            "--embedding-model` loads a model that does beside it"
+            f"{info.model!r} cannot be used for embeddings, because {info.no_embeddings_because}; start the server "
+            "with --embedding-model to load a second model for them"
         )
     raise bad_parameter("model", message, code="embeddings_not_supported")
 
@@ -109,12 +109,10 @@ def check_dimensions(model: EmbeddingModel, asked: int | None) -> int:
         return asked
     sizes = model.spec.matryoshka
     if isinstance(sizes, bool):
-        known = f"at most {model.dimensions}" if sizes else f"{model.dimensions}: its config.json states no other"
+        known = f"at most {model.dimensions}" if sizes else f"{model.dimensions} (its config.json names no other size)"
     else:
         known = " or ".join(map(str, sorted({*sizes, model.dimensions})))
-    raise bad_parameter(
-        "dimensions", f"the embeddings of {model.name!r} can have {known}", code="unsupported_dimensions"
-    )
+    raise bad_parameter("dimensions", f"must be {known} for {model.name!r}", code="unsupported_dimensions")
 
 
 async def tokens_of(server: Server, model: EmbeddingModel, inputs: list[str] | list[list[int]]) -> list[list[int]]:
@@ -148,7 +146,7 @@ def check_tokens(model: EmbeddingModel, inputs: Sequence[Sequence[int]]) -> None
     for index, tokens in enumerate(inputs):
         check_length(model, index, len(tokens))
         if not tokens:
-            raise bad_parameter("input", f"number {index} has no tokens")
+            raise bad_parameter("input", f"the input at index {index} has no tokens")
         if max(tokens) >= model.vocab_size:
             message = f"token id {max(tokens)} is not in the vocabulary of {model.vocab_size} tokens"
             raise bad_parameter("input", message)
@@ -156,8 +154,8 @@ def check_tokens(model: EmbeddingModel, inputs: Sequence[Sequence[int]]) -> None
 
 def check_length(model: EmbeddingModel, index: int, num_tokens: int, about: str = "") -> None:
     if num_tokens > model.max_tokens:
-        limit = f"{model.name!r} takes {model.max_tokens} (--embedding-max-model-len, as far as its context goes)"
-        message = f"number {index} has {about}{num_tokens} tokens; {limit}"
+        limit = f"the limit of {model.name!r} is {model.max_tokens} (--embedding-max-model-len or its context length)"
+        message = f"the input at index {index} has {about}{num_tokens} tokens; {limit}"
         raise bad_parameter("input", message, code="context_length_exceeded")
 
 

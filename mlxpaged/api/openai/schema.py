@@ -121,11 +121,11 @@ class Message(Body):
     @model_validator(mode="after")
     def _fields_fit_role(self) -> Message:
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
-            raise ValueError("only the assistant has tool_calls and reasoning_content")
+            raise ValueError("only messages of the role 'assistant' may have tool_calls or reasoning_content")
         if self.content is None and not self.tool_calls:
             raise ValueError("content: Field required")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("a message of the role 'tool' has a tool_call_id, and no other one has")
+            raise ValueError("tool_call_id is required in messages of the role 'tool' and not allowed in others")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -174,9 +174,9 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise bad_parameter("top_logprobs", "needs logprobs to be true")
         if self.thinking_budget is not None and self.reasoning_effort is not None:
-            raise bad_parameter("thinking_budget", "and reasoning_effort both limit the thinking; give one of them")
+            raise bad_parameter("thinking_budget", "cannot be combined with reasoning_effort; give one of them")
         if self.continue_final_message and self.add_generation_prompt:
-            raise bad_parameter("add_generation_prompt", "would end the message that continue_final_message continues")
+            raise bad_parameter("add_generation_prompt", "cannot be combined with continue_final_message")
         called: set[str] = set()
         for i, message in enumerate(self.messages):
             called.update(call.id for call in message.tool_calls or ())
@@ -198,7 +198,7 @@ def texts_or_tokens(field: str, most: int, value: Any) -> list[str] | list[list[
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise bad_parameter(field, "must be a string, a list of strings, token ids, or a list of lists of them")
+        raise bad_parameter(field, "must be a string, a list of strings, a list of token ids, or a list of such lists")
     if len(value) > most:
         raise bad_parameter(field, f"has {len(value)} {field}s; the limit is {most}")
     for i, each in enumerate(value):
@@ -236,11 +236,11 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
-            raise bad_parameter("echo", "cannot be combined with logprobs: the prompt's are not computed")
+            raise bad_parameter("echo", "cannot be combined with logprobs: those of the prompt are not computed")
         if self.num_candidates < (self.n or 1):
             raise bad_parameter("best_of", f"must be at least n, which is {self.n}")
         if self.num_candidates > (self.n or 1) and self.stream:
-            raise bad_parameter("best_of", "must be n in a stream: the best are known only at the end")
+            raise bad_parameter("best_of", "must equal n if stream is true: the best answers are known only at the end")
         return self
 
     @property

@@ -35,7 +35,6 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         usage="%(prog)s [MODEL] [flags]",
-        help="measure how fast this machine serves a model",
         description="Answer the same prompts one at a time and several at a time, and compare; or, with "
         "--context-sweep, measure prefill and decoding at growing contexts. Runs in this process, with the engine that "
         "serves, without HTTP. Each flag can also be set as the environment variable in brackets.",
@@ -46,7 +45,7 @@ def add_parser(commands: Any) -> None:
     several = "requests at a time, for example 2,4,8,16; one at a time is always measured, too"
     load.value("--concurrency", positive_ints, None, several, f"{plans.CONCURRENCY}, at most --prompts")
     load.value("--prompts", positive_int, None, "number of prompts", f"{plans.PROMPTS}, at least --concurrency")
-    lengths = "lengths of the prompts, in turn; clipped to the context"
+    lengths = "lengths of the prompts in tokens, used in turn; limited to the context"
     load.value("--prompt-tokens", positive_ints, None, lengths, ",".join(map(str, plans.PROMPT_TOKENS)))
     load.value("--max-tokens", positive_int, 128, "tokens of every answer")
     load.value("--runs", positive_int, 3, "number of repetitions")
@@ -131,7 +130,7 @@ class Bench:
             else:
                 with self._console.capture() as rendered:  # the console itself would ignore a broken pipe
                     self._console.print(figures)
-                until = "what was measured until then:\n" if interrupted else ""
+                until = "results until then:\n" if interrupted else ""
                 print(until + rendered.get(), end="", file=self._console.file, flush=True)
             if target is not None:
                 output = f"--json {target}"

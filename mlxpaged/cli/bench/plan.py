@@ -56,15 +56,15 @@ def complete_flags(args: argparse.Namespace, max_num_seqs: int) -> None:
     effect."""
     for name in ("concurrency", "prompts", "prompt_tokens") if args.context_sweep else ("max_context",):
         if getattr(args, name) is not None:
-            needs = "has no place beside" if args.context_sweep else "needs"
+            needs = "cannot be combined with" if args.context_sweep else "needs"
             raise ValueError(f"--{name.replace('_', '-')} {needs} --context-sweep")
     args.concurrency = args.concurrency or (min(CONCURRENCY, args.prompts or PROMPTS, max_num_seqs),)
     args.prompts = args.prompts or max(PROMPTS, *args.concurrency)
     most = max(args.concurrency)
     if most > max_num_seqs:
-        raise ValueError(f"--concurrency {most} is more than run at once: --max-num-seqs is {max_num_seqs}")
+        raise ValueError(f"--concurrency is {most}, but --max-num-seqs is only {max_num_seqs}")
     if most > args.prompts:
-        raise ValueError(f"--concurrency {most} is more than there are prompts: --prompts is {args.prompts}")
+        raise ValueError(f"--concurrency is {most}, but --prompts is only {args.prompts}")
 
 
 def make_plan(args: argparse.Namespace, info: EngineInfo) -> Plan:
@@ -84,7 +84,7 @@ def make_plan(args: argparse.Namespace, info: EngineInfo) -> Plan:
     kinds = tuple(min(length, room) for length in wanted)
     lengths = list(itertools.islice(itertools.cycle(kinds), args.prompts))
     counts = ", ".join(f"{count} of {length}" for length, count in Counter(lengths).items())
-    clipped = "" if kinds == wanted else ", clipped to the room there is"
+    clipped = "" if kinds == wanted else ", shortened to fit"
     levels = (1, *(number for number in args.concurrency if number > 1))
     loads = [Load(at_a_time(level), level, lengths) for level in levels]
     warm_up = [Load("", max(levels), lengths), Load("", 1, lengths[: len(kinds)])]

@@ -89,7 +89,7 @@ static int find_code(struct dl_phdr_info *object, size_t size, void *unused) {
 static unsigned char signal_stack[64 << 10];
 #define SIGNALS 4
 
-/* The time limit must interrupt this thread, whichever it is, even in a loop without loads. */
+/* The time limit must interrupt this very thread, even in a loop without loads. */
 static int start_timer(timer_t *timer, uint32_t seconds) {
   struct sigevent event = {.sigev_notify = SIGEV_THREAD_ID, .sigev_signo = SIGRTMIN + 3};
   const struct itimerspec limit = {.it_value.tv_sec = seconds};

@@ -208,7 +208,7 @@ static void in_array(uint64_t p, uint32_t n, int store, uint64_t atomic) {
 
 void mc_access(uint64_t p, uint32_t n, int store, uint64_t atomic) {
   if (p - arena >= arena_bytes) {
-    /* The thread's own stack, and constant tables in the code (which nobody can store to). */
+    /* The thread's own stack, and constant tables in the code (which are read-only). */
     if (p - (uint64_t)(uintptr_t)mc_self->stack < MC_STACK_BYTES - MC_PAGE) return;
     if (!store && p >= mc_now->code_begin && p < mc_now->code_end) return;
     outside(p, n, store);

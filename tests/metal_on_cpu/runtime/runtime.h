@@ -97,7 +97,7 @@ extern mc_launch *mc_now;
 extern uint32_t mc_groups[3];   /* threadgroups per grid */
 extern uint64_t mc_accessed_at; /* return address of the last load or store */
 _Noreturn void mc_fail(int error, const char *where, int64_t index, const char *format, ...);
-/* Notes the error and goes on: a load of what nobody stored yet may turn out to be one half of a race. */
+/* Notes the error and goes on: a load of data that was not stored yet may turn out to be one half of a race. */
 void mc_note(int error, const char *where, int64_t index, const char *format, ...);
 void mc_describe_group(uint32_t serial, char *out, size_t size);
 

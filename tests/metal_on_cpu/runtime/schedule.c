@@ -245,7 +245,7 @@ void mc_attribute(int which, uint32_t out[3]) {
 /* ---- a threadgroup ---- */
 
 static void report_stuck(void) {
-  /* Nobody can run and some have not ended: some wait where others will not come. */
+  /* No thread can run and some have not ended: they wait for threads that will not come. */
   for (uint32_t i = 0; i < thread_count; i++) {
     if (fibers[i].state != MC_WAITING) continue;
     const mc_fiber *a = &fibers[i], *b = NULL;

@@ -2,7 +2,7 @@
  *
  * A stamp says which thread touched the cell and how many barriers its threadgroup and its simdgroup had passed.
  * Two accesses of one threadgroup are ordered if a threadgroup_barrier lies between, or, inside a simdgroup, any
- * barrier; accesses of different threadgroups are never ordered. So a race is found whatever the schedule was. */
+ * barrier; accesses of different threadgroups are never ordered. So the schedule does not decide whether a race is found. */
 #ifndef MC_SHADOW_H
 #define MC_SHADOW_H
 
@@ -63,7 +63,7 @@ enum conflict { NONE, WITH_STORE, WITH_LOAD };
 
 static inline enum conflict touch(cell *c, uint64_t now, int store) {
   if (!store) {
-    if (c->loaded == now) return NONE; /* whoever stored since would have met this load */
+    if (c->loaded == now) return NONE; /* a later store would have found this load */
     if (c->stored && !ordered(c->stored, now) && !(c->stored & now & ATOMIC)) return WITH_STORE;
     c->loaded = join(c->loaded, now);
     return NONE;

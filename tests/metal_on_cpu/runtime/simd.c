@@ -18,7 +18,7 @@ static const char *const names[] = {
   "simd_broadcast", "simd_broadcast_first", "simd_ballot", "simdgroup_multiply_accumulate", "simdgroup_load or _store",
 };
 
-/* The reduction of a full simdgroup is a tree, so that its rounding is nobody's favourite order. */
+/* The reduction of a full simdgroup is a tree, so that its rounding differs from a sum in order. */
 #define DEFINE_REDUCTION(T, suffix, BITWISE) \
   static T combine_##suffix(int op, T a, T b) { \
     switch (op) { \

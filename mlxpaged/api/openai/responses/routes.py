@@ -16,7 +16,7 @@ from mlxpaged.api.generation.prompt import count_tokens
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.responses.renderer import ResponseRenderer
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, Item, ItemList, ItemReference, ResponseRequest
-from mlxpaged.api.openai.responses.store import ResponseStore, StoredResponse
+from mlxpaged.api.openai.responses.store import MAX_RESPONSES, ResponseStore, StoredResponse
 from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import HEADER
@@ -33,7 +33,7 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     store = store_of(request)
     given = request.headers.get(HEADER, "")
     if given in store.responses:
-        raise DuplicateRequestError(f"a response with the id {given} is stored")
+        raise DuplicateRequestError(f"a stored response already has the id {given}")
     earlier, items = whole_conversation(request, body)
     answers = await start(request, lambda: translate(body, [*earlier, *items]), "resp")
 
@@ -57,7 +57,7 @@ def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequ
     if response_id is not None:
         found = store_of(request).responses.get(response_id)
         if found is None or not may_use(request, found.owner):
-            message = f"there is no response {response_id!r}; the server keeps the newest ones that are stored"
+            message = f"there is no stored response {response_id!r}; at most the newest {MAX_RESPONSES} are kept"
             raise bad_parameter("previous_response_id", message, code="previous_response_not_found")
         earlier = found.conversation
     items = [referred(request, i, item) for i, item in enumerate(body.items)]
@@ -89,7 +89,7 @@ async def delete(request: Request) -> Response:
 async def cancel(request: Request) -> Response:
     """Refuses every call: OpenAI's API cancels only responses that are made in the background."""
     response_id = request.path_params["response_id"]
-    message = f"no response is made in the background here; DELETE /v1/requests/{response_id} ends one that is made now"
+    message = f"no response runs in the background; DELETE /v1/requests/{response_id} ends one that is still running"
     raise bad_parameter("response_id", message, code="not_cancellable")
 
 

@@ -104,7 +104,7 @@ class ReasoningItem(StoredItem):
     @model_validator(mode="after")
     def _thoughts_can_be_read(self) -> ReasoningItem:
         if self.encrypted_content is not None and not self.content:
-            raise ValueError("encrypted_content: another server made it; without content there is nothing to read")
+            raise ValueError("encrypted_content: this server cannot decrypt it; send the thinking as content")
         return self
 
     @property
@@ -187,7 +187,7 @@ class ResponseRequest(RequestFields, InputTokensRequest):
     @model_validator(mode="after")
     def _fields_agree(self) -> ResponseRequest:
         if self.top_logprobs and not self.wants_logprobs:
-            raise bad_parameter("top_logprobs", f"needs include to have {LOGPROBS!r}")
+            raise bad_parameter("top_logprobs", f"needs {LOGPROBS!r} in include")
         return self
 
     @property

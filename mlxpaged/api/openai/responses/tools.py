@@ -72,7 +72,7 @@ def check_kinds(tools: Any) -> Any:
     accepted = callable_here | {"web_search"} if callable_here & set(map(str, kinds)) else callable_here
     for i, kind in enumerate(kinds):
         if isinstance(kind, str) and kind not in accepted:
-            raise bad_parameter(f"tools.{i}.type", f"{kind!r} is no tool of this server, which has none of its own")
+            raise bad_parameter(f"tools.{i}.type", f"{kind!r} tools are not supported; the server runs no tools itself")
     return tools
 
 
