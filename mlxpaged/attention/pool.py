@@ -24,9 +24,10 @@ class KVPool(Protocol):
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Keys, values and tokens. Evaluating them waits for all reads and writes that the pool has launched."""
+        """Keys, values unless the layout is latent, and tokens. Evaluating them waits for all reads and writes that the
+        pool has launched."""
 
-    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None: ...
+    def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None: ...
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array: ...
 
