@@ -1,6 +1,6 @@
 // Attention of query tiles over a paged context. A tile is one token of a decoding sequence, or a few of a prompt
-// chunk, with the query heads that share a KV head. Causal, with optional window, softcap and sinks; online softmax in
-// float32.
+// chunk, with the query heads that share a KV head. Causal, with optional window (or if CHUNKED, keys from the last
+// multiple of `window` on), softcap and sinks; online softmax in float32.
 //
 // A threadgroup takes one work item for one KV head, or for HEADS of its query heads if a group has more: QUERIES
 // tokens x HEADS heads = ROWS rows over a range of keys. It reads each key and each value of the range from device
@@ -128,13 +128,14 @@ for (int start = item[4]; start < key_end; start += TILE) {
     const int row = simdgroup + i * SIMDGROUPS;
     if (row < rows) {
       const int here = first_position + row / HEADS;
+      const int first_visible = CHUNKED ? here / window * window : here - window + 1;
       float weights[TILE / 32];
       float best = maxima[i];
       for (int t = 0; t < TILE / 32; t++) {
         const int key = t * 32 + lane;
         const int position = start + key;
         weights[t] = MASKED;
-        if (key < count && position <= here && position > here - window) {
+        if (key < count && position <= here && position >= first_visible) {
           weights[t] = scores[row * TILE + key] * scale;
           if (SOFTCAP) {
             weights[t] = softcap * metal::precise::tanh(weights[t] / softcap);

@@ -15,7 +15,7 @@ import numpy as np
 
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, IntArray
-from mlxpaged.attention.pool import Options
+from mlxpaged.attention.pool import Locality, Options
 
 MAX_SCORES = 2**28
 """Most scores of one call of MLX's attention for values of another size than keys and for heads larger than 256: 0.5 GB
@@ -55,9 +55,9 @@ class GatherPool:
             self._values[meta.slot_mapping] = values
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
-        key = ("gather", options.window)
+        key = ("gather", options.locality)
         if key not in meta.derived:
-            meta.derived[key] = make_groups(meta, options.window)
+            meta.derived[key] = make_groups(meta, options.locality)
         groups, order = meta.derived[key]
         outputs = []
         for group in groups:
@@ -89,7 +89,7 @@ class GatherPool:
         return mx.array(list(ids), dtype=mx.int32)[:, None] * self._block_size + mx.arange(self._block_size)
 
 
-def make_groups(meta: AttentionMetadata, window: int | None) -> tuple[list[Group], mx.array]:
+def make_groups(meta: AttentionMetadata, locality: Locality) -> tuple[list[Group], mx.array]:
     """One group for each number of query tokens, and the order that puts the groups' rows back in the step's order."""
     lens, contexts = np.asarray(meta.host_query_lens), np.asarray(meta.host_context_lens)
     starts = np.cumsum(lens) - lens
@@ -98,12 +98,10 @@ def make_groups(meta: AttentionMetadata, window: int | None) -> tuple[list[Group
         members = np.flatnonzero(lens == length)
         rows = starts[members, None] + np.arange(length)
         last = contexts[members] - 1
-        first = np.zeros_like(last) if window is None else np.maximum(0, last - length + 2 - window)
+        first = locality.first_key(last - length + 1)
         position = first[:, None] + np.arange((last - first).max() + 1)
         query = (last - length + 1)[:, None, None] + np.arange(length)[:, None]
-        mask = position[:, None] <= query
-        if window is not None:
-            mask &= position[:, None] > query - window
+        mask = (position[:, None] <= query) & (position[:, None] >= locality.first_key(query))
         position = np.minimum(position, last[:, None])
         blocks: IntArray = meta.host_block_tables[members[:, None], position // meta.block_size]
         slots = blocks * meta.block_size + position % meta.block_size

@@ -12,7 +12,7 @@ from mlxpaged.attention.gather import GatherPool
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.metal import MetalPool
-from mlxpaged.attention.pool import KVPool, Options
+from mlxpaged.attention.pool import KVPool, Locality, Options
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.cpu.kv_pool import CpuPool
@@ -125,11 +125,14 @@ class LayerKVCache:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,
+        chunk: int | None = None,
     ) -> mx.array:
         """Causal attention of the query tokens over their contexts, [T, Hq, key_size] -> [T, Hq, value_size].
 
-        window: a query sees only the last `window` keys, its own included. softcap: scores become
-        `softcap * tanh(scores / softcap)`. sinks[Hq]: one logit per head that is added to the softmax's denominator.
+        window: a query sees only the last `window` keys, its own included. chunk: a query at position p sees only keys
+        from position `p // chunk * chunk` on (Llama 4). softcap: scores become `softcap * tanh(scores / softcap)`.
+        sinks[Hq]: one logit per head that is added to the softmax's denominator.
+
         All keys of the contexts must have been written by `write` or `write_blocks` of the same backend, which may rely
         on how it left the unused slots of a block.
         """
@@ -144,15 +147,18 @@ class LayerKVCache:
             raise ValueError(f"{num_heads} query heads do not divide among {layout.num_kv_heads} KV heads")
         if queries.dtype != layout.dtype:
             raise ValueError(f"queries must be {layout.dtype}, the type of the pool, got {queries.dtype}")
-        if window is not None and (not isinstance(window, int) or window < 1):
-            raise ValueError(f"window must be positive, a whole number, got {window}")
+        for name, size in (("window", window), ("chunk", chunk)):
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name} must be positive, a whole number, got {size}")
+        if window is not None and chunk is not None:
+            raise ValueError(f"window and chunk exclude each other, got {window} and {chunk}")
         if softcap is not None and softcap <= 0:
             raise ValueError(f"softcap must be positive, got {softcap}")
         if sinks is not None and sinks.shape != (num_heads,):
             raise ValueError(f"sinks must have shape ({num_heads},), got {sinks.shape}")
         if sinks is not None and not mx.issubdtype(sinks.dtype, mx.floating):
             raise ValueError(f"sinks must be of a float type, got {sinks.dtype}")
-        return self._pool.attend(queries, meta, Options(scale, window, softcap, sinks))
+        return self._pool.attend(queries, meta, Options(scale, Locality(window, chunk), softcap, sinks))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `src` to block `dst` for every (src, dst): all reads see the pool as it was before the call."""

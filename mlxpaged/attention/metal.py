@@ -21,7 +21,7 @@ from mlxpaged.attention import kernels
 from mlxpaged.attention.gather import contiguous_attention
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.attention.pool import Options
+from mlxpaged.attention.pool import Locality, Options
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class
 
@@ -60,6 +60,7 @@ class AttentionVariant:
     partial: bool = False
     softcap: bool = False
     sinks: bool = False
+    chunked: bool = False
 
     @property
     def rows(self) -> int:
@@ -100,7 +101,7 @@ class AttentionVariant:
     @functools.cached_property
     def template(self) -> kernels.Template:
         layout = self.layout
-        names = ("group", "heads", "queries", "tile", "vec", "lanes", "partial", "softcap", "sinks")
+        names = ("group", "heads", "queries", "tile", "vec", "lanes", "partial", "softcap", "sinks", "chunked")
         types = [("T", layout.dtype), ("O", mx.float32 if self.partial else layout.dtype)]
         sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("LATENT", layout.latent)]
         counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", THREADS)]
@@ -193,9 +194,9 @@ class MetalPool:
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         tile = self._variant(queries.shape[1] // self.num_kv_heads, False).queries
-        key = ("metal", options.window, tile, id(self.tuning))  # one plan for all layers with these
+        key = ("metal", options.locality, tile, id(self.tuning))  # one plan for all layers with these
         if key not in meta.derived:
-            meta.derived[key] = self._make_plan(meta, options.window, tile)
+            meta.derived[key] = self._make_plan(meta, options.locality, tile)
         plan: Plan = meta.derived[key]
         outputs, tokens = [], []
         for part in plan.parts:
@@ -234,11 +235,12 @@ class MetalPool:
         new = [keys, keys if self.layout.latent else values]
         self._launch_blocks("block_write", [*new, blocks, self._keys, self._values, self._token], len(ids))
 
-    def _make_plan(self, meta: AttentionMetadata, window: int | None, tile: int) -> Plan:
+    def _make_plan(self, meta: AttentionMetadata, locality: Locality, tile: int) -> Plan:
         """All decoding sequences together are one shape class with one choice. Every chunk has its own choice."""
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
-        keys = np.minimum(meta.host_context_lens, NO_WINDOW if window is None else window)
+        contexts = np.asarray(meta.host_context_lens)
+        keys = contexts - locality.first_key(contexts - 1)
         decoding = np.flatnonzero(lens == 1)
         members: dict[tuple[bool, int | None], list[int]] = {}
         if decoding.size:
@@ -250,9 +252,9 @@ class MetalPool:
         parts: list[PagedPart | ContiguousPart] = []
         for (single, partition), sequences in members.items():
             if partition is None:
-                parts += [contiguous_part(meta, i, int(starts[i]), window) for i in sequences]
+                parts += [contiguous_part(meta, i, int(starts[i]), locality) for i in sequences]
             else:
-                schedule = make_schedule(meta, np.asarray(sequences), window, 1 if single else tile, partition)
+                schedule = make_schedule(meta, np.asarray(sequences), locality, 1 if single else tile, partition)
                 parts.append(PagedPart(schedule, single))
         if len(parts) == 1:
             return Plan(parts, None)
@@ -272,11 +274,12 @@ class MetalPool:
             partial,
             options.softcap is not None,
             options.sinks is not None and not partial,
+            options.locality.chunk is not None,
         )
         sinks = self._token if options.sinks is None else options.sinks.astype(mx.float32)
         dtype, size = self.layout.dtype, self.layout.value_size
         width = size + 4 if partial else size
-        window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
+        window = min(options.locality.chunk or options.locality.window or NO_WINDOW, NO_WINDOW)
         out, token = kernels.launch(
             "paged_attention",
             [
@@ -351,17 +354,18 @@ class MetalPool:
         return results
 
 
-def contiguous_part(meta: AttentionMetadata, sequence: int, first_row: int, window: int | None) -> ContiguousPart:
+def contiguous_part(meta: AttentionMetadata, sequence: int, first_row: int, locality: Locality) -> ContiguousPart:
     """Copies only the blocks with keys that at least one query token of the sequence sees."""
     query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
-    first_key = 0 if window is None else max(0, context_len - query_len + 1 - window)
-    first_block = first_key // meta.block_size
+    first_keys = locality.first_key(np.arange(context_len - query_len, context_len))
+    first_block = int(first_keys[0]) // meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
     num_keys = context_len - first_block * meta.block_size
     mask: mx.array | Literal["causal"] = "causal"
-    if window is not None:
+    first_keys -= first_block * meta.block_size
+    if first_keys[-1] > 0:
         key, query = np.arange(num_keys), np.arange(num_keys - query_len, num_keys)[:, None]
-        mask = mx.array((key <= query) & (key > query - window))
+        mask = mx.array((key <= query) & (key >= first_keys[:, None]))
     return ContiguousPart(slice(first_row, first_row + query_len), mx.array(blocks), num_keys, mask)
 
 

@@ -6,15 +6,29 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
+import numpy as np
 
-from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.metadata import AttentionMetadata, IntArray
+
+
+class Locality(NamedTuple):
+    """The keys before its own that a query sees: all, or as `LayerKVCache.attend` says. At most one is not None."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_key(self, positions: IntArray) -> IntArray:
+        """Position of the first key that a query at each of `positions` sees."""
+        if self.window is not None:
+            return np.maximum(positions - (self.window - 1), 0)
+        return np.zeros_like(positions) if self.chunk is None else positions // self.chunk * self.chunk
 
 
 class Options(NamedTuple):
     """Keyword arguments of `LayerKVCache.attend`."""
 
     scale: float
-    window: int | None
+    locality: Locality
     softcap: float | None
     sinks: mx.array | None
 

@@ -60,7 +60,8 @@ class CheckRun:
         values = None if layout.latent else self._random(tokens, layout.num_kv_heads, layout.value_size)
         self.kv.write(keys, values, meta)
         queries = self._random(tokens, shape.num_query_heads, layout.key_size)
-        return self.kv.attend(queries, meta, scale=layout.key_size**-0.5, window=shape.window, sinks=self._sinks)
+        options = {"window": shape.window, "chunk": shape.chunk, "sinks": self._sinks}
+        return self.kv.attend(queries, meta, scale=layout.key_size**-0.5, **options)
 
     def overlapped_steps(self) -> list[mx.array]:
         """Run decoding steps that are all in flight before the first one is waited for. Each must see its own writes

@@ -126,7 +126,7 @@ def reachable(bounds: tuple[int, ...], limit: int) -> list[int]:
 
 
 def visible_keys(shape: AttentionShape, limits: Limits) -> int:
-    return min(limits.context_length, shape.window or limits.context_length)
+    return min(limits.context_length, shape.window or shape.chunk or limits.context_length)
 
 
 def workload_of(shape_class: ShapeClass, shape: AttentionShape, limits: Limits) -> Workload:
@@ -170,6 +170,7 @@ def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
     queries = mx.zeros((meta.num_tokens, shape.num_query_heads, layout.key_size), layout.dtype)
     sinks = mx.zeros((shape.num_query_heads,), layout.dtype) if shape.sinks else None
     sizes = layout.key_size, layout.value_size
+    options = {"scale": layout.key_size**-0.5, "window": shape.window, "chunk": shape.chunk, "sinks": sinks}
     one_token = AttentionMetadata.build([1], workload.context_lens[:1], tables[:1], size)
 
     def run(calls: int) -> Callable[[], None]:
@@ -179,9 +180,7 @@ def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
             # attention and would run beside it.
             keys, values = (of_size(out[:1, : layout.num_kv_heads], size) for size in sizes)
             kv.write(keys, None if layout.latent else values, one_token)
-            out = kv.attend(
-                of_size(out, layout.key_size), meta, scale=layout.key_size**-0.5, window=shape.window, sinks=sinks
-            )
+            out = kv.attend(of_size(out, layout.key_size), meta, **options)
         return lambda: mx.eval(out)
 
     return run

@@ -45,9 +45,9 @@ class CpuPool:
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         heads = queries.shape[1], self._num_kv_heads
-        key = ("plan", options.window, heads)
+        key = ("plan", options.locality, heads)
         if key not in meta.derived:
-            meta.derived[key] = make_plan(meta, options.window, *heads)
+            meta.derived[key] = make_plan(meta, options.locality, *heads)
         values = self._keys if self._values is None else self._values
         kv = KV(self._keys, values, self._num_kv_heads, self._value_size)
         return attend(queries, kv, meta.derived[key], options)

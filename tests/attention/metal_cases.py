@@ -52,6 +52,7 @@ class Case:
     seed: int = 0
     value_size: int | None = None
     latent: bool = False
+    chunk: int | None = None
     kv: LayerKVCache = field(init=False)
     meta: AttentionMetadata = field(init=False)
 
@@ -114,7 +115,8 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         sinks = mx.array(self.sinks) if self.has_sinks else None
-        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": sinks}
+        local = {"window": self.window, "chunk": self.chunk}
+        return {"scale": self.scale, "softcap": self.softcap, "sinks": sinks, **local}
 
     def attend(self) -> Array:
         out = self.kv.attend(self.array(np.concatenate(self.queries)), self.meta, **self.options)
@@ -135,6 +137,8 @@ class Case:
         visible = key_at <= at
         if self.window is not None:
             visible &= key_at > at - self.window
+        if self.chunk is not None:
+            visible &= key_at // self.chunk == at // self.chunk
         scores = np.where(visible, scores, -np.inf)
         sinks = np.full(self.kv_heads * self.group, -np.inf) if not self.has_sinks else self.sinks.astype(np.float64)
         sinks = sinks.reshape(1, self.kv_heads, self.group, 1)

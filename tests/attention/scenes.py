@@ -40,6 +40,7 @@ class Extras:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    chunk: int | None = None
 
 
 def rounded(array: Array, dtype: mx.Dtype) -> Array:
@@ -62,6 +63,8 @@ def reference_attention(
         hidden = key_at > query_at
         if extras.window is not None:
             hidden |= key_at <= query_at - extras.window
+        if extras.chunk is not None:
+            hidden |= key_at // extras.chunk != query_at // extras.chunk
         scores[hidden] = -np.inf
         if sinks is not None:
             scores = np.concatenate([scores, np.full((n, 1), sinks[head])], axis=1)
@@ -144,6 +147,7 @@ class Scene:
             meta or self.meta(),
             scale=self.scale,
             window=extras.window,
+            chunk=extras.chunk,
             softcap=extras.softcap,
             sinks=mx.array(self.sinks.astype(np.float32)).astype(self.shape.dtype) if extras.sinks else None,
         )

@@ -95,6 +95,23 @@ def test_window_softcap_and_sinks_match_float64(
     Scene(Shape(block_size=block_size), RAGGED).check(Extras(window, softcap, sinks))
 
 
+@pytest.mark.parametrize("block_size", [8, 32])
+@pytest.mark.parametrize("chunk", [1, 7, 8, 32, 33, 64, 5000])
+@pytest.mark.parametrize("extras", [Extras(), Extras(softcap=2.0, sinks=True)], ids=["plain", "extras"])
+def test_local_chunks_match_float64(extras: Extras, chunk: int, block_size: int) -> None:
+    lens = [*RAGGED, (150, 150), (130, 200)]
+    Scene(Shape(block_size=block_size), lens).check(replace(extras, chunk=chunk))
+
+
+def test_local_chunks_of_sequences_with_one_prefix_and_of_latents_match_float64() -> None:
+    scene = Scene(Shape(block_size=8), [(1, 200 + i) for i in range(6)])
+    for i in range(1, 6):
+        share(scene, i, 0, 20)
+    scene.write_all()
+    scene.check(Extras(chunk=64))
+    Scene(LAYOUTS["latent"], RAGGED).check(Extras(chunk=40))
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_window_softcap_and_sinks_match_float64_in_half_types(dtype: mx.Dtype) -> None:
     scene = Scene(Shape(8, 2, 64, dtype=dtype), RAGGED)
@@ -141,7 +158,7 @@ def test_half_type_scores_are_as_exact_for_decoding_as_for_a_chunk() -> None:
 
 def test_foreign_unused_and_stale_rows_never_reach_the_output() -> None:
     """The pool is NaN outside the contexts; here every block that is not the sequence's own becomes NaN as well."""
-    every = (Extras(), Extras(window=20), Extras(softcap=2.0), Extras(sinks=True))
+    every = (Extras(), Extras(window=20), Extras(chunk=20), Extras(softcap=2.0), Extras(sinks=True))
     latent = Shape(4, 1, 24, value_size=16, latent=True)
     for extras, shape in itertools.product(every, (Shape(), latent)):
         scene = Scene(shape, RAGGED)
@@ -256,7 +273,8 @@ def test_one_metadata_serves_layers_of_different_windows_and_shapes() -> None:
     a, b = Scene(Shape(), RAGGED), Scene(Shape(num_kv_heads=1, head_dim=32), RAGGED)
     assert a.tables == b.tables
     meta = a.meta()
-    for scene, extras in ((a, Extras()), (b, Extras(window=9)), (a, Extras(window=9)), (b, Extras())):
+    every = (a, Extras()), (b, Extras(window=9)), (a, Extras(window=9)), (b, Extras()), (a, Extras(chunk=9))
+    for scene, extras in every:
         assert np.abs(scene.attend(extras, meta) - scene.expected(extras)).max() < 1e-5
 
 
@@ -572,10 +590,12 @@ def test_queries_that_do_not_fit_are_refused(queries: mx.array, message: str) ->
     ("option", "message"),
     [
         ({"window": 0}, "window must be positive, a whole number, got 0"),
+        ({"chunk": -1}, "chunk must be positive, a whole number, got -1"),
+        ({"window": 8, "chunk": 9}, "window and chunk exclude each other, got 8 and 9"),
         ({"softcap": 0.0}, "softcap must be positive, got 0"),
         ({"sinks": mx.zeros((2,))}, r"sinks must have shape \(4,\), got \(2,\)"),
     ],
-    ids=["window", "softcap", "sinks"],
+    ids=["window", "chunk", "both", "softcap", "sinks"],
 )
 def test_options_out_of_range_are_refused(option: dict[str, Any], message: str) -> None:
     kv, meta = one_sequence()

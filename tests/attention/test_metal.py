@@ -28,6 +28,7 @@ EXTRAS: list[dict[str, Any]] = [
     {"softcap": 2.0},
     {"has_sinks": True},
     {"window": 9, "softcap": 3.0, "has_sinks": True},
+    {"chunk": 30},
 ]
 GROUPS = (1, 2, 3, 4, 7, 8)
 

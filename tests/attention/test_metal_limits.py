@@ -12,6 +12,7 @@ import pytest
 
 from mlxpaged.attention import KV_DTYPES, AttentionMetadata, KVLayout, LayerKVCache, kernels
 from mlxpaged.attention.metal import MAX_KEY_FLOATS, MAX_SUMS, ROWS, THREADS, choose_variant
+from mlxpaged.attention.pool import Locality
 from mlxpaged.attention.tile_schedule import make_schedule
 from tests.attention.metal_cases import HEAD_DIMS, Case
 from tests.metal_on_cpu import Interpreter
@@ -180,7 +181,7 @@ def test_work_items_cover_every_visible_key_of_every_query_once(
     tables = [list(range(-(-context // 32))) for _, context in lens]
     meta = AttentionMetadata.build([q for q, _ in lens], [c for _, c in lens], tables)
     members = np.array([0, 1, 2, 4, 5])
-    schedule = make_schedule(meta, members, window, queries, partition)
+    schedule = make_schedule(meta, members, Locality(window), queries, partition)
     items = np.array(schedule.items)
     assert len(items) == schedule.num_items
     starts = np.concatenate(([0], np.cumsum([q for q, _ in lens])))

@@ -71,6 +71,12 @@ def split_mixed() -> bool:
     return case.error() <= TOLERANCE[case.dtype]
 
 
+def chunked() -> bool:
+    """A tile with queries of two chunks, and ranges that some of them do not see."""
+    case = Case([(13, 70), (1, 40)], head_dim=32, chunk=30, chunk_partition=16)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
 def bfloat_decode() -> bool:
     case = Case([(1, 40)], head_dim=32, dtype=mx.bfloat16)
     return case.error() <= TOLERANCE[case.dtype]
@@ -207,7 +213,8 @@ MUTANTS: dict[str, Mutant] = {
     "one key too many": ("paged_attention", "min(TILE, key_end - start);", "min(TILE, key_end + 1 - start);",
                          full_blocks, OutOfBounds),
     "sees the future": ("paged_attention", "position <= here && ", "", mixed, None),
-    "a window one too wide": ("paged_attention", "position > here - window", "position >= here - window", mixed, None),
+    "a window one too wide": ("paged_attention", "here - window + 1;", "here - window;", mixed, None),
+    "a window for a chunk": ("paged_attention", "CHUNKED ? here / window * window :", "false ? 0 :", chunked, None),
     "a masked score has weight": (
         "paged_attention", "weights[t] == MASKED ? 0.0f : ", "", nan_in_a_later_range, None),
     "a masked value is multiplied by zero": (

@@ -56,6 +56,7 @@ def break_kernel(directory: Path, name: str) -> str:
         AttentionShape(3, KVLayout(3, 128, 128, mx.bfloat16, 8), sinks=True),
         AttentionShape(6, KVLayout(2, 80, 80, mx.float32, 32), window=5, sinks=True),
         AttentionShape(4, KVLayout(2, 48, 32, mx.float16, 32)),
+        AttentionShape(4, KVLayout(2, 32, 32, mx.float16, 32), chunk=24),
         AttentionShape(20, KVLayout(1, 40, 32, mx.float32, 32, latent=True)),
     ],
     ids=str,

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxpaged.attention.pool import Locality
 from mlxpaged.cpu import exp2, streams
 from mlxpaged.cpu.attention_plan import TILE, SharedRun, make_plan, make_tiles
 from tests.attention.scenes import Extras, Scene, Shape, share
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason
 
 def shared_runs(scene: Scene, window: int | None = None) -> list[tuple[list[int], list[int]]]:
     """Sequences and blocks of each run."""
-    plan = make_plan(scene.meta(), window, scene.shape.num_heads, scene.shape.num_kv_heads).decode
+    plan = make_plan(scene.meta(), Locality(window), scene.shape.num_heads, scene.shape.num_kv_heads).decode
     assert plan is not None
     num_kv_heads, runs = scene.shape.num_kv_heads, []
     for parts in plan.work[1:]:
