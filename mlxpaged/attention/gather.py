@@ -51,7 +51,7 @@ class GatherPool:
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         self._keys[meta.slot_mapping] = keys
-        if self._values is not None:
+        if self._values is not None and values is not None:
             self._values[meta.slot_mapping] = values
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:

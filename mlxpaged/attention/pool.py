@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from mlxpaged.attention.metadata import AttentionMetadata, IntArray
+from mlxpaged.attention.metadata import AttentionMetadata
 
 
 class Locality(NamedTuple):
@@ -17,7 +18,7 @@ class Locality(NamedTuple):
     window: int | None = None
     chunk: int | None = None
 
-    def first_key(self, positions: IntArray) -> IntArray:
+    def first_key(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Position of the first key that a query at each of `positions` sees."""
         if self.window is not None:
             return np.maximum(positions - (self.window - 1), 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -60,7 +61,7 @@ class CheckRun:
         values = None if layout.latent else self._random(tokens, layout.num_kv_heads, layout.value_size)
         self.kv.write(keys, values, meta)
         queries = self._random(tokens, shape.num_query_heads, layout.key_size)
-        options = {"window": shape.window, "chunk": shape.chunk, "sinks": self._sinks}
+        options: dict[str, Any] = {"window": shape.window, "chunk": shape.chunk, "sinks": self._sinks}
         return self.kv.attend(queries, meta, scale=layout.key_size**-0.5, **options)
 
     def overlapped_steps(self) -> list[mx.array]:

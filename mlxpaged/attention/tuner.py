@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -170,7 +171,12 @@ def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
     queries = mx.zeros((meta.num_tokens, shape.num_query_heads, layout.key_size), layout.dtype)
     sinks = mx.zeros((shape.num_query_heads,), layout.dtype) if shape.sinks else None
     sizes = layout.key_size, layout.value_size
-    options = {"scale": layout.key_size**-0.5, "window": shape.window, "chunk": shape.chunk, "sinks": sinks}
+    options: dict[str, Any] = {
+        "scale": layout.key_size**-0.5,
+        "window": shape.window,
+        "chunk": shape.chunk,
+        "sinks": sinks,
+    }
     one_token = AttentionMetadata.build([1], workload.context_lens[:1], tables[:1], size)
 
     def run(calls: int) -> Callable[[], None]:

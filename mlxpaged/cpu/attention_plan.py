@@ -27,6 +27,9 @@ MIN_SHARED = 32
 TILE = 64
 """Queries of a prompt in one tile. Larger tiles have faster products, smaller ones have fewer masked keys."""
 
+MAX_ROWS = 2048
+"""Most rows (queries x heads of a KV head) of a tile, because scores are stored: latent layers have up to 128 heads."""
+
 PAIR = 1e-6
 """Seconds for a (sequence, block) pair and one KV head, on one core."""
 
@@ -153,15 +156,16 @@ def pieces(firsts: IntArray, locality: Locality) -> list[tuple[int, int]]:
 def make_tiles(query_len: int, num_keys: int, window: int | None, group: int) -> list[Tile]:
     """The tiles of a chunk. Their biases are views of one array, except a shorter last tile's: every query sees the
     keys before it alike."""
-    firsts = range(num_keys - query_len, num_keys, TILE)  # indices among the keys of the tiles' first queries
+    length = min(TILE, max(1, MAX_ROWS // group), query_len)
+    firsts = range(num_keys - query_len, num_keys, length)  # indices among the keys of the tiles' first queries
     most = visible_before(firsts[-1], window)
-    query, key = np.arange(min(TILE, query_len))[:, None], np.arange(-most, min(TILE, query_len))
+    query, key = np.arange(length)[:, None], np.arange(-most, length)
     visible = key <= query if window is None else (key <= query) & (key > query - window)
     whole = bias_of(np.tile(visible, (group, 1)))[None]
     tiles = []
     for first in firsts:
-        before, size = visible_before(first, window), min(TILE, num_keys - first)
-        bias = whole if size == len(query) else bias_of(np.tile(visible[:size], (group, 1)))[None]
+        before, size = visible_before(first, window), min(length, num_keys - first)
+        bias = whole if size == length else bias_of(np.tile(visible[:size], (group, 1)))[None]
         begin = first - firsts[0]
         keys = slice(first - before, first + size)
         tiles.append(Tile(slice(begin, begin + size), keys, bias[..., most - before : most + size]))

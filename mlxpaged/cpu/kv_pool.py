@@ -36,7 +36,7 @@ class CpuPool:
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         slots, unused = slot_indices(meta, self._num_kv_heads)
         self._keys[slots] = keys
-        if self._values is not None:
+        if self._values is not None and values is not None:
             self._values[slots] = values
         if unused is not None:
             self._keys[unused] = 0.0
