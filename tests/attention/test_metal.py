@@ -209,6 +209,13 @@ def test_decode_reads_every_key_and_value_once(
         assert case.elements <= launch.loads[pool] <= 1.05 * case.elements
 
 
+def test_a_tile_of_heads_reads_every_latent_once_for_scores_and_once_for_values(metal_on_cpu: Interpreter) -> None:
+    case = Case([(1, 1), (1, 33), (1, 100)], group=20, dtype=mx.bfloat16, **DEEPSEEK)
+    case.check()
+    loads = metal_on_cpu.last_launch("paged_attention").loads
+    assert loads["keys"] + loads["values"] == 2 * (1 + 33 + 100) * (576 + 512), "two tiles of ten heads"
+
+
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_a_mixed_batch_reads_keys_and_values_once_per_query_tile(metal_on_cpu: Interpreter, group: int) -> None:
     case = Case([(1, 100), (40, 90), (9, 9)], group=group, head_dim=32)
