@@ -20,9 +20,12 @@ class Locality(NamedTuple):
 
     def first_key(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Position of the first key that a query at each of `positions` sees."""
+        first = np.zeros_like(positions)
         if self.window is not None:
-            return np.maximum(positions - (self.window - 1), 0)
-        return np.zeros_like(positions) if self.chunk is None else positions // self.chunk * self.chunk
+            first = np.maximum(positions - (self.window - 1), 0)
+        if self.chunk is not None:
+            first = positions // self.chunk * self.chunk
+        return first
 
 
 class Options(NamedTuple):
