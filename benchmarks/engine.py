@@ -225,14 +225,15 @@ class AttentionLayer:
         order = random.Random(0).sample(range(batch * blocks), batch * blocks)
         tables = [order[i * blocks : (i + 1) * blocks] for i in range(batch)]
         layout = spec.kv_layout(block_size)
-        heads, dim, dtype = layout.num_kv_heads, layout.key_size, layout.dtype
+        heads, dtype = layout.num_kv_heads, layout.dtype
         self._build = partial(AttentionMetadata.build, [1] * batch, [context] * batch, tables, block_size)
         self._pool = LayerKVCache.from_layout(batch * blocks, layout)
-        whole = mx.random.normal((batch * blocks, heads, block_size, dim)).astype(dtype)
-        self._pool.write_blocks(order, whole, whole)
-        self._keys = mx.random.normal((batch, heads, context, dim)).astype(dtype)
-        self._values = mx.random.normal((batch, heads, context, dim)).astype(dtype)
-        self._queries = mx.random.normal((batch, spec.num_query_heads, dim)).astype(dtype)
+        stored = (layout.key_size, layout.stored_value_size)
+        whole = [mx.random.normal((batch * blocks, heads, block_size, size)).astype(dtype) for size in stored]
+        self._pool.write_blocks(order, *whole)
+        sizes = (layout.key_size, layout.value_size)
+        self._keys, self._values = (mx.random.normal((batch, heads, context, size)).astype(dtype) for size in sizes)
+        self._queries = mx.random.normal((batch, spec.num_query_heads, layout.key_size)).astype(dtype)
         mx.eval(self._pool.arrays, self._keys, self._values, self._queries)
 
     def ours(self) -> float:

@@ -1,20 +1,27 @@
 // Writes the keys and values of a step's tokens into their slots of the pools, in place: the pools are inputs, and
 // their const is cast away. A token with slot -1 is skipped.
 //
-// new_keys, new_values [T, KV_HEADS, D]; slot_mapping [T]: block * BLOCK + slot; key_pool, value_pool
-// [blocks, KV_HEADS, BLOCK, D]; after: token of the last kernel that touched the pools
+// new_keys, new_values [T, KV_HEADS, DK or DV]; slot_mapping [T]: block * BLOCK + slot; key_pool, value_pool
+// [blocks, KV_HEADS, BLOCK, DK or DV]; DV = 0: only keys are written; after: token of the last kernel that touched the
+// pools
 // done [1]: the token
 //
-// grid (D / 4, KV_HEADS, T), threadgroup (D / 4, 1, 1): a thread moves four elements of each
+// grid (max(DK, DV) / 4, KV_HEADS, T), threadgroup (max(DK, DV) / 4, 1, 1): a thread moves four elements of each
 const size_t column = thread_position_in_grid.x * 4;
 const size_t kv_head = thread_position_in_grid.y;
 const size_t token = thread_position_in_grid.z;
 const int slot = slot_mapping[token];
 if (slot >= 0) {
-  const size_t from = (token * KV_HEADS + kv_head) * D + column;
-  const size_t to = ((size_t(slot / BLOCK) * KV_HEADS + kv_head) * BLOCK + slot % BLOCK) * D + column;
-  *(device vec<T, 4>*)(const_cast<device T*>(key_pool) + to) = *(const device vec<T, 4>*)(new_keys + from);
-  *(device vec<T, 4>*)(const_cast<device T*>(value_pool) + to) = *(const device vec<T, 4>*)(new_values + from);
+  const size_t from = token * KV_HEADS + kv_head;
+  const size_t to = (size_t(slot / BLOCK) * KV_HEADS + kv_head) * BLOCK + slot % BLOCK;
+  if (column < DK) {
+    *(device vec<T, 4>*)(const_cast<device T*>(key_pool) + to * DK + column) =
+        *(const device vec<T, 4>*)(new_keys + from * DK + column);
+  }
+  if (column < DV) {
+    *(device vec<T, 4>*)(const_cast<device T*>(value_pool) + to * DV + column) =
+        *(const device vec<T, 4>*)(new_values + from * DV + column);
+  }
 }
 if (column == 0 && kv_head == 0 && token == 0) {
   done[0] = 1;

@@ -8,7 +8,8 @@
 // out [T, HEADS, D] of T
 //
 // grid (256, HEADS, T), threadgroup (256, 1, 1)
-constexpr int SPLITS = 8;
+constexpr int THREADS = 256;
+constexpr int SPLITS = THREADS / 32;
 constexpr int CHUNKS = (D + 127) / 128;  // of four columns per lane of a simdgroup
 constexpr int WIDTH = D + 4;
 constexpr float LEAST = -3.402823466e+38f;
@@ -66,7 +67,7 @@ if (lane == 0) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-if (me < D) {
+for (int column = me; column < D; column += THREADS) {
   best = LEAST;
   for (int s = 0; s < SPLITS; s++) {
     best = max(best, split_max[s]);
@@ -79,8 +80,8 @@ if (me < D) {
   float value = 0.0f;
   for (int s = 0; s < SPLITS; s++) {
     const float factor = metal::fast::exp(split_max[s] - best);
-    value += split_values[s * D + me] * factor;
+    value += split_values[s * D + column] * factor;
     denominator += split_sum[s] * factor;
   }
-  out[(token * HEADS + head) * D + me] = static_cast<T>(value / denominator);
+  out[(token * HEADS + head) * D + column] = static_cast<T>(value / denominator);
 }

@@ -1,6 +1,6 @@
 // Attention of query tiles over a paged context. A tile is one token of a decoding sequence, or a few of a prompt
-// chunk, with the query heads that share a KV head. Causal, with optional window, softcap and sinks; online softmax in
-// float32.
+// chunk, with the query heads that share a KV head. Causal, with optional window (or if CHUNKED, keys from the last
+// multiple of `window` on), softcap and sinks; online softmax in float32.
 //
 // A threadgroup takes one work item for one KV head, or for HEADS of its query heads if a group has more: QUERIES
 // tokens x HEADS heads = ROWS rows over a range of keys. It reads each key and each value of the range from device
@@ -10,11 +10,12 @@
 //   values: a thread owns VEC columns of the output for all rows, and reads every SPLITS-th key.
 // Keys outside the range are never read. A weight of zero skips its value, so a NaN in a masked row cannot leak.
 //
-// queries [T, KV_HEADS * GROUP, D]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, D]; block_tables [S, max_blocks]
+// queries [T, KV_HEADS * GROUP, DK]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, DK] and [..., DV], or if LATENT
+// the pool of rows for both: then a value is the first DV elements of its key; block_tables [S, max_blocks]
 // items [N, 8]: sequence, first query row, queries, position of the first query, first key, end of keys,
 //   first row of `out`, unused
 // sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
-// out [rows, KV_HEADS * GROUP, D] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, D + 4]: the weighted sum of
+// out [rows, KV_HEADS * GROUP, DV] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, DV + 4]: the weighted sum of
 //   values before division, the maximum of the scores, the denominator, 0, 0. done [1]: the token
 //
 // grid (THREADS, KV_HEADS * HEAD_TILES, N), threadgroup (THREADS, 1, 1)
@@ -22,17 +23,18 @@ constexpr int HEAD_TILES = (GROUP + HEADS - 1) / HEADS;
 constexpr int ROWS = QUERIES * HEADS;
 constexpr int SIMDGROUPS = THREADS / 32;
 constexpr int ROWS_EACH = (ROWS + SIMDGROUPS - 1) / SIMDGROUPS;
-constexpr int LANES = D % 32 == 0 ? 8 : 4;
 constexpr int KEYS_AT_ONCE = 32 / LANES;
-constexpr int CHUNKS = D / (4 * LANES);
-constexpr int COLUMNS = D / VEC;
+constexpr int CHUNKS = (DK + 4 * LANES - 1) / (4 * LANES);
+constexpr bool WHOLE_CHUNKS = DK % (4 * LANES) == 0;
+constexpr int VALUE_STRIDE = LATENT ? DK : DV;
+constexpr int COLUMNS = DV / VEC;
 constexpr int SPLITS = THREADS / COLUMNS;
-constexpr int SCRATCH = ROWS * TILE > SPLITS * D ? ROWS * TILE : SPLITS * D;
-constexpr int ROWS_AT_ONCE = SCRATCH / (SPLITS * D);
-constexpr int WIDTH = PARTIAL ? D + 4 : D;
+constexpr int SCRATCH = ROWS * TILE > SPLITS * DV ? ROWS * TILE : SPLITS * DV;
+constexpr int ROWS_AT_ONCE = SCRATCH / (SPLITS * DV);
+constexpr int WIDTH = PARTIAL ? DV + 4 : DV;
 constexpr float MASKED = -3.402823466e+38f;  // finite: infinities are not safe under relaxed math
 
-threadgroup T query_tile[ROWS * D];
+threadgroup T query_tile[ROWS * DK];
 threadgroup float scores[SCRATCH];
 threadgroup float row_factor[ROWS];
 threadgroup float row_max[ROWS];
@@ -51,13 +53,13 @@ const int rows = item[2] * HEADS;
 const int first_position = item[3];
 const int key_end = item[5];
 
-for (int i = me * 4; i < ROWS * D; i += THREADS * 4) {
-  const int row = i / D;
+for (int i = me * 4; i < ROWS * DK; i += THREADS * 4) {
+  const int row = i / DK;
   const int in_group = first_in_group + row % HEADS;
   vec<T, 4> part = vec<T, 4>(static_cast<T>(0.0f));
   if (row < rows && in_group < GROUP) {
     const size_t head = size_t(first_query + row / HEADS) * (KV_HEADS * GROUP) + kv_head * GROUP + in_group;
-    part = *(const device vec<T, 4>*)(queries + head * D + i % D);
+    part = *(const device vec<T, 4>*)(queries + head * DK + i % DK);
   }
   *(threadgroup vec<T, 4>*)(query_tile + i) = part;
 }
@@ -88,12 +90,14 @@ for (int start = item[4]; start < key_end; start += TILE) {
     if (key < count) {
       const int position = start + key;
       const size_t at =
-          ((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * D + lane % LANES * 4;
+          ((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * DK + lane % LANES * 4;
 #pragma clang loop unroll(full)
       for (int c = 0; c < CHUNKS; c++) {
-        const vec<T, 4> part = *(const device vec<T, 4>*)(keys + at + c * LANES * 4);
-        for (int e = 0; e < 4; e++) {
-          k[c * 4 + e] = static_cast<float>(part[e]);
+        if (WHOLE_CHUNKS || (c * LANES + lane % LANES) * 4 < DK) {
+          const vec<T, 4> part = *(const device vec<T, 4>*)(keys + at + c * LANES * 4);
+          for (int e = 0; e < 4; e++) {
+            k[c * 4 + e] = static_cast<float>(part[e]);
+          }
         }
       }
     }
@@ -101,9 +105,12 @@ for (int start = item[4]; start < key_end; start += TILE) {
       float score = 0.0f;
 #pragma clang loop unroll(full)
       for (int c = 0; c < CHUNKS; c++) {
-        const vec<T, 4> part = *(const threadgroup vec<T, 4>*)(query_tile + row * D + (c * LANES + lane % LANES) * 4);
-        for (int e = 0; e < 4; e++) {
-          score += static_cast<float>(part[e]) * k[c * 4 + e];
+        const int column_of_query = (c * LANES + lane % LANES) * 4;
+        if (WHOLE_CHUNKS || column_of_query < DK) {
+          const vec<T, 4> part = *(const threadgroup vec<T, 4>*)(query_tile + row * DK + column_of_query);
+          for (int e = 0; e < 4; e++) {
+            score += static_cast<float>(part[e]) * k[c * 4 + e];
+          }
         }
       }
       for (int distance = LANES / 2; distance > 0; distance /= 2) {
@@ -121,13 +128,14 @@ for (int start = item[4]; start < key_end; start += TILE) {
     const int row = simdgroup + i * SIMDGROUPS;
     if (row < rows) {
       const int here = first_position + row / HEADS;
+      const int first_visible = CHUNKED ? here / window * window : here - window + 1;
       float weights[TILE / 32];
       float best = maxima[i];
       for (int t = 0; t < TILE / 32; t++) {
         const int key = t * 32 + lane;
         const int position = start + key;
         weights[t] = MASKED;
-        if (key < count && position <= here && position > here - window) {
+        if (key < count && position <= here && position >= first_visible) {
           weights[t] = scores[row * TILE + key] * scale;
           if (SOFTCAP) {
             weights[t] = softcap * metal::precise::tanh(weights[t] / softcap);
@@ -167,7 +175,8 @@ for (int start = item[4]; start < key_end; start += TILE) {
     }
     for (int key = split; key < count; key += SPLITS) {
       const int position = start + key;
-      const size_t at = ((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * D;
+      const size_t at =
+          ((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * VALUE_STRIDE;
       float v[VEC];
       if (VEC == 1) {
         v[0] = static_cast<float>(values[at + column]);
@@ -212,29 +221,29 @@ for (int first = 0; first < ROWS; first += ROWS_AT_ONCE) {
   for (int r = 0; r < ROWS_AT_ONCE; r++) {
     if (first + r < ROWS && split < SPLITS) {
       for (int e = 0; e < VEC; e++) {
-        scores[(r * SPLITS + split) * D + column + e] = acc[(first + r) * VEC + e];
+        scores[(r * SPLITS + split) * DV + column + e] = acc[(first + r) * VEC + e];
       }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = me; i < ROWS_AT_ONCE * D; i += THREADS) {
-    const int row = first + i / D;
+  for (int i = me; i < ROWS_AT_ONCE * DV; i += THREADS) {
+    const int row = first + i / DV;
     const int in_group = first_in_group + row % HEADS;
     if (row < rows && in_group < GROUP) {
-      const int d = i % D;
+      const int d = i % DV;
       const int head = kv_head * GROUP + in_group;
       float sum = 0.0f;
       for (int s = 0; s < SPLITS; s++) {
-        sum += scores[(i / D * SPLITS + s) * D + d];
+        sum += scores[(i / DV * SPLITS + s) * DV + d];
       }
       const size_t at = (size_t(item[6] + row / HEADS) * (KV_HEADS * GROUP) + head) * WIDTH;
       if (PARTIAL) {
         out[at + d] = static_cast<O>(sum);
         if (d == 0) {
-          out[at + D] = static_cast<O>(row_max[row]);
-          out[at + D + 1] = static_cast<O>(row_sum[row]);
-          out[at + D + 2] = static_cast<O>(0.0f);
-          out[at + D + 3] = static_cast<O>(0.0f);
+          out[at + DV] = static_cast<O>(row_max[row]);
+          out[at + DV + 1] = static_cast<O>(row_sum[row]);
+          out[at + DV + 2] = static_cast<O>(0.0f);
+          out[at + DV + 3] = static_cast<O>(0.0f);
         }
       } else {
         float denominator = row_sum[row];

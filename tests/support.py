@@ -228,8 +228,9 @@ def poison_new_blocks(core: EngineCore) -> None:
         for layer in runner.layers if fresh else ():
             ids = sorted(fresh)
             layout = layer.kv.layout
-            nan = mx.full((len(ids), layout.num_kv_heads, layout.block_size, layout.key_size), mx.nan, layout.dtype)
-            layer.kv.write_blocks(ids, nan, nan)
+            rows = (len(ids), layout.num_kv_heads, layout.block_size)
+            sizes = (layout.key_size, layout.stored_value_size)
+            layer.kv.write_blocks(ids, *(mx.full((*rows, size), mx.nan, layout.dtype) for size in sizes))
         fresh.clear()
 
     def poisoning_moves(moves: BlockMoves) -> None:

@@ -15,7 +15,11 @@ import numpy as np
 
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, IntArray
-from mlxpaged.attention.pool import Options
+from mlxpaged.attention.pool import Locality, Options
+
+MAX_SCORES = 2**28
+"""Most scores of one call of MLX's attention for values of another size than keys and for heads larger than 256: 0.5 GB
+in 16-bit types. MLX has no fused kernel for these and keeps all scores."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +42,27 @@ class GatherPool:
         slots, heads = num_blocks * layout.block_size, layout.num_kv_heads
         self._block_size = layout.block_size
         self._keys = mx.zeros((slots, heads, layout.key_size), layout.dtype)
-        self._values = mx.zeros((slots, heads, layout.value_size), layout.dtype)
+        self._values = None if layout.latent else mx.zeros((slots, heads, layout.value_size), layout.dtype)
+        self._value_size = layout.value_size
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        return self._keys, self._values
+        return (self._keys,) if self._values is None else (self._keys, self._values)
 
-    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
+    def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         self._keys[meta.slot_mapping] = keys
-        self._values[meta.slot_mapping] = values
+        if self._values is not None and values is not None:
+            self._values[meta.slot_mapping] = values
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
-        key = ("gather", options.window)
+        key = ("gather", options.locality)
         if key not in meta.derived:
-            meta.derived[key] = make_groups(meta, options.window)
+            meta.derived[key] = make_groups(meta, options.locality)
         groups, order = meta.derived[key]
         outputs = []
         for group in groups:
-            q, k, v = queries[group.rows], self._keys[group.slots], self._values[group.slots]
+            q, k = queries[group.rows], self._keys[group.slots]
+            v = k[..., : self._value_size] if self._values is None else self._values[group.slots]
             q, k, v = (array.swapaxes(1, 2) for array in (q, k, v))
             out = contiguous_attention(q, k, v, group.mask, options).swapaxes(1, 2)
             outputs.append(out.reshape(-1, *out.shape[2:]))
@@ -66,21 +73,23 @@ class GatherPool:
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         slots = self._slots_of(ids)
-        keys, values = (array[slots].swapaxes(1, 2) for array in (self._keys, self._values))
+        keys = self._keys[slots].swapaxes(1, 2)
+        values = keys[..., :0] if self._values is None else self._values[slots].swapaxes(1, 2)
         mx.eval(keys, values)  # if a read were still pending, the next write would copy the whole pool
         return keys, values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
         slots = self._slots_of(ids)
         self._keys[slots] = keys.swapaxes(1, 2)
-        self._values[slots] = values.swapaxes(1, 2)
+        if self._values is not None:
+            self._values[slots] = values.swapaxes(1, 2)
 
     def _slots_of(self, ids: Sequence[int]) -> mx.array:
         """[block, slot] of whole blocks."""
         return mx.array(list(ids), dtype=mx.int32)[:, None] * self._block_size + mx.arange(self._block_size)
 
 
-def make_groups(meta: AttentionMetadata, window: int | None) -> tuple[list[Group], mx.array]:
+def make_groups(meta: AttentionMetadata, locality: Locality) -> tuple[list[Group], mx.array]:
     """One group for each number of query tokens, and the order that puts the groups' rows back in the step's order."""
     lens, contexts = np.asarray(meta.host_query_lens), np.asarray(meta.host_context_lens)
     starts = np.cumsum(lens) - lens
@@ -89,12 +98,10 @@ def make_groups(meta: AttentionMetadata, window: int | None) -> tuple[list[Group
         members = np.flatnonzero(lens == length)
         rows = starts[members, None] + np.arange(length)
         last = contexts[members] - 1
-        first = np.zeros_like(last) if window is None else np.maximum(0, last - length + 2 - window)
+        first = locality.first_key(last - length + 1)
         position = first[:, None] + np.arange((last - first).max() + 1)
         query = (last - length + 1)[:, None, None] + np.arange(length)[:, None]
-        mask = position[:, None] <= query
-        if window is not None:
-            mask &= position[:, None] > query - window
+        mask = (position[:, None] <= query) & (position[:, None] >= locality.first_key(query))
         position = np.minimum(position, last[:, None])
         blocks: IntArray = meta.host_block_tables[members[:, None], position // meta.block_size]
         slots = blocks * meta.block_size + position % meta.block_size
@@ -106,8 +113,29 @@ def make_groups(meta: AttentionMetadata, window: int | None) -> tuple[list[Group
 def contiguous_attention(
     queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | Literal["causal"], options: Options
 ) -> mx.array:
-    """[n, Hq, L, D] over [n, Hkv, K, D] -> [n, Hq, L, D]. mask: [n, 1, L, K], or "causal" if the last query is at the
-    last key."""
+    """[n, Hq, L, D] over [n, Hkv, K, D] and [n, Hkv, K, DV] -> [n, Hq, L, DV]. mask: [n, 1, L, K], or "causal" if the
+    last query is at the last key. Large heads take their queries in tiles, so that the scores need little memory."""
+    (n, num_heads, length, size), num_keys = queries.shape, keys.shape[2]
+    rows = max(1, MAX_SCORES // (n * num_heads * num_keys))
+    if rows >= length or (size == values.shape[-1] and size <= 256):
+        return attention(queries, keys, values, mask, options)
+    outputs: list[mx.array] = []
+    for first in range(0, length, rows):
+        tile = queries[:, :, first : first + rows]
+        if outputs:  # one after the other: MLX might start all tiles, each with memory of its own
+            tile = mx.depends(tile, outputs[-1])
+        if isinstance(mask, str):
+            seen = num_keys - length + min(first + rows, length)
+            outputs.append(attention(tile, keys[:, :, :seen], values[:, :, :seen], mask, options))
+        else:
+            outputs.append(attention(tile, keys, values, mask[..., first : first + rows, :], options))
+    return mx.concatenate(outputs, axis=2)
+
+
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | Literal["causal"], options: Options
+) -> mx.array:
+    """`contiguous_attention` in one tile."""
     sinks = options.sinks
     if options.softcap is None:
         own_sinks = None if sinks is None else sinks.astype(queries.dtype)

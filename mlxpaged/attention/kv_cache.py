@@ -12,7 +12,7 @@ from mlxpaged.attention.gather import GatherPool
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.metal import MetalPool
-from mlxpaged.attention.pool import KVPool, Options
+from mlxpaged.attention.pool import KVPool, Locality, Options
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.cpu.kv_pool import CpuPool
@@ -44,8 +44,9 @@ def resolve_backend(backend: str) -> str:
 class LayerKVCache:
     """Keys and values of one layer: `num_blocks` blocks, addressed through block tables.
 
-    tuning: how the Metal backend attends; the others ignore it. Raises ValueError if an argument is out of range, or if
-    the backend does not support a type or size.
+    head_dim: size of a key, and of a value if value_size is None. latent: as in KVLayout. tuning: how the Metal backend
+    attends; the others ignore it. Raises ValueError if an argument is out of range, or if the backend does not support
+    a type or size.
     """
 
     def __init__(
@@ -58,13 +59,14 @@ class LayerKVCache:
         backend: str = "auto",
         tuning: Tuning = DEFAULT_TUNING,
         value_size: int | None = None,
+        latent: bool = False,
     ) -> None:
         if head_dim < 1:
             raise ValueError(f"head_dim must be positive, got {head_dim}")
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be positive, got {num_blocks}")
         self.num_blocks = num_blocks
-        self.layout = KVLayout(num_kv_heads, head_dim, value_size or head_dim, dtype, block_size)
+        self.layout = KVLayout(num_kv_heads, head_dim, value_size or head_dim, dtype, block_size, latent)
         self.backend = resolve_backend(backend)
         self.tuning = tuning
         self.clear()
@@ -74,7 +76,7 @@ class LayerKVCache:
         cls, num_blocks: int, layout: KVLayout, backend: str = "auto", tuning: Tuning = DEFAULT_TUNING
     ) -> LayerKVCache:
         sizes = (layout.num_kv_heads, layout.key_size, layout.dtype, layout.block_size)
-        return cls(num_blocks, *sizes, backend, tuning, layout.value_size)
+        return cls(num_blocks, *sizes, backend, tuning, layout.value_size, layout.latent)
 
     def clear(self) -> None:
         """Make every block zero, in new memory."""
@@ -93,13 +95,20 @@ class LayerKVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(array.nbytes) for array in self.arrays[:2])
+        return sum(int(array.nbytes) for array in self.arrays[: 1 if self.layout.latent else 2])
 
-    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
-        """Store the keys and values [T, num_kv_heads, head_dim] of the step's query tokens in their slots."""
+    def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
+        """Store the keys and values [T, num_kv_heads, size] of the step's query tokens in their slots.
+
+        A latent layout takes its rows as keys, and None for values.
+        """
         self._check_meta(meta)
         layout = self.layout
+        if (values is None) != layout.latent:
+            raise ValueError("values must be None for a latent layout" if layout.latent else "values must not be None")
         for name, array, size in (("keys", keys, layout.key_size), ("values", values, layout.value_size)):
+            if array is None:
+                continue
             expected = (meta.num_tokens, layout.num_kv_heads, size)
             if array.shape != expected:
                 raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
@@ -116,13 +125,16 @@ class LayerKVCache:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,
+        chunk: int | None = None,
     ) -> mx.array:
-        """Causal attention of the query tokens over their sequences' contexts, [T, num_q_heads, head_dim] in and out.
+        """Causal attention of the query tokens over their contexts, [T, Hq, key_size] -> [T, Hq, value_size].
 
-        window: a query sees only the last `window` keys, its own included. softcap: scores become
-        `softcap * tanh(scores / softcap)`. sinks[num_q_heads]: one logit per head that is added to the softmax's
-        denominator. All keys of the contexts must have been written by `write` or `write_blocks` of the same backend,
-        which may rely on how it left the unused slots of a block.
+        window: a query sees only the last `window` keys, its own included. chunk: a query at position p sees only keys
+        from position `p // chunk * chunk` on (Llama 4). softcap: scores become `softcap * tanh(scores / softcap)`.
+        sinks[Hq]: one logit per head that is added to the softmax's denominator.
+
+        All keys of the contexts must have been written by `write` or `write_blocks` of the same backend, which may rely
+        on how it left the unused slots of a block.
         """
         self._check_meta(meta)
         layout = self.layout
@@ -135,15 +147,18 @@ class LayerKVCache:
             raise ValueError(f"{num_heads} query heads are not a multiple of the {layout.num_kv_heads} KV heads")
         if queries.dtype != layout.dtype:
             raise ValueError(f"queries must be {layout.dtype}, the type of the pool, got {queries.dtype}")
-        if window is not None and (not isinstance(window, int) or window < 1):
-            raise ValueError(f"window must be a positive integer, got {window}")
+        for name, size in (("window", window), ("chunk", chunk)):
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name} must be a positive integer, got {size}")
+        if window is not None and chunk is not None:
+            raise ValueError(f"window and chunk exclude each other, got {window} and {chunk}")
         if softcap is not None and softcap <= 0:
             raise ValueError(f"softcap must be positive, got {softcap}")
         if sinks is not None and sinks.shape != (num_heads,):
             raise ValueError(f"sinks must have shape ({num_heads},), got {sinks.shape}")
         if sinks is not None and not mx.issubdtype(sinks.dtype, mx.floating):
             raise ValueError(f"sinks must be of a float type, got {sinks.dtype}")
-        return self._pool.attend(queries, meta, Options(scale, window, softcap, sinks))
+        return self._pool.attend(queries, meta, Options(scale, Locality(window, chunk), softcap, sinks))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `src` to block `dst` for every (src, dst): all reads see the pool as it was before the call."""
@@ -155,7 +170,10 @@ class LayerKVCache:
         self._pool.copy_blocks(sources, targets)
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Keys and values of whole blocks, [n, num_kv_heads, block_size, size] each, as they are now."""
+        """Keys and values of whole blocks, [n, num_kv_heads, block_size, size] each, as they are now.
+
+        The values of a latent layout have size 0.
+        """
         self._check_blocks(ids)
         return self._pool.read_blocks(ids)
 
@@ -163,7 +181,7 @@ class LayerKVCache:
         """Overwrite whole blocks with what `read_blocks` of a cache of the same layout and backend returned."""
         self._check_targets(ids)
         layout = self.layout
-        for array, size in ((keys, layout.key_size), (values, layout.value_size)):
+        for array, size in ((keys, layout.key_size), (values, layout.stored_value_size)):
             expected = (len(ids), layout.num_kv_heads, layout.block_size, size)
             if array.shape != expected:
                 raise ValueError(f"keys and values must have shape {expected}, got {keys.shape} and {values.shape}")

@@ -13,13 +13,18 @@ KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 @dataclass(frozen=True)
 class KVLayout:
-    """key_size, value_size: elements of one head. block_size: tokens. Raises ValueError if a value is out of range."""
+    """key_size, value_size: elements of one head. block_size: tokens. Raises ValueError if a value is out of range.
+
+    latent: a token has one row [latent | rotary part] of key_size elements for all query heads (multi-head latent
+    attention, DeepSeek-V2). Its value is the first value_size elements of the row and is not stored again.
+    """
 
     num_kv_heads: int
     key_size: int
     value_size: int
     dtype: mx.Dtype
     block_size: int
+    latent: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "key_size", "value_size"):
@@ -29,6 +34,16 @@ class KVLayout:
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
         if self.dtype not in KV_DTYPES:
             raise ValueError(f"KV dtype must be float32, float16 or bfloat16, got {self.dtype}")
+        if self.latent and (self.num_kv_heads != 1 or self.value_size > self.key_size):
+            raise ValueError(
+                "a latent layout has one KV head, and values are part of its rows, "
+                f"got {self.num_kv_heads} heads, key_size {self.key_size} and value_size {self.value_size}"
+            )
+
+    @property
+    def stored_value_size(self) -> int:
+        """Elements of one head that are stored for values beside the keys."""
+        return 0 if self.latent else self.value_size
 
     @functools.cached_property
     def key_bytes_per_block(self) -> int:
@@ -37,7 +52,7 @@ class KVLayout:
     @functools.cached_property
     def bytes_per_token(self) -> int:
         """Keys and values of one token."""
-        return self.num_kv_heads * (self.key_size + self.value_size) * int(self.dtype.size)
+        return self.num_kv_heads * (self.key_size + self.stored_value_size) * int(self.dtype.size)
 
     @functools.cached_property
     def bytes_per_block(self) -> int:
@@ -47,15 +62,19 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """All that the choice of kernels depends on. window, sinks: as in `LayerKVCache.attend`."""
+    """All that the choice of kernels depends on. window, sinks, chunk: as in `LayerKVCache.attend`."""
 
     num_query_heads: int
     layout: KVLayout
     window: int | None = None
     sinks: bool = False
+    chunk: int | None = None
 
     def __str__(self) -> str:
         layout = self.layout
-        extras = f", window {self.window}" * bool(self.window) + ", sinks" * self.sinks
-        heads = f"{self.num_query_heads} query heads on {layout.num_kv_heads} KV heads of {layout.key_size}"
+        local = f", window {self.window}" * bool(self.window) + f", local chunks of {self.chunk}" * bool(self.chunk)
+        extras = local + ", sinks" * self.sinks
+        sizes = f"{layout.key_size}" + f"/{layout.value_size}" * (layout.latent or layout.value_size != layout.key_size)
+        kv_heads = f"latents of {sizes}" if layout.latent else f"{layout.num_kv_heads} KV heads of {sizes}"
+        heads = f"{self.num_query_heads} query heads on {kv_heads}"
         return f"{heads}, {str(layout.dtype).removeprefix('mlx.core.')}, blocks of {layout.block_size}{extras}"

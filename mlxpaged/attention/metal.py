@@ -21,15 +21,26 @@ from mlxpaged.attention import kernels
 from mlxpaged.attention.gather import contiguous_attention
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.attention.pool import Options
+from mlxpaged.attention.pool import Locality, Options
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class
 
-HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256)
 BLOCK_SIZES = (8, 16, 32)
 
 THREADS = 128
 MERGE_THREADS = 256
+
+VECTOR = 4
+"""Elements of a head that a thread loads at once, as `vec<T, 4>`."""
+
+MAX_KEY_FLOATS = 40
+"""Most elements of a key in the registers of a lane, beside the sums."""
+
+MAX_SUMS = 64
+"""Most sums in the registers of a thread."""
+
+MAX_KEY_SIZE = 32 * MAX_KEY_FLOATS
+MAX_VALUE_SIZE = THREADS * VECTOR
 
 ROWS = 32
 """Most rows (query tokens x heads) of a threadgroup. Their outputs are in its registers, 32 to 64 per thread."""
@@ -42,16 +53,14 @@ class AttentionVariant:
     """One instantiation of paged_attention.metal. group: query heads of a KV head; heads: how many of them one
     threadgroup serves; queries: tokens of its tile."""
 
-    dtype: mx.Dtype
-    head_dim: int
-    block_size: int
-    kv_heads: int
+    layout: KVLayout
     group: int
     heads: int
     queries: int
     partial: bool = False
     softcap: bool = False
     sinks: bool = False
+    chunked: bool = False
 
     @property
     def rows(self) -> int:
@@ -68,37 +77,47 @@ class AttentionVariant:
 
     @property
     def vec(self) -> int:
-        """Output columns per thread, so that a thread keeps 32 to 64 sums in its registers."""
-        return max(4 if self.rows <= 8 else 2 if self.rows <= 16 else 1, -(-self.head_dim // THREADS))
+        """Output columns per thread, a power of two, so that a thread keeps 32 to 64 sums in its registers."""
+        fewest = -(-self.layout.value_size // THREADS)
+        return max(4 if self.rows <= 8 else 2 if self.rows <= 16 else 1, 1 << (fewest - 1).bit_length())
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a key."""
+        lanes = 8 if self.layout.key_size % 32 == 0 else 4
+        while -(-self.layout.key_size // (VECTOR * lanes)) * VECTOR > MAX_KEY_FLOATS:
+            lanes *= 2
+        return lanes
 
     @property
     def threadgroup_memory(self) -> int:
         """Bytes: the query tile, the scores (later the splits' sums in the same place), three numbers per row."""
-        splits = THREADS // (self.head_dim // self.vec)
-        scratch = max(self.rows * self.tile, splits * self.head_dim)
-        arrays = (self.rows * self.head_dim * self.dtype.size, 4 * scratch, *[4 * self.rows] * 3)
+        layout = self.layout
+        splits = THREADS // (layout.value_size // self.vec)
+        scratch = max(self.rows * self.tile, splits * layout.value_size)
+        arrays = (self.rows * layout.key_size * layout.dtype.size, 4 * scratch, *[4 * self.rows] * 3)
         return sum(-(-size // 16) * 16 for size in arrays)
 
     @functools.cached_property
     def template(self) -> kernels.Template:
-        names = ("kv_heads", "group", "heads", "queries", "tile", "vec", "partial", "softcap", "sinks")
-        types = [("T", self.dtype), ("O", mx.float32 if self.partial else self.dtype)]
-        sizes = [("D", self.head_dim), ("BLOCK", self.block_size), ("THREADS", THREADS)]
-        return [*types, *sizes, *((name.upper(), getattr(self, name)) for name in names)]
+        layout = self.layout
+        names = ("group", "heads", "queries", "tile", "vec", "lanes", "partial", "softcap", "sinks", "chunked")
+        types = [("T", layout.dtype), ("O", mx.float32 if self.partial else layout.dtype)]
+        sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("LATENT", layout.latent)]
+        counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", THREADS)]
+        return [*types, *sizes, *counts, *((name.upper(), getattr(self, name)) for name in names)]
 
 
-@functools.cache
-def choose_variant(
-    dtype: mx.Dtype, head_dim: int, block_size: int, kv_heads: int, group: int, single_queries: bool, *flags: bool
-) -> AttentionVariant:
+def choose_variant(layout: KVLayout, group: int, single_queries: bool, *flags: bool) -> AttentionVariant:
     """Put all heads of a group in one threadgroup if they fit its memory and registers, else in as few as possible.
     flags: the last fields of the variant."""
     rows = ROWS
     while True:
         heads = -(-group // -(-group // rows))
         queries = 1 if single_queries else max(1, rows // heads)
-        variant = AttentionVariant(dtype, head_dim, block_size, kv_heads, group, heads, queries, *flags)
-        if variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY:
+        variant = AttentionVariant(layout, group, heads, queries, *flags)
+        in_memory = variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY
+        if in_memory and variant.rows * variant.vec <= MAX_SUMS:
             return variant
         rows //= 2
 
@@ -134,43 +153,50 @@ class Plan:
 
 
 class MetalPool:
-    """Keys and values are rows of head_dim elements, in the order [block, kv_head, slot]. tuning: which kernels attend.
+    """Keys and values are rows of key_size and value_size elements, in the order [block, kv_head, slot]. A latent
+    layout has one array; where a kernel takes a pool of values, it gets the pool of keys. tuning: which kernels attend.
 
     Raises ValueError for a layout that the kernels do not support.
     """
 
     def __init__(self, num_blocks: int, layout: KVLayout, tuning: Tuning = DEFAULT_TUNING) -> None:
         check_supported(layout)
+        self.layout = layout
         self.num_kv_heads = layout.num_kv_heads
-        self.head_dim = layout.key_size
-        self.dtype = layout.dtype
-        self.block_size = layout.block_size
         self.tuning = tuning
         rows = (num_blocks + 1) * layout.num_kv_heads * layout.block_size
-        self._keys = mx.zeros((rows, self.head_dim), layout.dtype)
-        self._values = mx.zeros((rows, self.head_dim), layout.dtype)
+        self._keys = mx.zeros((rows, layout.key_size), layout.dtype)
+        self._values = self._keys if layout.latent else mx.zeros((rows, layout.value_size), layout.dtype)
         self._token = mx.zeros((1,), mx.int32)
+        self._variant = functools.cache(functools.partial(choose_variant, layout))
+        self._vectors = max(layout.key_size, layout.stored_value_size) // VECTOR
+        self._row_template: kernels.Template = [
+            ("T", layout.dtype),
+            ("DK", layout.key_size),
+            ("DV", layout.stored_value_size),
+            ("KV_HEADS", layout.num_kv_heads),
+            ("BLOCK", layout.block_size),
+        ]
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        return self._keys, self._values, self._token
+        return (self._keys, self._token) if self.layout.latent else (self._keys, self._values, self._token)
 
-    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
-        quads = self.head_dim // 4
+    def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         (self._token,) = kernels.launch(
             "kv_write",
-            [keys, values, meta.slot_mapping, self._keys, self._values, self._token],
-            [*self._row_template(), ("BLOCK", self.block_size)],
-            grid=(quads, self.num_kv_heads, meta.num_tokens),
-            threadgroup=(quads, 1, 1),
+            [keys, keys if values is None else values, meta.slot_mapping, self._keys, self._values, self._token],
+            self._row_template,
+            grid=(self._vectors, self.num_kv_heads, meta.num_tokens),
+            threadgroup=(self._vectors, 1, 1),
             outputs=[((1,), mx.int32)],
         )
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
-        group = queries.shape[1] // self.num_kv_heads
-        key = ("metal", options.window, group, id(self.tuning))  # one plan for all layers with these
+        tile = self._variant(queries.shape[1] // self.num_kv_heads, False).queries
+        key = ("metal", options.locality, tile, id(self.tuning))  # one plan for all layers with these
         if key not in meta.derived:
-            meta.derived[key] = self._make_plan(meta, options.window, group)
+            meta.derived[key] = self._make_plan(meta, options.locality, tile)
         plan: Plan = meta.derived[key]
         outputs, tokens = [], []
         for part in plan.parts:
@@ -191,25 +217,30 @@ class MetalPool:
         self._launch_blocks("block_copy", [pairs, self._keys, self._values, self._token], len(sources))
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        shape = (len(ids), self.num_kv_heads, self.block_size, self.head_dim)
+        layout = self.layout
+        shape = (len(ids), layout.num_kv_heads, layout.block_size)
+        of_keys, of_values = (*shape, layout.key_size), (*shape, layout.stored_value_size)
         if not ids:
-            return mx.zeros(shape, self.dtype), mx.zeros(shape, self.dtype)
+            return mx.zeros(of_keys, layout.dtype), mx.zeros(of_values, layout.dtype)
         blocks = mx.array(list(ids), mx.int32)
         inputs = [self._keys, self._values, blocks, self._token]
-        keys, values = self._launch_blocks("block_read", inputs, len(ids), (shape, self.dtype), (shape, self.dtype))
-        return keys, values
+        outputs = [(shape, layout.dtype) for shape in (of_keys, (1,) if layout.latent else of_values)]
+        keys, values = self._launch_blocks("block_read", inputs, len(ids), *outputs)
+        return keys, mx.zeros(of_values, layout.dtype) if layout.latent else values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
         if not ids:
             return
         blocks = mx.array(list(ids), mx.int32)
-        self._launch_blocks("block_write", [keys, values, blocks, self._keys, self._values, self._token], len(ids))
+        new = [keys, keys if self.layout.latent else values]
+        self._launch_blocks("block_write", [*new, blocks, self._keys, self._values, self._token], len(ids))
 
-    def _make_plan(self, meta: AttentionMetadata, window: int | None, group: int) -> Plan:
+    def _make_plan(self, meta: AttentionMetadata, locality: Locality, tile: int) -> Plan:
         """All decoding sequences together are one shape class with one choice. Every chunk has its own choice."""
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
-        keys = np.minimum(meta.host_context_lens, NO_WINDOW if window is None else window)
+        contexts = np.asarray(meta.host_context_lens)
+        keys = contexts - locality.first_key(contexts - 1)
         decoding = np.flatnonzero(lens == 1)
         members: dict[tuple[bool, int | None], list[int]] = {}
         if decoding.size:
@@ -218,23 +249,17 @@ class MetalPool:
         for i in np.flatnonzero(lens > 1).tolist():
             choice = self.tuning.choice(chunk_class(int(lens[i]), int(keys[i])))
             members.setdefault((False, choice.partition), []).append(i)
-        tile = self._variant(group, False).queries
         parts: list[PagedPart | ContiguousPart] = []
         for (single, partition), sequences in members.items():
             if partition is None:
-                parts += [contiguous_part(meta, i, int(starts[i]), window) for i in sequences]
+                parts += [contiguous_part(meta, i, int(starts[i]), locality) for i in sequences]
             else:
-                schedule = make_schedule(meta, np.asarray(sequences), window, 1 if single else tile, partition)
+                schedule = make_schedule(meta, np.asarray(sequences), locality, 1 if single else tile, partition)
                 parts.append(PagedPart(schedule, single))
         if len(parts) == 1:
             return Plan(parts, None)
         rows = [np.arange(starts[i], starts[i + 1]) for i in itertools.chain(*members.values())]
         return Plan(parts, mx.array(np.argsort(np.concatenate(rows)).astype(np.int32)))
-
-    def _variant(self, group: int, single_queries: bool, *flags: bool) -> AttentionVariant:
-        return choose_variant(
-            self.dtype, self.head_dim, self.block_size, self.num_kv_heads, group, single_queries, *flags
-        )
 
     def _attend_paged(
         self, queries: mx.array, meta: AttentionMetadata, options: Options, part: PagedPart
@@ -249,10 +274,12 @@ class MetalPool:
             partial,
             options.softcap is not None,
             options.sinks is not None and not partial,
+            options.locality.chunk is not None,
         )
         sinks = self._token if options.sinks is None else options.sinks.astype(mx.float32)
-        width = self.head_dim + 4 if partial else self.head_dim
-        window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
+        dtype, size = self.layout.dtype, self.layout.value_size
+        width = size + 4 if partial else size
+        window = min(options.locality.chunk or options.locality.window or NO_WINDOW, NO_WINDOW)
         out, token = kernels.launch(
             "paged_attention",
             [
@@ -270,7 +297,7 @@ class MetalPool:
             variant.template,
             grid=(THREADS, self.num_kv_heads * variant.head_tiles, schedule.num_items),
             threadgroup=(THREADS, 1, 1),
-            outputs=[((schedule.num_partials, heads, width), mx.float32 if partial else self.dtype), ((1,), mx.int32)],
+            outputs=[((schedule.num_partials, heads, width), mx.float32 if partial else dtype), ((1,), mx.int32)],
             threadgroup_memory=variant.threadgroup_memory,
         )
         if schedule.ranges is None:
@@ -278,11 +305,11 @@ class MetalPool:
         (merged,) = kernels.launch(
             "merge_partials",
             [out, schedule.ranges, sinks],
-            [("T", self.dtype), ("D", self.head_dim), ("HEADS", heads), ("SINKS", options.sinks is not None)],
+            [("T", dtype), ("D", size), ("HEADS", heads), ("SINKS", options.sinks is not None)],
             grid=(MERGE_THREADS, heads, schedule.num_rows),
             threadgroup=(MERGE_THREADS, 1, 1),
-            outputs=[((schedule.num_rows, heads, self.head_dim), self.dtype)],
-            threadgroup_memory=MERGE_THREADS // 32 * (self.head_dim + 2) * 4,
+            outputs=[((schedule.num_rows, heads, size), dtype)],
+            threadgroup_memory=MERGE_THREADS // 32 * (size + 2) * 4,
         )
         return merged, token
 
@@ -290,60 +317,71 @@ class MetalPool:
         self, queries: mx.array, options: Options, part: ContiguousPart
     ) -> tuple[mx.array, mx.array]:
         """The part's output rows, and the token of its read of the pools."""
-        quads = self.head_dim // 4
-        shape = (self.num_kv_heads, part.num_keys, self.head_dim)
+        layout, heads = self.layout, self.num_kv_heads
+        of_values = (1,) if layout.latent else (heads, part.num_keys, layout.value_size)
         keys, values, token = kernels.launch(
             "kv_gather",
             [self._keys, self._values, part.blocks, self._token],
-            [*self._row_template(), ("BLOCK", self.block_size)],
-            grid=(quads, part.num_keys, self.num_kv_heads),
-            threadgroup=(quads, min(8, part.num_keys), 1),
-            outputs=[(shape, self.dtype), (shape, self.dtype), ((1,), mx.int32)],
+            self._row_template,
+            grid=(self._vectors, part.num_keys, heads),
+            threadgroup=(self._vectors, min(8, kernels.MAX_THREADS // self._vectors, part.num_keys), 1),
+            outputs=[
+                ((heads, part.num_keys, layout.key_size), layout.dtype),
+                (of_values, layout.dtype),
+                ((1,), mx.int32),
+            ],
         )
+        if layout.latent:
+            values = keys[..., : layout.value_size]
         by_head = queries[None, part.rows].swapaxes(1, 2)
         out = contiguous_attention(by_head, keys[None], values[None], part.mask, options)
         return out[0].swapaxes(0, 1), token
 
-    def _row_template(self) -> list[tuple[str, int | bool | mx.Dtype]]:
-        return [("T", self.dtype), ("D", self.head_dim), ("KV_HEADS", self.num_kv_heads)]
-
     def _launch_blocks(
         self, name: str, inputs: Sequence[mx.array], count: int, *outputs: tuple[tuple[int, ...], mx.Dtype]
     ) -> list[mx.array]:
-        size = self.num_kv_heads * self.block_size * self.head_dim
+        layout = self.layout
+        rows = layout.num_kv_heads * layout.block_size
+        vectors = rows * self._vectors
         *results, self._token = kernels.launch(
             name,
             inputs,
-            [("T", self.dtype), ("SIZE", size)],
-            grid=(size // 4, count, 1),
-            threadgroup=(min(size // 4, 256), 1, 1),
+            [("T", layout.dtype), ("KEYS", rows * layout.key_size), ("VALUES", rows * layout.stored_value_size)],
+            grid=(vectors, count, 1),
+            threadgroup=(min(vectors, 256), 1, 1),
             outputs=[*outputs, ((1,), mx.int32)],
         )
         return results
 
 
-def contiguous_part(meta: AttentionMetadata, sequence: int, first_row: int, window: int | None) -> ContiguousPart:
+def contiguous_part(meta: AttentionMetadata, sequence: int, first_row: int, locality: Locality) -> ContiguousPart:
     """Copies only the blocks with keys that at least one query token of the sequence sees."""
     query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
-    first_key = 0 if window is None else max(0, context_len - query_len + 1 - window)
-    first_block = first_key // meta.block_size
+    first_keys = locality.first_key(np.arange(context_len - query_len, context_len))
+    first_block = int(first_keys[0]) // meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
     num_keys = context_len - first_block * meta.block_size
     mask: mx.array | Literal["causal"] = "causal"
-    if window is not None:
+    first_keys -= first_block * meta.block_size
+    if first_keys[-1] > 0:
         key, query = np.arange(num_keys), np.arange(num_keys - query_len, num_keys)[:, None]
-        mask = mx.array((key <= query) & (key > query - window))
+        mask = mx.array((key <= query) & (key >= first_keys[:, None]))
     return ContiguousPart(slice(first_row, first_row + query_len), mx.array(blocks), num_keys, mask)
 
 
 def check_supported(layout: KVLayout) -> None:
     """Raises ValueError if the kernels do not support the layout. The message names what they do not support."""
-    if layout.key_size != layout.value_size:
-        raise ValueError(
-            f"the Metal kernels need keys and values of one size, not {layout.key_size} and {layout.value_size}"
-        )
-    if layout.key_size not in HEAD_DIMS:
-        raise ValueError(f"the Metal kernels allow head sizes {', '.join(map(str, HEAD_DIMS))}, not {layout.key_size}")
+    for name, size, most, reason in (
+        ("keys", layout.key_size, MAX_KEY_SIZE, f"32 lanes hold a key, {MAX_KEY_FLOATS} elements each"),
+        ("values", layout.value_size, MAX_VALUE_SIZE, f"{THREADS} threads sum {VECTOR} columns each"),
+    ):
+        if size % VECTOR:
+            raise ValueError(
+                f"the Metal kernels take {name} whose size is a multiple of {VECTOR}, because a thread loads {VECTOR} "
+                f"elements at once, not {size}"
+            )
+        if size > most:
+            raise ValueError(f"the Metal kernels take {name} of up to {most} elements, because {reason}, not {size}")
     if layout.block_size not in BLOCK_SIZES:
         raise ValueError(
             f"the Metal kernels allow blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, not {layout.block_size}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -57,9 +58,11 @@ class CheckRun:
         shape, layout, tokens = self._shape, self._shape.layout, sum(query_lens)
         meta = AttentionMetadata.build(query_lens, context_lens, self._tables[: len(query_lens)], layout.block_size)
         keys = self._random(tokens, layout.num_kv_heads, layout.key_size)
-        self.kv.write(keys, self._random(tokens, layout.num_kv_heads, layout.value_size), meta)
+        values = None if layout.latent else self._random(tokens, layout.num_kv_heads, layout.value_size)
+        self.kv.write(keys, values, meta)
         queries = self._random(tokens, shape.num_query_heads, layout.key_size)
-        return self.kv.attend(queries, meta, scale=layout.key_size**-0.5, window=shape.window, sinks=self._sinks)
+        options: dict[str, Any] = {"window": shape.window, "chunk": shape.chunk, "sinks": self._sinks}
+        return self.kv.attend(queries, meta, scale=layout.key_size**-0.5, **options)
 
     def overlapped_steps(self) -> list[mx.array]:
         """Run decoding steps that are all in flight before the first one is waited for. Each must see its own writes
@@ -78,11 +81,11 @@ class CheckRun:
 
     def whole_blocks(self) -> list[mx.array]:
         layout = self._shape.layout
-        sizes = (layout.key_size, layout.value_size)
+        sizes = (layout.key_size, layout.stored_value_size)
         data = [self._random(2, layout.num_kv_heads, layout.block_size, size) for size in sizes]
         self.kv.write_blocks([0, 3], *data)
         self.kv.copy_blocks([(3, 1)])
-        return list(self.kv.read_blocks([1, 0]))
+        return [array for array in self.kv.read_blocks([1, 0]) if array.size]
 
 
 IN_RANGES = Tuning(decode=Choice(8), chunks=Choice(8))  # fewer keys than a tile of any chunk sees

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.pool import Locality
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class TileSchedule:
 
 
 def make_schedule(
-    meta: AttentionMetadata, members: npt.NDArray[np.int64], window: int | None, queries: int, partition: int
+    meta: AttentionMetadata, members: npt.NDArray[np.int64], locality: Locality, queries: int, partition: int
 ) -> TileSchedule:
     """Tiles of up to `queries` tokens of the sequences `members`, and ranges of up to `partition` keys of each tile."""
     query_lens = np.asarray(meta.host_query_lens)
@@ -38,7 +39,7 @@ def make_schedule(
     offset = counts_from_zero(tiles) * queries  # of a tile's first token in its sequence's query tokens
     count = np.minimum(queries, query_lens[sequence] - offset)
     position = np.asarray(meta.host_context_lens)[sequence] - query_lens[sequence] + offset
-    first_key = np.zeros_like(position) if window is None else np.maximum(0, position + 1 - window)
+    first_key = locality.first_key(position)
     end_key = position + count
     parts = -(-(end_key - first_key) // partition)
     first_partial = np.cumsum(parts * count) - parts * count

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -126,7 +127,7 @@ def reachable(bounds: tuple[int, ...], limit: int) -> list[int]:
 
 
 def visible_keys(shape: AttentionShape, limits: Limits) -> int:
-    return min(limits.context_length, shape.window or limits.context_length)
+    return min(limits.context_length, shape.window or shape.chunk or limits.context_length)
 
 
 def workload_of(shape_class: ShapeClass, shape: AttentionShape, limits: Limits) -> Workload:
@@ -169,6 +170,13 @@ def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
     meta = AttentionMetadata.build(workload.query_lens, workload.context_lens, tables, size)
     queries = mx.zeros((meta.num_tokens, shape.num_query_heads, layout.key_size), layout.dtype)
     sinks = mx.zeros((shape.num_query_heads,), layout.dtype) if shape.sinks else None
+    sizes = layout.key_size, layout.value_size
+    options: dict[str, Any] = {
+        "scale": layout.key_size**-0.5,
+        "window": shape.window,
+        "chunk": shape.chunk,
+        "sinks": sinks,
+    }
     one_token = AttentionMetadata.build([1], workload.context_lens[:1], tables[:1], size)
 
     def run(calls: int) -> Callable[[], None]:
@@ -176,12 +184,19 @@ def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
         for _ in range(calls):
             # A write comes first, as in a layer. Without it, a copy of keys would not wait for the previous call's
             # attention and would run beside it.
-            row = out[:1, : layout.num_kv_heads]
-            kv.write(row, row, one_token)
-            out = kv.attend(out, meta, scale=layout.key_size**-0.5, window=shape.window, sinks=sinks)
+            keys, values = (of_size(out[:1, : layout.num_kv_heads], size) for size in sizes)
+            kv.write(keys, None if layout.latent else values, one_token)
+            out = kv.attend(of_size(out, layout.key_size), meta, **options)
         return lambda: mx.eval(out)
 
     return run
+
+
+def of_size(rows: mx.array, size: int) -> mx.array:
+    """[..., n] -> [..., size]: cut, or padded with zeros."""
+    if rows.shape[-1] >= size:
+        return rows if rows.shape[-1] == size else rows[..., :size]
+    return mx.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, size - rows.shape[-1])])
 
 
 class Tuner:

@@ -25,15 +25,21 @@ if TYPE_CHECKING:
 
 
 class KV(NamedTuple):
-    """Keys and values [block * Hkv + kv_head, slot, size]: each (block, KV head) is one contiguous matrix."""
+    """Keys and values [block * Hkv + kv_head, slot, size]: each (block, KV head) is one contiguous matrix.
+
+    The values of a latent layout are its keys, because a product with a part of them would copy the pool. value_size:
+    the columns of an output that count.
+    """
 
     keys: mx.array
     values: mx.array
     num_kv_heads: int
+    value_size: int
 
 
 class Partial(NamedTuple):
-    """Softmax over some of the keys, in float32: output [..., D] before division, maximum and denominator [..., 1]."""
+    """Softmax over some of the keys, in float32: output [..., size] before division, maximum and denominator
+    [..., 1]."""
 
     output: mx.array
     maximum: mx.array
@@ -41,16 +47,18 @@ class Partial(NamedTuple):
 
 
 def attend(queries: mx.array, kv: KV, plan: Plan, options: Options) -> mx.array:
-    """[T, Hq, D] -> [T, Hq, D]"""
+    """[T, Hq, key_size] -> [T, Hq, value_size]"""
     outputs = [attend_chunk(queries[chunk.rows], kv, chunk, options) for chunk in plan.chunks]
     if plan.decode is not None:
         outputs.insert(0, attend_decode(queries[plan.decode.rows], kv, plan.decode, options))
     out = mx.concatenate(outputs)
+    if kv.values is kv.keys:
+        out = out[..., : kv.value_size]
     return out if plan.order is None else out[plan.order]
 
 
 def attend_decode(queries: mx.array, kv: KV, plan: DecodePlan, options: Options) -> mx.array:
-    """[n, Hq, D] -> [n, Hq, D]"""
+    """[n, Hq, key_size] -> [n, Hq, size of kv.values]"""
     n, num_heads, size = queries.shape
     grouped = scaled(queries, options).reshape(n * kv.num_kv_heads, -1, size)
     partials = []
@@ -84,22 +92,24 @@ def attend_pairs(queries: mx.array, kv: KV, pairs: Pairs, options: Options) -> P
 
 def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -> Partial:
     """Queries [n * Hkv, group, D] -> [Hkv * m, group, ...]"""
-    keys, values = contiguous(kv.keys, run.matrices), contiguous(kv.values, run.matrices)
+    keys = contiguous(kv.keys, run.matrices)
+    values = keys if kv.values is kv.keys else contiguous(kv.values, run.matrices)
     stacked = queries[run.queries].flatten(1, 2)
     partial = attend_scores(binary_scores(stacked @ keys.swapaxes(-1, -2), options.softcap), values)
     return Partial(*(array.reshape(run.queries.size, queries.shape[1], -1) for array in partial))
 
 
 def attend_chunk(queries: mx.array, kv: KV, chunk: ChunkPlan, options: Options) -> mx.array:
-    """[L, Hq, D] -> [L, Hq, D]"""
+    """[L, Hq, key_size] -> [L, Hq, size of kv.values]"""
     length, _, size = queries.shape
     grouped = scaled(queries, options).swapaxes(0, 1).reshape(kv.num_kv_heads, -1, length, size)
     sinks = None if options.sinks is None else options.sinks.reshape(kv.num_kv_heads, -1, 1, 1)
     outputs = []
     for part, stream in assign(chunk.parts):
         with stream:
-            keys = contiguous(kv.keys, part.matrices).swapaxes(-1, -2)
-            values = contiguous(kv.values, part.matrices)
+            rows_of_keys = contiguous(kv.keys, part.matrices)
+            keys = rows_of_keys.swapaxes(-1, -2)
+            values = rows_of_keys if kv.values is kv.keys else contiguous(kv.values, part.matrices)
             tiles: list[mx.array] = []
             for tile in chunk.tiles:
                 own = grouped[part.heads, :, tile.rows]

@@ -17,6 +17,7 @@ from mlxpaged.cpu import streams
 
 if TYPE_CHECKING:
     from mlxpaged.attention.metadata import AttentionMetadata, IntArray
+    from mlxpaged.attention.pool import Locality
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -25,6 +26,9 @@ MIN_SHARED = 32
 
 TILE = 64
 """Queries of a prompt in one tile. Larger tiles have faster products, smaller ones have fewer masked keys."""
+
+MAX_ROWS = 2048
+"""Most rows (queries x heads of a KV head) of a tile, because scores are stored: latent layers have up to 128 heads."""
 
 PAIR = 1e-6
 """Seconds for a (sequence, block) pair and one KV head, on one core."""
@@ -105,7 +109,7 @@ class Plan:
     order: mx.array | None
 
 
-def make_plan(meta: AttentionMetadata, window: int | None, num_heads: int, num_kv_heads: int) -> Plan:
+def make_plan(meta: AttentionMetadata, locality: Locality, num_heads: int, num_kv_heads: int) -> Plan:
     group = num_heads // num_kv_heads
     lens = np.asarray(meta.host_query_lens)
     starts = np.cumsum(lens) - lens
@@ -113,39 +117,55 @@ def make_plan(meta: AttentionMetadata, window: int | None, num_heads: int, num_k
     prompts = np.flatnonzero(lens > 1).tolist()
     rows = np.concatenate([starts[decoding], *(np.arange(starts[i], starts[i] + lens[i]) for i in prompts)])
     return Plan(
-        plan_decode(meta, decoding, starts[decoding], window, num_kv_heads, group) if len(decoding) else None,
-        [plan_chunk(meta, i, int(starts[i]), window, num_kv_heads, group) for i in prompts],
+        plan_decode(meta, decoding, starts[decoding], locality, num_kv_heads, group) if len(decoding) else None,
+        [plan_chunk(meta, i, int(starts[i]), locality, num_kv_heads, group) for i in prompts],
         None if (np.diff(rows) > 0).all() else mx.array(np.argsort(rows).astype(np.int32)),
     )
 
 
 def plan_chunk(
-    meta: AttentionMetadata, sequence: int, row: int, window: int | None, num_kv_heads: int, group: int
+    meta: AttentionMetadata, sequence: int, row: int, locality: Locality, num_kv_heads: int, group: int
 ) -> ChunkPlan:
     query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
     first_query = context_len - query_len
-    first_block = (first_query - visible_before(first_query, window)) // meta.block_size
+    firsts = locality.first_key(np.arange(first_query, context_len))
+    first_block = int(firsts[0]) // meta.block_size
     num_keys = context_len - first_block * meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
-    tiles = make_tiles(query_len, num_keys, window, group)
+    tiles = []
+    for begin, end in pieces(firsts, locality):
+        offset = int(firsts[begin]) - first_block * meta.block_size if locality.window is None else 0
+        last = num_keys - query_len + end
+        for tile in make_tiles(end - begin, last - offset, locality.window, group):
+            rows = slice(tile.rows.start + begin, tile.rows.stop + begin)
+            tiles.append(Tile(rows, slice(tile.keys.start + offset, tile.keys.stop + offset), tile.bias))
     matrices = by_head(blocks, num_kv_heads).T
     heads = streams.split(num_kv_heads, query_len * group * num_kv_heads * num_keys * SCORE)
     parts = [HeadsPart(part, mx.array(matrices[part])) for part in heads]
     return ChunkPlan(slice(row, row + query_len), parts, tiles)
 
 
+def pieces(firsts: IntArray, locality: Locality) -> list[tuple[int, int]]:
+    """Ranges of queries with one mask: the queries of a chunk of the locality, else all."""
+    if locality.chunk is None:
+        return [(0, len(firsts))]
+    starts = np.flatnonzero(np.diff(firsts, prepend=-1)).tolist()
+    return list(zip(starts, [*starts[1:], len(firsts)], strict=True))
+
+
 def make_tiles(query_len: int, num_keys: int, window: int | None, group: int) -> list[Tile]:
     """The tiles of a chunk. Their biases are views of one array, except a shorter last tile's: every query sees the
     keys before it alike."""
-    firsts = range(num_keys - query_len, num_keys, TILE)  # indices among the keys of the tiles' first queries
+    length = min(TILE, max(1, MAX_ROWS // group), query_len)
+    firsts = range(num_keys - query_len, num_keys, length)  # indices among the keys of the tiles' first queries
     most = visible_before(firsts[-1], window)
-    query, key = np.arange(min(TILE, query_len))[:, None], np.arange(-most, min(TILE, query_len))
+    query, key = np.arange(length)[:, None], np.arange(-most, length)
     visible = key <= query if window is None else (key <= query) & (key > query - window)
     whole = bias_of(np.tile(visible, (group, 1)))[None]
     tiles = []
     for first in firsts:
-        before, size = visible_before(first, window), min(TILE, num_keys - first)
-        bias = whole if size == len(query) else bias_of(np.tile(visible[:size], (group, 1)))[None]
+        before, size = visible_before(first, window), min(length, num_keys - first)
+        bias = whole if size == length else bias_of(np.tile(visible[:size], (group, 1)))[None]
         begin = first - firsts[0]
         keys = slice(first - before, first + size)
         tiles.append(Tile(slice(begin, begin + size), keys, bias[..., most - before : most + size]))
@@ -158,16 +178,16 @@ def visible_before(query: int, window: int | None) -> int:
 
 
 def plan_decode(
-    meta: AttentionMetadata, members: IntArray, rows: IntArray, window: int | None, num_kv_heads: int, group: int
+    meta: AttentionMetadata, members: IntArray, rows: IntArray, locality: Locality, num_kv_heads: int, group: int
 ) -> DecodePlan:
     size, n = meta.block_size, len(members)
     tables = meta.host_block_tables[members]
     context = np.asarray(meta.host_context_lens)[members]
-    first = np.zeros_like(context) if window is None else np.maximum(context - window, 0)
+    first = locality.first_key(context - 1)
     columns = np.arange(tables.shape[1])
     paired = (columns >= (first // size)[:, None]) & (columns < -(-context // size)[:, None])
-    # Each sequence keeps its last block as a pair. With a window, sequences see different parts of a common prefix.
-    runs = shared_runs(tables, (context - 1) // size) if window is None else []
+    # Each sequence keeps its last block as a pair. Local queries see different parts of a common prefix.
+    runs = [] if any(locality) else shared_runs(tables, (context - 1) // size)
     for sharing, end in runs:
         paired[sharing, :end] = False
     owner, column = (indices.astype(np.int32) for indices in np.nonzero(paired))

@@ -24,40 +24,49 @@ class CpuPool:
         self._num_kv_heads = layout.num_kv_heads
         matrices = num_blocks * layout.num_kv_heads
         self._keys = mx.zeros((matrices, layout.block_size, layout.key_size), layout.dtype)
-        self._values = mx.zeros((matrices, layout.block_size, layout.value_size), layout.dtype)
+        self._values = (
+            None if layout.latent else mx.zeros((matrices, layout.block_size, layout.value_size), layout.dtype)
+        )
+        self._value_size = layout.value_size
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        return self._keys, self._values
+        return (self._keys,) if self._values is None else (self._keys, self._values)
 
-    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
+    def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         slots, unused = slot_indices(meta, self._num_kv_heads)
         self._keys[slots] = keys
-        self._values[slots] = values
+        if self._values is not None and values is not None:
+            self._values[slots] = values
         if unused is not None:
             self._keys[unused] = 0.0
-            self._values[unused] = 0.0
+            if self._values is not None:
+                self._values[unused] = 0.0
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         heads = queries.shape[1], self._num_kv_heads
-        key = ("plan", options.window, heads)
+        key = ("plan", options.locality, heads)
         if key not in meta.derived:
-            meta.derived[key] = make_plan(meta, options.window, *heads)
-        return attend(queries, KV(self._keys, self._values, self._num_kv_heads), meta.derived[key], options)
+            meta.derived[key] = make_plan(meta, options.locality, *heads)
+        values = self._keys if self._values is None else self._values
+        kv = KV(self._keys, values, self._num_kv_heads, self._value_size)
+        return attend(queries, kv, meta.derived[key], options)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.write_blocks(targets, *self.read_blocks(sources))
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         matrices = self._matrices_of(ids)
-        keys, values = self._keys[matrices], self._values[matrices]
+        keys = self._keys[matrices]
+        values = keys[..., :0] if self._values is None else self._values[matrices]
         mx.eval(keys, values)  # if a read were still pending, the next write would copy the whole pool
         return keys, values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
         matrices = self._matrices_of(ids)
         self._keys[matrices] = keys
-        self._values[matrices] = values
+        if self._values is not None:
+            self._values[matrices] = values
 
     def _matrices_of(self, ids: Sequence[int]) -> mx.array:
         """[block, kv_head]"""

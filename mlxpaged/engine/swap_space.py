@@ -34,7 +34,7 @@ def bytes_per_slot(layers: Sequence[LayerKVCache]) -> int:
 
 class SwapSpace:
     """`num_slots` slots, each for one KV block of all `layers`. They hold bytes, because NumPy has no bfloat16. A slot
-    is contiguous: keys of the first layer, its values, keys of the second.
+    is contiguous: keys of the first layer, its values, keys of the second. Values of a latent layout take no bytes.
 
     Without a directory the slots are ordinary memory, which the system commits when slots are first written. On Apple
     Silicon it is the same memory as the pools', but it is not wired and not part of the GPU's working set, which runs
@@ -69,7 +69,7 @@ class SwapSpace:
             read = [array.view(mx.uint8) for kv in self._layers for array in kv.read_blocks(blocks)]
             mx.eval(read)  # one wait for all layers
             for column, array in zip(self._columns, read, strict=True):
-                column[slots] = np.asarray(array).reshape(len(slots), -1)
+                column[slots] = np.asarray(array).reshape(len(slots), column.shape[1])
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy slot to block for every (slot, block). The slots keep their contents. The copies are done on return.
@@ -79,9 +79,11 @@ class SwapSpace:
         self._check([block for _, block in pairs], [slot for slot, _ in pairs], written="block")
         for slots, blocks in self._pieces(pairs):
             for kv, *columns in zip(self._layers, self._columns[::2], self._columns[1::2], strict=True):
-                shape = (len(blocks), kv.layout.num_kv_heads, kv.layout.block_size, -1)
-                keys, values = (mx.array(column[slots].reshape(shape)).view(kv.layout.dtype) for column in columns)
-                kv.write_blocks(blocks, keys, values)
+                layout = kv.layout
+                rows = (len(blocks), layout.num_kv_heads, layout.block_size)
+                sizes = (layout.key_size * layout.dtype.size, layout.stored_value_size * layout.dtype.size)
+                pieces = [column[slots].reshape(*rows, size) for column, size in zip(columns, sizes, strict=True)]
+                kv.write_blocks(blocks, *(mx.array(piece).view(layout.dtype) for piece in pieces))
             mx.eval([kv.arrays for kv in self._layers])  # frees the piece's copies before the next piece makes its own
 
     def close(self) -> None:

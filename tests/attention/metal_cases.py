@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache
+from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache
 from mlxpaged.attention.tuning import Choice, Tuning
 
 Array = npt.NDArray[np.float64]
@@ -18,6 +18,9 @@ Array = npt.NDArray[np.float64]
 TOLERANCE = {mx.float32: 4e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 """Largest difference from float64, absolute, for outputs up to about 3. Half types: the rounding of the output (2^-11
 and 2^-8 of it) and no more, because everything before it is float32."""
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256, 512)
+"""Sizes that models have. The kernels take any multiple of four up to a limit."""
 
 SPARE = 3
 """Blocks of the pool that no sequence owns; they hold NaN."""
@@ -29,7 +32,8 @@ class Case:
     context. Blocks are handed out in random order.
 
     decode_partition, chunk_partition: keys in one work item, None for the backend's own. tuning: instead of these.
-    sharpness: factor on the queries; in the hundreds, only a running maximum keeps the softmax finite.
+    sharpness: factor on the queries; in the hundreds, only a running maximum keeps the softmax finite. value_size:
+    head_dim if it is None. latent: values are the first value_size elements of the keys.
     """
 
     lens: Sequence[tuple[int, int]]
@@ -46,6 +50,9 @@ class Case:
     tuning: Tuning | None = None
     sharpness: float = 1.0
     seed: int = 0
+    value_size: int | None = None
+    latent: bool = False
+    chunk: int | None = None
     kv: LayerKVCache = field(init=False)
     meta: AttentionMetadata = field(init=False)
 
@@ -60,31 +67,41 @@ class Case:
         self.meta = AttentionMetadata.build(
             [query for query, _ in self.lens], [context for _, context in self.lens], self.tables, self.block_size
         )
-        shape = (self.kv_heads, self.head_dim)
+        size = self.value_size or self.head_dim
+        self.layout = KVLayout(self.kv_heads, self.head_dim, size, self.dtype, self.block_size, self.latent)
         self.queries, self.keys, self.values = [], [], []
         for query, context in self.lens:
             heads = self.kv_heads * self.group
             self.queries.append(self.rounded(rng.standard_normal((query, heads, self.head_dim)) * self.sharpness))
-            self.keys.append(self.rounded(rng.standard_normal((context, *shape))))
-            self.values.append(self.rounded(rng.standard_normal((context, *shape))))
+            self.keys.append(self.rounded(rng.standard_normal((context, self.kv_heads, self.head_dim))))
+            self.values.append(
+                self.keys[-1][..., :size]
+                if self.latent
+                else self.rounded(rng.standard_normal((context, self.kv_heads, size)))
+            )
         self.sinks = rng.standard_normal(self.kv_heads * self.group).astype(np.float32)
         self.scale = self.head_dim**-0.5
-        layout = (blocks, self.kv_heads, self.head_dim, self.dtype, self.block_size)
         decode, chunks = (size and Choice(size) for size in (self.decode_partition, self.chunk_partition))
         tuning = self.tuning or Tuning(decode=decode, chunks=chunks)
-        self.kv = LayerKVCache(*layout, backend="metal", tuning=tuning)
+        self.kv = LayerKVCache.from_layout(blocks, self.layout, backend="metal", tuning=tuning)
         self.fill(blocks)
 
     def fill(self, blocks: int) -> None:
         """Earlier tokens go in block by block, the step's own through `write`."""
-        pools = np.full((2, blocks, self.kv_heads, self.block_size, self.head_dim), np.nan)
+        sizes = (self.layout.key_size, self.layout.stored_value_size)
+        pools = [np.full((blocks, self.kv_heads, self.block_size, size), np.nan) for size in sizes]
         for i, (query, context) in enumerate(self.lens):
             for pool, rows in zip(pools, (self.keys[i], self.values[i]), strict=True):
                 at = np.arange(context - query)
-                pool[np.asarray(self.tables[i])[at // self.block_size], :, at % self.block_size] = rows[at]
+                of_block = np.asarray(self.tables[i])[at // self.block_size]
+                pool[of_block, :, at % self.block_size] = rows[at][..., : pool.shape[-1]]
         self.kv.write_blocks(range(blocks), *(self.array(pool) for pool in pools))
-        self.kv.write(self.of_step(self.keys), self.of_step(self.values), self.meta)
+        self.write()
         mx.eval(self.kv.arrays)
+
+    def write(self) -> None:
+        """The step's own keys and values."""
+        self.kv.write(self.of_step(self.keys), None if self.latent else self.of_step(self.values), self.meta)
 
     def of_step(self, rows: Sequence[Array]) -> mx.array:
         return self.array(np.concatenate([part[-query:] for part, (query, _) in zip(rows, self.lens, strict=True)]))
@@ -98,7 +115,8 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         sinks = mx.array(self.sinks) if self.has_sinks else None
-        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": sinks}
+        local = {"window": self.window, "chunk": self.chunk}
+        return {"scale": self.scale, "softcap": self.softcap, "sinks": sinks, **local}
 
     def attend(self) -> Array:
         out = self.kv.attend(self.array(np.concatenate(self.queries)), self.meta, **self.options)
@@ -119,6 +137,8 @@ class Case:
         visible = key_at <= at
         if self.window is not None:
             visible &= key_at > at - self.window
+        if self.chunk is not None:
+            visible &= key_at // self.chunk == at // self.chunk
         scores = np.where(visible, scores, -np.inf)
         sinks = np.full(self.kv_heads * self.group, -np.inf) if not self.has_sinks else self.sinks.astype(np.float64)
         sinks = sinks.reshape(1, self.kv_heads, self.group, 1)
@@ -126,7 +146,7 @@ class Case:
         weights = np.exp(scores - maximum)
         weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - maximum)
         out = np.einsum("qhgk,khd->qhgd", weights, self.values[i])
-        return out.reshape(query_len, self.kv_heads * self.group, self.head_dim)
+        return out.reshape(query_len, self.kv_heads * self.group, -1)
 
     def error(self) -> float:
         """Largest difference from float64; inf where there is NaN."""

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache
+from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache
 
 Array = npt.NDArray[np.float64]
 
@@ -25,6 +25,14 @@ class Shape:
     head_dim: int = 16
     block_size: int = 32
     dtype: mx.Dtype = mx.float32
+    value_size: int | None = None
+    """head_dim if it is None."""
+    latent: bool = False
+
+    @property
+    def layout(self) -> KVLayout:
+        sizes = (self.num_kv_heads, self.head_dim, self.value_size or self.head_dim)
+        return KVLayout(*sizes, self.dtype, self.block_size, self.latent)
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Extras:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    chunk: int | None = None
 
 
 def rounded(array: Array, dtype: mx.Dtype) -> Array:
@@ -41,10 +50,10 @@ def rounded(array: Array, dtype: mx.Dtype) -> Array:
 def reference_attention(
     queries: Array, keys: Array, values: Array, scale: float, extras: Extras, sinks: Array | None
 ) -> Array:
-    """Query j of n, [n, Hq, D], sits at position len(keys) - n + j; keys and values are [context, Hkv, D]."""
+    """Query j of n, [n, Hq, D], sits at position len(keys) - n + j; keys and values are [context, Hkv, size]."""
     n, num_heads, _ = queries.shape
     context, num_kv_heads, _ = keys.shape
-    out = np.zeros_like(queries)
+    out = np.zeros((n, num_heads, values.shape[-1]))
     for head in range(num_heads):
         kv_head = head // (num_heads // num_kv_heads)
         scores = queries[:, head] @ keys[:, kv_head].T * scale
@@ -54,6 +63,8 @@ def reference_attention(
         hidden = key_at > query_at
         if extras.window is not None:
             hidden |= key_at <= query_at - extras.window
+        if extras.chunk is not None:
+            hidden |= key_at // extras.chunk != query_at // extras.chunk
         scores[hidden] = -np.inf
         if sinks is not None:
             scores = np.concatenate([scores, np.full((n, 1), sinks[head])], axis=1)
@@ -86,19 +97,28 @@ class Scene:
         ends = list(itertools.accumulate(counts))
         self.tables = [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
         self.spare = ids[ends[-1] :]
-        self.kv = make_cache(len(ids), shape.num_kv_heads, shape.head_dim, shape.dtype, shape.block_size)
-        everything = list(range(len(ids)))
-        nan = mx.full((len(ids), shape.num_kv_heads, shape.block_size, shape.head_dim), mx.nan, shape.dtype)
-        self.kv.write_blocks(everything, nan, nan)
-        self.keys = [self.random(context, shape.num_kv_heads) for context in self.context_lens]
-        self.values = [self.random(context, shape.num_kv_heads) for context in self.context_lens]
-        self.queries = [self.random(query, shape.num_heads) for query in self.query_lens]
+        self.kv = LayerKVCache.from_layout(len(ids), shape.layout, backend)
+        self.poison(list(range(len(ids))))
+        kv_heads, size = shape.num_kv_heads, shape.layout.value_size
+        self.keys = [self.random(context, kv_heads, shape.head_dim) for context in self.context_lens]
+        if shape.latent:
+            self.values = [keys[..., :size] for keys in self.keys]
+        else:
+            self.values = [self.random(context, kv_heads, size) for context in self.context_lens]
+        self.queries = [self.random(query, shape.num_heads, shape.head_dim) for query in self.query_lens]
         self.scale = shape.head_dim**-0.5
         self.sinks = rounded(self.rng.normal(size=shape.num_heads), shape.dtype)
         self.write_all()
 
-    def random(self, length: int, heads: int) -> Array:
-        return rounded(self.rng.normal(size=(length, heads, self.shape.head_dim)), self.shape.dtype)
+    def poison(self, blocks: list[int]) -> None:
+        """Make the blocks NaN."""
+        layout = self.shape.layout
+        sizes = (layout.key_size, layout.stored_value_size)
+        shape = (len(blocks), layout.num_kv_heads, layout.block_size)
+        self.kv.write_blocks(blocks, *(mx.full((*shape, size), mx.nan, layout.dtype) for size in sizes))
+
+    def random(self, length: int, heads: int, size: int) -> Array:
+        return rounded(self.rng.normal(size=(length, heads, size)), self.shape.dtype)
 
     def array(self, parts: Sequence[Array]) -> mx.array:
         return mx.array(np.concatenate(parts).astype(np.float32)).astype(self.shape.dtype)
@@ -110,16 +130,13 @@ class Scene:
         if some:
             lens = [earlier[i] for i in some]
             meta = AttentionMetadata.build(lens, lens, [self.tables[i] for i in some], self.shape.block_size)
-            self.kv.write(
-                self.array([self.keys[i][: earlier[i]] for i in some]),
-                self.array([self.values[i][: earlier[i]] for i in some]),
-                meta,
-            )
-        self.kv.write(
-            self.array([keys[start:] for keys, start in zip(self.keys, earlier, strict=True)]),
-            self.array([values[start:] for values, start in zip(self.values, earlier, strict=True)]),
-            self.meta(),
-        )
+            rows = ([part[i][: earlier[i]] for i in some] for part in (self.keys, self.values))
+            self.write(*map(self.array, rows), meta)
+        rows = ([part[i][start:] for i, start in enumerate(earlier)] for part in (self.keys, self.values))
+        self.write(*map(self.array, rows), self.meta())
+
+    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
+        self.kv.write(keys, None if self.shape.latent else values, meta)
 
     def meta(self) -> AttentionMetadata:
         return AttentionMetadata.build(self.query_lens, self.context_lens, self.tables, self.shape.block_size)
@@ -130,10 +147,11 @@ class Scene:
             meta or self.meta(),
             scale=self.scale,
             window=extras.window,
+            chunk=extras.chunk,
             softcap=extras.softcap,
             sinks=mx.array(self.sinks.astype(np.float32)).astype(self.shape.dtype) if extras.sinks else None,
         )
-        assert out.shape == (sum(self.query_lens), self.shape.num_heads, self.shape.head_dim)
+        assert out.shape == (sum(self.query_lens), self.shape.num_heads, self.shape.layout.value_size)
         assert out.dtype == self.shape.dtype
         return np.array(out.astype(mx.float32), dtype=np.float64)
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, resolve_backend
+from mlxpaged.attention import AttentionMetadata, AttentionShape, KVLayout, LayerKVCache, gather, resolve_backend
 from tests.attention import scenes
 from tests.attention.scenes import (
     RAGGED,
@@ -50,6 +50,41 @@ def test_head_sizes_and_groups_match_float64(dtype: mx.Dtype, heads: tuple[int, 
     Scene(Shape(heads[0], heads[1], head_dim, dtype=dtype), RAGGED).check()
 
 
+LAYOUTS = {
+    "values smaller than keys": Shape(8, 2, 48, value_size=32),
+    "values larger than keys": Shape(3, 3, 16, value_size=40, block_size=8),
+    "latent": Shape(20, 1, 72, value_size=64, latent=True),
+    "latent of values alone": Shape(3, 1, 16, value_size=16, latent=True, block_size=8),
+    "DeepSeek-V3": Shape(16, 1, 576, value_size=512, latent=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_of_their_own_size_and_latents_match_float64(layout: str, dtype: mx.Dtype) -> None:
+    scene = Scene(replace(LAYOUTS[layout], dtype=dtype), RAGGED)
+    for extras in (Extras(), Extras(window=33), Extras(softcap=2.0), Extras(sinks=True)):
+        scene.check(extras)
+
+
+@pytest.mark.parametrize("shape", [LAYOUTS["latent"], LAYOUTS["values larger than keys"]], ids=["latent", "larger"])
+def test_a_prefix_shared_by_sequences_of_other_layouts_matches_float64(shape: Shape) -> None:
+    scene = Scene(replace(shape, block_size=8), [(1, 200 + i) for i in range(6)] + [(9, 150)])
+    for i in range(1, 7):
+        share(scene, i, 0, 15)
+    scene.write_all()
+    scene.check()
+
+
+def test_queries_of_large_heads_in_tiles_match_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 64 heads and 99 keys: 3 tokens each."""
+    monkeypatch.setattr(gather, "MAX_SCORES", 64 * 99 * 3)
+    for shape in (Shape(64, 1, 24, value_size=16, latent=True), Shape(64, 2, 260)):
+        scene = Scene(shape, [(10, 99), (1, 99)])
+        for extras in (Extras(), Extras(window=33), Extras(softcap=2.0), Extras(sinks=True)):
+            scene.check(extras)
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("window", [None, 1, 7, 8, 9, 31, 32, 33, 100, 5000])
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -58,6 +93,23 @@ def test_window_softcap_and_sinks_match_float64(
     sinks: bool, softcap: float | None, window: int | None, block_size: int
 ) -> None:
     Scene(Shape(block_size=block_size), RAGGED).check(Extras(window, softcap, sinks))
+
+
+@pytest.mark.parametrize("block_size", [8, 32])
+@pytest.mark.parametrize("chunk", [1, 7, 8, 32, 33, 64, 5000])
+@pytest.mark.parametrize("extras", [Extras(), Extras(softcap=2.0, sinks=True)], ids=["plain", "extras"])
+def test_local_chunks_match_float64(extras: Extras, chunk: int, block_size: int) -> None:
+    lens = [*RAGGED, (150, 150), (130, 200)]
+    Scene(Shape(block_size=block_size), lens).check(replace(extras, chunk=chunk))
+
+
+def test_local_chunks_of_sequences_with_one_prefix_and_of_latents_match_float64() -> None:
+    scene = Scene(Shape(block_size=8), [(1, 200 + i) for i in range(6)])
+    for i in range(1, 6):
+        share(scene, i, 0, 20)
+    scene.write_all()
+    scene.check(Extras(chunk=64))
+    Scene(LAYOUTS["latent"], RAGGED).check(Extras(chunk=40))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
@@ -106,33 +158,38 @@ def test_half_type_scores_are_as_exact_for_decoding_as_for_a_chunk() -> None:
 
 def test_foreign_unused_and_stale_rows_never_reach_the_output() -> None:
     """The pool is NaN outside the contexts; here every block that is not the sequence's own becomes NaN as well."""
-    for extras in (Extras(), Extras(window=20), Extras(softcap=2.0), Extras(sinks=True)):
-        scene = Scene(Shape(), RAGGED)
+    every = (Extras(), Extras(window=20), Extras(chunk=20), Extras(softcap=2.0), Extras(sinks=True))
+    latent = Shape(4, 1, 24, value_size=16, latent=True)
+    for extras, shape in itertools.product(every, (Shape(), latent)):
+        scene = Scene(shape, RAGGED)
         expected = scene.attend(extras)
         assert np.isfinite(expected).all()
         starts = np.concatenate([[0], np.cumsum(scene.query_lens)])
         for i in range(0, len(RAGGED), 3):
             foreign = [block for j, table in enumerate(scene.tables) if j != i for block in table] + scene.spare
-            nan = mx.full((len(foreign), 2, 32, 16), mx.nan, mx.float32)
-            scene.kv.write_blocks(foreign, nan, nan)
+            scene.poison(foreign)
             got = scene.attend(extras)[starts[i] : starts[i + 1]]
             np.testing.assert_allclose(got, expected[starts[i] : starts[i + 1]], atol=1e-6)
             scene.write_all()
 
 
-def test_values_that_an_earlier_owner_left_in_a_block_do_not_show() -> None:
+@pytest.mark.parametrize("latent", [False, True])
+def test_values_that_an_earlier_owner_left_in_a_block_do_not_show(latent: bool, backend: str) -> None:
     """NaN among the values after a context: of a prompt, of a chunk that ends in a new block, of a decoded token that
     begins one, and while it fills up."""
-    kv = make_cache(4, 2, 16, mx.float32)
-    nan = mx.full((4, 2, 32, 16), mx.nan)
-    kv.write_blocks(range(4), nan, nan)
+    layout = KVLayout(1, 16, 12, mx.float32, 32, latent=True) if latent else KVLayout(2, 16, 16, mx.float32, 32)
+    heads = layout.num_kv_heads
+    kv = LayerKVCache.from_layout(4, layout, backend)
+    kv.write_blocks(range(4), *(mx.full((4, heads, 32, size), mx.nan) for size in (16, layout.stored_value_size)))
     rng = np.random.default_rng(0)
-    keys, values = (mx.array(rng.normal(size=(101, 2, 16)).astype(np.float32)) for _ in range(2))
+    keys, values = (mx.array(rng.normal(size=(101, heads, 16)).astype(np.float32)) for _ in range(2))
+    if latent:
+        values = keys[..., :12]
     end = 0
     for query_len in (20, 50, 26, 1, 1, 1, 1, 1):
         begin, end = end, end + query_len
         meta = AttentionMetadata.build([query_len], [end], [[2, 0, 3, 1]])
-        kv.write(keys[begin:end], values[begin:end], meta)
+        kv.write(keys[begin:end], None if latent else values[begin:end], meta)
         query = mx.array(rng.normal(size=(1, 4, 16)).astype(np.float32))
         out = kv.attend(query, AttentionMetadata.build([1], [end], [[2, 0, 3, 1]]), scale=0.25)
         q, k, v = (np.array(array, dtype=np.float64) for array in (query, keys[:end], values[:end]))
@@ -216,7 +273,8 @@ def test_one_metadata_serves_layers_of_different_windows_and_shapes() -> None:
     a, b = Scene(Shape(), RAGGED), Scene(Shape(num_kv_heads=1, head_dim=32), RAGGED)
     assert a.tables == b.tables
     meta = a.meta()
-    for scene, extras in ((a, Extras()), (b, Extras(window=9)), (a, Extras(window=9)), (b, Extras())):
+    every = (a, Extras()), (b, Extras(window=9)), (a, Extras(window=9)), (b, Extras()), (a, Extras(chunk=9))
+    for scene, extras in every:
         assert np.abs(scene.attend(extras, meta) - scene.expected(extras)).max() < 1e-5
 
 
@@ -432,6 +490,59 @@ def test_a_layout_counts_keys_and_values_of_their_own_sizes() -> None:
     assert layout.bytes_per_block == 16 * layout.bytes_per_token
 
 
+def test_a_latent_layout_stores_its_row_once(backend: str) -> None:
+    layout = KVLayout(num_kv_heads=1, key_size=24, value_size=16, dtype=mx.float16, block_size=8, latent=True)
+    assert layout.bytes_per_token == 24 * 2
+    assert layout.key_bytes_per_block == layout.bytes_per_block == 8 * 24 * 2
+    kv = LayerKVCache.from_layout(5, layout, backend)
+    assert kv.layout == layout != replace(layout, latent=False)
+    assert kv.nbytes == sum(array.nbytes for array in kv.arrays) == 5 * layout.bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_size", "value_size"), [(2, 24, 16), (1, 16, 24)], ids=["two heads", "values larger than rows"]
+)
+def test_a_latent_layout_that_cannot_be_is_refused(heads: int, key_size: int, value_size: int) -> None:
+    with pytest.raises(ValueError, match="a latent layout has one KV head, and values are part of its rows"):
+        KVLayout(heads, key_size, value_size, mx.float16, 8, latent=True)
+
+
+def test_whole_blocks_of_a_latent_layout_have_values_of_size_zero(backend: str) -> None:
+    kv = LayerKVCache.from_layout(4, KVLayout(1, 24, 16, mx.float32, 8, latent=True), backend)
+    rows = mx.random.normal((2, 1, 8, 24), key=mx.random.key(0))
+    kv.write_blocks([3, 1], rows, rows[..., :0])
+    kv.copy_blocks([(3, 0)])
+    keys, values = kv.read_blocks([1, 0, 2])
+    assert mx.array_equal(keys, mx.stack([rows[1], rows[0], mx.zeros_like(rows[0])]))
+    assert values.shape == (3, 1, 8, 0)
+    with pytest.raises(ValueError, match=r"must have shape \(1, 1, 8, 0\)"):
+        kv.write_blocks([0], rows[:1], rows[:1, ..., :16])
+
+
+def test_values_are_written_if_and_only_if_the_layout_is_not_latent(backend: str) -> None:
+    meta = AttentionMetadata.build([1], [1], [[0]])
+    rows = mx.zeros((1, 1, 24))
+    with pytest.raises(ValueError, match="values must be None for a latent layout"):
+        LayerKVCache(1, 1, 24, mx.float32, backend=backend, value_size=16, latent=True).write(rows, rows, meta)
+    with pytest.raises(ValueError, match="values must not be None"):
+        LayerKVCache(1, 1, 24, mx.float32, backend=backend).write(rows, None, meta)
+
+
+def test_the_text_of_a_shape_tells_layouts_apart() -> None:
+    layouts = [
+        KVLayout(1, 24, 24, mx.float16, 8),
+        KVLayout(1, 24, 16, mx.float16, 8),
+        KVLayout(1, 24, 16, mx.float16, 8, latent=True),
+        KVLayout(1, 24, 24, mx.float16, 8, latent=True),
+    ]
+    assert [str(AttentionShape(4, layout)).split(",")[0] for layout in layouts] == [
+        "4 query heads on 1 KV heads of 24",
+        "4 query heads on 1 KV heads of 24/16",
+        "4 query heads on latents of 24/16",
+        "4 query heads on latents of 24/24",
+    ]
+
+
 def one_sequence(**changed: Any) -> tuple[LayerKVCache, AttentionMetadata]:
     kv = make_cache(4, 2, 16, mx.float32)
     arguments: dict[str, Any] = {"query_lens": [3], "context_lens": [3], "block_tables": [[0]]} | changed
@@ -479,10 +590,12 @@ def test_queries_that_do_not_fit_are_refused(queries: mx.array, message: str) ->
     ("option", "message"),
     [
         ({"window": 0}, "window must be a positive integer, got 0"),
+        ({"chunk": -1}, "chunk must be a positive integer, got -1"),
+        ({"window": 8, "chunk": 9}, "window and chunk exclude each other, got 8 and 9"),
         ({"softcap": 0.0}, "softcap must be positive, got 0"),
         ({"sinks": mx.zeros((2,))}, r"sinks must have shape \(4,\), got \(2,\)"),
     ],
-    ids=["window", "softcap", "sinks"],
+    ids=["window", "chunk", "both", "softcap", "sinks"],
 )
 def test_options_out_of_range_are_refused(option: dict[str, Any], message: str) -> None:
     kv, meta = one_sequence()

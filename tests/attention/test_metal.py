@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache, kernels, resolve_backend
+from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, kernels, resolve_backend
 from mlxpaged.attention.layout import KV_DTYPES
-from mlxpaged.attention.metal import BLOCK_SIZES, HEAD_DIMS
-from tests.attention.metal_cases import Case
+from mlxpaged.attention.metal import BLOCK_SIZES
+from tests.attention.metal_cases import HEAD_DIMS, Case
 from tests.metal_on_cpu import Interpreter, is_supported
 
 on_cpu = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
@@ -28,6 +28,7 @@ EXTRAS: list[dict[str, Any]] = [
     {"softcap": 2.0},
     {"has_sinks": True},
     {"window": 9, "softcap": 3.0, "has_sinks": True},
+    {"chunk": 30},
 ]
 GROUPS = (1, 2, 3, 4, 7, 8)
 
@@ -59,6 +60,37 @@ def test_chunks_are_exact_for_every_type_and_head_size(metal: None, i: int, dtyp
     lens = nth(([(5, 5), (20, 50)], [(33, 64), (2, 140)], [(2, 33), (13, 13)]), i)
     group = nth(GROUPS, i + 2)
     Case(lens, chunk_partition=nth((4096, 48), i), group=group, **options, **nth(EXTRAS, i + 1)).check()
+
+
+DEEPSEEK = {"head_dim": 576, "value_size": 512, "latent": True, "kv_heads": 1}
+"""Its rows of multi-head latent attention."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "MiMo-V2-Flash": {"head_dim": 192, "value_size": 128, "kv_heads": 1, "group": 16, "dtype": mx.bfloat16},
+    "DeepSeek-V2-Lite": {"head_dim": 192, "value_size": 128, "group": 1},
+    "MiniCPM3": {"head_dim": 96, "value_size": 64, "group": 1, "dtype": mx.float16, "softcap": 3.0},
+    "values larger than keys": {"head_dim": 64, "value_size": 96, "group": 3, "block_size": 8},
+    "no chunk is whole": {"head_dim": 36, "value_size": 20, "group": 2, "window": 20},
+    "a small latent": {"head_dim": 44, "value_size": 36, "latent": True, "kv_heads": 1, "group": 4, "block_size": 16},
+    "Mistral 4": {"head_dim": 320, "value_size": 256, "latent": True, "kv_heads": 1, "group": 32, "window": 30},
+    "GLM-4.7-Flash": DEEPSEEK | {"group": 20, "dtype": mx.bfloat16},
+    "DeepSeek-V3 in float32": DEEPSEEK | {"group": 5, "has_sinks": True, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_of_their_own_size_and_latents_are_exact(metal: None, name: str) -> None:
+    options = LAYOUTS[name]
+    Case([(1, 1), (1, 33), (1, 70)], decode_partition=32, **options).check()
+    Case([(1, 40), (2, 33), (9, 20)], chunk_partition=16, **options).check()
+    if options.get("dtype") is not mx.bfloat16:  # MLX's own attention rounds weights to bfloat16 on a CPU
+        Case([(128, 140)], **options).check()
+
+
+@pytest.mark.parametrize("group", [16, 64, 128])
+def test_many_heads_on_one_latent_take_tiles_of_heads(metal_on_cpu: Interpreter, group: int) -> None:
+    Case([(1, 40), (1, 7)], group=group, dtype=mx.bfloat16, **DEEPSEEK).check()
+    assert metal_on_cpu.last_launch("paged_attention").grid == (128, group // 16, 2)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -166,13 +198,22 @@ def test_unchecked_execution_gives_the_same_numbers() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("window", [None, 100])
-def test_decode_reads_every_key_and_value_once(metal_on_cpu: Interpreter, group: int, window: int | None) -> None:
-    case = Case([(1, 1), (1, 33), (1, 600)], group=group, head_dim=128, dtype=mx.float16, window=window)
+@pytest.mark.parametrize(("window", "head_dim"), [(None, 128), (100, 128), (None, 120)])
+def test_decode_reads_every_key_and_value_once(
+    metal_on_cpu: Interpreter, group: int, window: int | None, head_dim: int
+) -> None:
+    case = Case([(1, 1), (1, 33), (1, 600)], group=group, head_dim=head_dim, dtype=mx.float16, window=window)
     case.check()
     launch = metal_on_cpu.last_launch("paged_attention")
     for pool in ("keys", "values"):
         assert case.elements <= launch.loads[pool] <= 1.05 * case.elements
+
+
+def test_a_tile_of_heads_reads_every_latent_once_for_scores_and_once_for_values(metal_on_cpu: Interpreter) -> None:
+    case = Case([(1, 1), (1, 33), (1, 100)], group=20, dtype=mx.bfloat16, **DEEPSEEK)
+    case.check()
+    loads = metal_on_cpu.last_launch("paged_attention").loads
+    assert loads["keys"] + loads["values"] == 2 * (1 + 33 + 100) * (576 + 512), "two tiles of ten heads"
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -189,16 +230,18 @@ def test_a_mixed_batch_reads_keys_and_values_once_per_query_tile(metal_on_cpu: I
 
 def test_nothing_that_belongs_to_another_is_read(metal_on_cpu: Interpreter) -> None:
     """All that is not the sequences' own is NaN. What a block held before shows neither in scores nor in values."""
-    for lens in (SHORT_DECODE, MIXED):
-        out = Case(lens, window=25, block_size=16).attend()
+    latent = {"latent": True, "value_size": 40, "kv_heads": 1}
+    for lens, layout in itertools.product((SHORT_DECODE, MIXED, [(130, 140)]), ({}, latent)):
+        out = Case(lens, window=25, block_size=16, **layout).attend()
         assert np.isfinite(out).all()
 
 
-def test_a_nan_among_later_tokens_does_not_reach_earlier_ones(metal: None) -> None:
-    case = Case([(12, 40)], head_dim=32)
+@pytest.mark.parametrize("layout", [{}, {"latent": True, "value_size": 20, "kv_heads": 1}], ids=["pair", "latent"])
+def test_a_nan_among_later_tokens_does_not_reach_earlier_ones(metal: None, layout: dict[str, Any]) -> None:
+    case = Case([(12, 40)], head_dim=32, **layout)
     before = case.attend()
     case.keys[0][-1] = case.values[0][-1] = np.nan
-    case.kv.write(case.of_step(case.keys), case.of_step(case.values), case.meta)
+    case.write()
     after = case.attend()
     assert np.array_equal(after[:-1], before[:-1])
     assert np.isnan(after[-1]).all()
@@ -220,6 +263,31 @@ def test_a_write_fills_its_slots_and_nothing_else(metal: None, dtype: mx.Dtype) 
         expected[block, :, slot] = rows[row]
     assert np.array_equal(np.array(got_keys.astype(mx.float32)), expected)
     assert np.array_equal(np.array(got_values.astype(mx.float32)), -expected)
+
+
+@pytest.mark.parametrize(("value_size", "latent"), [(12, False), (40, False), (20, True)])
+def test_writes_copies_and_moves_of_other_layouts_change_their_blocks_and_nothing_else(
+    metal: None, value_size: int, latent: bool
+) -> None:
+    layout = KVLayout(1 if latent else 2, 24, value_size, mx.float32, 8, latent)
+    kv = LayerKVCache.from_layout(5, layout, backend="metal")
+    heads, stored = layout.num_kv_heads, layout.stored_value_size
+    keys, values = (mx.random.normal((3, heads, size)) for size in (24, value_size))
+    kv.write(keys, None if latent else values, AttentionMetadata.build([3], [10], [[4, 1]], block_size=8))
+    expected = [np.zeros((5, heads, 8, size), np.float32) for size in (24, stored)]
+    for pool, rows in zip(expected, (keys, values), strict=True):
+        for row, (block, slot) in enumerate([(4, 7), (1, 0), (1, 1)]):
+            pool[block, :, slot] = np.array(rows[row])[:, : pool.shape[-1]]
+    new = [mx.random.normal((2, heads, 8, size)) for size in (24, stored)]
+    kv.write_blocks([3, 2], *new)
+    kv.copy_blocks([(4, 0)])
+    for pool, blocks in zip(expected, new, strict=True):
+        pool[[3, 2]] = np.array(blocks)
+        pool[0] = pool[4]
+    for got, pool in zip(kv.read_blocks(range(5)), expected, strict=True):
+        assert np.array_equal(np.array(got), pool)
+    assert [array.shape[-1] for array in kv.read_blocks([])] == [24, stored]
+    assert kv.nbytes == 6 * layout.bytes_per_block, "with the block that is never allocated"
 
 
 def test_a_write_is_in_place(metal: None) -> None:

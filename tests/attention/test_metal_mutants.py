@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache, kernels
+from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, kernels
 from tests.attention.metal_cases import TOLERANCE, Case
 from tests.metal_on_cpu import (
     DataRace,
@@ -71,6 +71,12 @@ def split_mixed() -> bool:
     return case.error() <= TOLERANCE[case.dtype]
 
 
+def chunked() -> bool:
+    """A tile with queries of two chunks, and ranges that some of them do not see."""
+    case = Case([(13, 70), (1, 40)], head_dim=32, chunk=30, chunk_partition=16)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
 def bfloat_decode() -> bool:
     case = Case([(1, 40)], head_dim=32, dtype=mx.bfloat16)
     return case.error() <= TOLERANCE[case.dtype]
@@ -106,6 +112,41 @@ def long_chunk() -> bool:
     return case.error() <= TOLERANCE[case.dtype]
 
 
+def latent_decode() -> bool:
+    case = Case([(1, 40), (1, 33)], head_dim=40, value_size=32, latent=True, kv_heads=1, group=3)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def narrow_decode() -> bool:
+    """Keys of 40: the four lanes of a key share ten vectors."""
+    case = Case([(1, 40)], head_dim=40, kv_heads=1, group=1)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def wide_split_decode() -> bool:
+    case = Case([(1, 40)], head_dim=32, value_size=260, kv_heads=1, group=1, decode_partition=32)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
+def write_layout(layout: KVLayout) -> bool:
+    kv = LayerKVCache.from_layout(4, layout, backend="metal")
+    heads, stored = layout.num_kv_heads, layout.stored_value_size
+    keys, values = (mx.random.normal((2, heads, size)) for size in (layout.key_size, layout.value_size))
+    kv.write(keys, None if layout.latent else values, AttentionMetadata.build([2], [2], [[1]], block_size=8))
+    expected = [np.zeros((4, heads, 8, size), np.float32) for size in (layout.key_size, stored)]
+    for pool, rows in zip(expected, (keys, values), strict=True):
+        pool[1, :, :2] = np.array(rows)[..., : pool.shape[-1]].swapaxes(0, 1)
+    return all(np.array_equal(np.array(a), b) for a, b in zip(kv.read_blocks(range(4)), expected, strict=True))
+
+
+def write_latent() -> bool:
+    return write_layout(KVLayout(1, 40, 32, mx.float32, 8, latent=True))
+
+
+def write_unequal() -> bool:
+    return write_layout(KVLayout(2, 40, 32, mx.float32, 8))
+
+
 def write() -> bool:
     kv = LayerKVCache(4, 2, 32, mx.float32, block_size=8, backend="metal")
     rows = mx.random.normal((8, 2, 32))
@@ -131,8 +172,8 @@ def swap() -> bool:
 
 BARRIER = "  threadgroup_barrier(mem_flags::mem_threadgroup);\n\n"
 SOFTMAX = "#pragma clang loop unroll(full)\n  for (int i = 0; i < ROWS_EACH; i++)"
-AT_KEYS = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * D + lane"
-AT_VALUES = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * D;"
+AT_KEYS = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * DK + lane"
+AT_VALUES = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * VALUE_STRIDE;"
 TOKEN = "if (me == 0 && threadgroup_position_in_grid.y == 0 && threadgroup_position_in_grid.z == 0)"
 
 Mutant = tuple[str, str, str, Callable[[], bool], type[MetalError] | None]
@@ -172,7 +213,8 @@ MUTANTS: dict[str, Mutant] = {
     "one key too many": ("paged_attention", "min(TILE, key_end - start);", "min(TILE, key_end + 1 - start);",
                          full_blocks, OutOfBounds),
     "sees the future": ("paged_attention", "position <= here && ", "", mixed, None),
-    "a window one too wide": ("paged_attention", "position > here - window", "position >= here - window", mixed, None),
+    "a window one too wide": ("paged_attention", "here - window + 1;", "here - window;", mixed, None),
+    "a window for a chunk": ("paged_attention", "CHUNKED ? here / window * window :", "false ? 0 :", chunked, None),
     "a masked score has weight": (
         "paged_attention", "weights[t] == MASKED ? 0.0f : ", "", nan_in_a_later_range, None),
     "a masked value is multiplied by zero": (
@@ -188,6 +230,10 @@ MUTANTS: dict[str, Mutant] = {
     "sink left out": ("paged_attention", "if (SINKS) {", "if (false) {", mixed, None),
     "wrong KV head of the keys": ("paged_attention", AT_KEYS, AT_KEYS.replace(" + kv_head", ""), decode, None),
     "wrong KV head of the values": ("paged_attention", AT_VALUES, AT_VALUES.replace(" + kv_head", ""), decode, None),
+    "a latent's values apart": (
+        "paged_attention", "LATENT ? DK : DV", "DV", latent_decode, None),
+    "a chunk of a query beyond its end": (
+        "paged_attention", "WHOLE_CHUNKS || column", "true || column", narrow_decode, MetalError),
     "the next slot": (
         "paged_attention", AT_VALUES, AT_VALUES.replace("position %", "(position + 1) %"), decode, None),
     "the next block": (
@@ -195,14 +241,14 @@ MUTANTS: dict[str, Mutant] = {
     "another sequence's table": (
         "paged_attention", "block_tables + size_t(item[0]) *", "block_tables + size_t(0) *", decode, None),
     "a query tile one element short": (
-        "paged_attention", "query_tile[ROWS * D]", "query_tile[ROWS * D - 1]", decode, OutOfBounds),
-    "scratch for one split less": ("paged_attention", "scores[SCRATCH]", "scores[SCRATCH - D]", decode, OutOfBounds),
+        "paged_attention", "query_tile[ROWS * DK]", "query_tile[ROWS * DK - 1]", decode, OutOfBounds),
+    "scratch for one split less": ("paged_attention", "scores[SCRATCH]", "scores[SCRATCH - DV]", decode, OutOfBounds),
     "too much threadgroup memory": (
         "paged_attention", "scores[SCRATCH]", "scores[SCRATCH * 16]", decode, ResourceLimit),
     "sums not cleared": ("paged_attention", "  acc[i] = 0.0f;\n", "", decode, MetalError),
     "a split left out": ("paged_attention", "for (int s = 0; s < SPLITS", "for (int s = 1; s < SPLITS", decode, None),
     "the last column not stored": (
-        "paged_attention", "i < ROWS_AT_ONCE * D; i += THREADS", "i < ROWS_AT_ONCE * D - 1; i += THREADS",
+        "paged_attention", "i < ROWS_AT_ONCE * DV; i += THREADS", "i < ROWS_AT_ONCE * DV - 1; i += THREADS",
         decode, UninitialisedOutput),
     "a head beyond the group": (
         "paged_attention", "&& in_group < GROUP) {\n      const int d", ") {\n      const int d",
@@ -232,23 +278,28 @@ MUTANTS: dict[str, Mutant] = {
         "merge_partials", "acc[c * 4 + e] * before +", "acc[c * 4 + e] +", many_ranges, None),
     "the sum of an earlier range not rescaled": (
         "merge_partials", "denominator = denominator * before +", "denominator = denominator +", many_ranges, None),
+    "columns after the threads left out": (
+        "merge_partials", "column += THREADS", "column += D", wide_split_decode, UninitialisedOutput),
     "no sink after merging": ("merge_partials", "if (SINKS) {", "if (false) {", split_decode, None),
-    "a thread per column too few": ("merge_partials", "if (me < D) {", "if (me < D - 1) {", split_decode,
-                                    UninitialisedOutput),
+    "a column too few": ("merge_partials", "column = me; column < D;", "column = me; column < D - 1;", split_decode,
+                         UninitialisedOutput),
     "wrong rows merged": ("merge_partials", "size_t(range[1]) *", "size_t(1) *", split_mixed, None),
     "skipped slot not skipped": ("kv_write", "if (slot >= 0)", "if (true)", write, OutOfBounds),
-    "two rows in one slot": ("kv_write", "slot % BLOCK) * D", "0) * D", write, DataRace),
+    "two rows in one slot": ("kv_write", "BLOCK + slot % BLOCK;", "BLOCK;", write, DataRace),
     "slot for block": ("kv_write", "size_t(slot / BLOCK)", "size_t(slot)", write, OutOfBounds),
     "no token": ("kv_write", "  done[0] = 1;\n", "", write, UninitialisedOutput),
     "const not cast away": (
-        "kv_write", "(device vec<T, 4>*)(const_cast<device T*>(key_pool) + to)",
-        "(const device vec<T, 4>*)(key_pool + to)", write, MetalCompileError),
-    "values for keys": ("kv_write", "(new_keys + from)", "(new_values + from)", write, None),
+        "kv_write", "(device vec<T, 4>*)(const_cast<device T*>(key_pool) + to",
+        "(const device vec<T, 4>*)(key_pool + to", write, MetalCompileError),
+    "values for keys": ("kv_write", "(new_keys + from", "(new_values + from", write, None),
+    "values written for a latent": ("kv_write", "if (column < DV)", "if (column < DK)", write_latent, DataRace),
+    "keys of the values' size": ("kv_write", "if (column < DK)", "if (column < DV)", write_unequal, None),
+    "values of the keys' size": ("kv_write", "if (column < DV)", "if (true)", write_unequal, MetalError),
     "first block for all": ("kv_gather", "blocks[key / BLOCK]", "blocks[0]", long_chunk, None),
     "gathered heads side by side": (
-        "kv_gather", "(kv_head * threads_per_grid.y + key)", "(kv_head + key)", long_chunk, DataRace),
+        "kv_gather", "kv_head * threads_per_grid.y + key", "kv_head + key", long_chunk, DataRace),
     "copied the other way": ("block_copy", "size_t(pairs[pair * 2])", "size_t(pairs[pair * 2 + 1])", swap, None),
-    "half a block written": ("block_write", "blocks[row]) * SIZE", "blocks[row]) * (SIZE / 2)", swap, None),
+    "half a block written": ("block_write", "to * KEYS + element", "to * (KEYS / 2) + element", swap, None),
     "blocks in order": ("block_read", "size_t(blocks[row])", "size_t(row)", swap, None),
 }  # fmt: skip
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.attention.layout import KV_DTYPES
-from mlxpaged.attention.metal import BLOCK_SIZES, HEAD_DIMS
-from tests.attention.metal_cases import Case
+from mlxpaged.attention.metal import BLOCK_SIZES
+from tests.attention.metal_cases import HEAD_DIMS, Case
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +38,17 @@ def test_mixed_batch(
     metal: None, dtype: mx.Dtype, head_dim: int, block_size: int, group: int, extras: dict[str, Any]
 ) -> None:
     Case(MIXED, dtype, head_dim, block_size, kv_heads=1, group=group, chunk_partition=100, **extras).check()
+
+
+@pytest.mark.parametrize("extras", [{}, ALL_EXTRAS], ids=["plain", "extras"])
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("group", [16, 20, 128])
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+def test_latents(
+    unchecked: None, dtype: mx.Dtype, group: int, lens: list[tuple[int, int]], extras: dict[str, Any]
+) -> None:
+    sizes = {"head_dim": 576, "value_size": 512, "latent": True, "kv_heads": 1}
+    Case(lens, dtype, group=group, chunk_partition=100, **sizes, **extras).check()
 
 
 @pytest.mark.parametrize("lens", [[(1, 131071), (1, 7)], [(3, 131072), (1, 40)]], ids=["decode", "mixed"])

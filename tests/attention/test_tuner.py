@@ -578,6 +578,9 @@ def test_on_the_gather_backend_there_is_nothing_to_choose(real: FakeDevice, capl
         SHAPE,
         AttentionShape(8, KVLayout(1, 64, 64, mx.float16, 16), window=24),
         AttentionShape(3, KVLayout(3, 128, 128, mx.bfloat16, 8), sinks=True),
+        AttentionShape(4, KVLayout(2, 48, 32, mx.float16, 32)),
+        AttentionShape(4, KVLayout(1, 32, 48, mx.float16, 32)),
+        AttentionShape(20, KVLayout(1, 40, 32, mx.float32, 32, latent=True)),
     ],
     ids=str,
 )

@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxpaged.attention.pool import Locality
 from mlxpaged.cpu import exp2, streams
-from mlxpaged.cpu.attention_plan import TILE, SharedRun, make_plan, make_tiles
+from mlxpaged.cpu.attention_plan import MAX_ROWS, TILE, SharedRun, make_plan, make_tiles
 from tests.attention.scenes import Extras, Scene, Shape, share
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="this backend is for a CPU")
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason
 
 def shared_runs(scene: Scene, window: int | None = None) -> list[tuple[list[int], list[int]]]:
     """Sequences and blocks of each run."""
-    plan = make_plan(scene.meta(), window, scene.shape.num_heads, scene.shape.num_kv_heads).decode
+    plan = make_plan(scene.meta(), Locality(window), scene.shape.num_heads, scene.shape.num_kv_heads).decode
     assert plan is not None
     num_kv_heads, runs = scene.shape.num_kv_heads, []
     for parts in plan.work[1:]:
@@ -70,6 +71,14 @@ def test_the_tiles_of_a_long_prompt_share_one_bias() -> None:
     assert len(biases) == 2048 // TILE
     assert [bias.shape[-1] for bias in biases] == [*range(16_384 - 2048 + TILE, 16_384 + 1, TILE)]
     assert mx.get_active_memory() - before < 2 * biases[-1].nbytes
+
+
+def test_the_tiles_of_many_heads_have_fewer_queries() -> None:
+    tiles = make_tiles(100, 300, None, 128)
+    assert [tile.bias.shape[1] for tile in tiles] == [MAX_ROWS] * 6 + [128 * 4]
+    assert [(tile.rows.start, tile.rows.stop) for tile in tiles] == [(i, min(i + 16, 100)) for i in range(0, 100, 16)]
+    assert [tile.keys.stop for tile in tiles] == [*range(216, 300, 16), 300]
+    Scene(Shape(128, 1, 24, value_size=16, latent=True), [(40, 60), (20, 20)]).check(Extras(window=30))
 
 
 @pytest.mark.parametrize("extras", [Extras(), Extras(window=40), Extras(softcap=5.0), Extras(sinks=True)], ids=str)

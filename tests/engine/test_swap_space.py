@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlxpaged.attention import LayerKVCache
+from mlxpaged.attention import KVLayout, LayerKVCache
 from mlxpaged.engine import swap_space
 from mlxpaged.engine.swap_space import SwapSpace, SwapSpaceError, bytes_per_slot
 
@@ -33,6 +33,12 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 MIXED = ((2, 32, mx.float16), (1, 64, mx.bfloat16), (3, 32, mx.float32), (2, 32, mx.float16))
 """Heads, head_dim and type of layers that share nothing but their blocks."""
+
+OTHER_LAYOUTS = (
+    KVLayout(1, 24, 16, mx.float16, 8, latent=True),
+    KVLayout(2, 24, 16, mx.bfloat16, 8),
+    KVLayout(1, 40, 32, mx.float32, 8, latent=True),
+)
 
 
 @pytest.fixture(params=["auto", "gather", "metal"])
@@ -58,16 +64,17 @@ def fill(layers: Sequence[LayerKVCache], blocks: Sequence[int], seed: int) -> No
     random = np.random.default_rng(seed)
     for kv in layers:
         layout = kv.layout
-        shape = (len(blocks), layout.num_kv_heads, layout.block_size, layout.key_size * layout.dtype.size)
-        keys, values = (mx.array(random.integers(0, 256, shape, np.uint8)).view(layout.dtype) for _ in range(2))
-        kv.write_blocks(blocks, keys, values)
+        sizes = (layout.key_size * layout.dtype.size, layout.stored_value_size * layout.dtype.size)
+        shapes = [(len(blocks), layout.num_kv_heads, layout.block_size, size) for size in sizes]
+        rows = (mx.array(random.integers(0, 256, shape, np.uint8)).view(layout.dtype) for shape in shapes)
+        kv.write_blocks(blocks, *rows)
 
 
 def bits(layers: Sequence[LayerKVCache]) -> Bytes:
     """All that the pools hold, one row a block."""
     count = layers[0].num_blocks
     arrays = [np.array(array.view(mx.uint8)) for kv in layers for array in kv.read_blocks(range(count))]
-    return np.concatenate([array.reshape(count, -1) for array in arrays], axis=1)
+    return np.concatenate([array.reshape(count, array[0].size) for array in arrays], axis=1)
 
 
 def filled(layers: Sequence[LayerKVCache], seed: int = 0) -> Bytes:
@@ -94,6 +101,18 @@ def test_overwritten_blocks_come_back_bit_for_bit(backend: str, directory: Path 
     overwritten = bits(layers)
     assert (overwritten[[0, 3, 6]] != before[[0, 3, 6]]).any(axis=1).all()
     space.load([(1, 0), (0, 6), (4, 3)])
+    np.testing.assert_array_equal(bits(layers), before)
+    space.close()
+
+
+def test_blocks_of_unequal_and_latent_layouts_come_back_bit_for_bit(backend: str, directory: Path | None) -> None:
+    layers = [LayerKVCache.from_layout(BLOCKS, layout, backend) for layout in OTHER_LAYOUTS]
+    before = filled(layers)
+    space = SwapSpace(layers, SLOTS, directory)
+    assert space.nbytes == SLOTS * 8 * (24 * 2 + 2 * (24 + 16) * 2 + 40 * 4)
+    space.store([(3, 4), (0, 1)])
+    fill(layers, [0, 3], seed=1)
+    space.load([(1, 0), (4, 3)])
     np.testing.assert_array_equal(bits(layers), before)
     space.close()
 
