@@ -28,9 +28,9 @@ WINDOW = 12
 class Architecture:
     """A tiny model of one module of `mlx_lm.models`.
 
-    config: what differs from `tests.support.SMALL`. cannot_run: why mlx-lm alone cannot run it here, None if it can. embedding: factor on its embeddings,
-    small if they are tied to the head or multiplied, or else every answer repeats one token. weights: a change of the
-    random weights, given by name.
+    config: what differs from `tests.support.SMALL`. cannot_run: why mlx-lm alone cannot run it here, None if it can.
+    embedding: factor on its embeddings, small if they are tied to the head or multiplied, or else every answer repeats
+    one token. weights: a change of the random weights, given by name.
     """
 
     config: dict[str, Any] = field(default_factory=dict)

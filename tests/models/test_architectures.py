@@ -127,7 +127,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def request_for(name: str, prompt: list[int], banned: tuple[int, ...] = (), fork_of: str | None = None) -> Request:
-    bias = {token: -mx.inf for token in banned}
+    bias = dict.fromkeys(banned, -mx.inf)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=bias)
     return Request(name, prompt, params, time.monotonic(), fork_of=fork_of)
 
