@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-scheduler test-contract test-clients test-fuzz lint types coverage docs bench bench-engine bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-fuzz lint types coverage docs bench bench-engine bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -14,6 +14,9 @@ test: lint types
 
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/attention tests/metal_on_cpu
+
+test-models: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models/test_architectures.py
 
 test-scheduler: $(STAMP)
 	MLXPAGED_LONG=1 $(BIN)/python -m pytest tests/scheduler/test_properties.py

@@ -54,17 +54,28 @@ def demo_vocab_size() -> int:
     return int(config["vocab_size"])
 
 
-def make_tiny_model(directory: Path, model_type: str, seed: int = 0, **overrides: Any) -> Path:
-    """A model of the given mlx-lm architecture with random float32 weights and the demo model's tokenizer."""
+def larger_matrices(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The default initialisation makes logits almost equal; larger weights make greedy choices clear-cut."""
+    return {name: array * 3 if array.ndim > 1 else array for name, array in weights.items()}
+
+
+def make_tiny_model(
+    directory: Path,
+    model_type: str,
+    seed: int = 0,
+    weights: Callable[[dict[str, mx.array]], dict[str, mx.array]] = larger_matrices,
+    **overrides: Any,
+) -> Path:
+    """A model of the given mlx-lm architecture with random float32 weights and the demo model's tokenizer.
+
+    weights: changes the weights that mlx-lm initialises, given by name."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {"model_type": model_type, "vocab_size": demo_vocab_size(), "eos_token_id": 0} | SMALL | overrides
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)
     model = model_class(args_class.from_dict(config))
-    # The default initialisation makes logits almost equal; larger weights make greedy choices clear-cut.
     parameters: Any = tree_flatten(model.parameters())
-    weights = {name: array * 3 if array.ndim > 1 else array for name, array in parameters}
-    mx.save_safetensors(str(directory / "model.safetensors"), weights)
+    mx.save_safetensors(str(directory / "model.safetensors"), weights(dict(parameters)))
     (directory / "config.json").write_text(json.dumps(config))
     for name in TOKENIZER_FILES:
         shutil.copy(DEMO_PATH / name, directory / name)
