@@ -31,7 +31,7 @@ from mlxpaged.cpu.optimize import swiglu_by_exp2, swiglu_of_mlx_lm
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
-from mlxpaged.models.layers import LayerSpec, bytes_per_token
+from mlxpaged.models.layers import KV, bytes_per_token
 from mlxpaged.models.loader import resolve_model
 
 # isort: split
@@ -220,7 +220,7 @@ def host_times(served: ServedModel, batch: int, context: int, steps: int) -> lis
 class AttentionLayer:
     """`batch` sequences with one query token and `context` keys each: in the pool's blocks, and in one piece."""
 
-    def __init__(self, spec: LayerSpec, block_size: int, batch: int, context: int) -> None:
+    def __init__(self, spec: KV, block_size: int, batch: int, context: int) -> None:
         blocks = -(-context // block_size)
         order = random.Random(0).sample(range(batch * blocks), batch * blocks)
         tables = [order[i * blocks : (i + 1) * blocks] for i in range(batch)]
@@ -303,7 +303,7 @@ def main() -> None:
         measured = list(pairs(partial(bare.prefill, prompt), partial(engine.prefill, prompt, 2), 8))
         print(line(f"prefill of {length}", measured, length))
     for context in args.attention:
-        layer = AttentionLayer(served.layers[0], config.block_size, max(args.batch), context)
+        layer = AttentionLayer(served.kv_layers[0], config.block_size, max(args.batch), context)
         layer.ours(), layer.contiguous()
         measured = list(pairs(layer.contiguous, layer.ours, 20))
         print(line(f"attention, {max(args.batch)} x {context}", measured, max(args.batch)))

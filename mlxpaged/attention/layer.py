@@ -2,8 +2,9 @@
 
 The model gets the batch flattened to [T, 1] tokens. Every token is a row of length one with its own position, so linear
 layers, norms, experts and rope need no change. Only attention combines rows of a sequence. Models call a module-level
-`scaled_dot_product_attention`. `route_attention` replaces it with a function that recognises PagedLayer and calls the
-original for every other cache, so other models of the same module are not affected.
+`scaled_dot_product_attention`. `route_attention` replaces it with a function that recognises keys which a PagedLayer of
+the running step has returned, and calls the original for all others, so other models of the same module are not
+affected.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ class StepContext:
     def __init__(self) -> None:
         self.attention_calls = 0
         self._meta: AttentionMetadata | None = None
+        self._written: dict[int, tuple[mx.array, PagedLayer]] = {}  # by the identity of the keys; held, so it is unique
 
     def begin(self, meta: AttentionMetadata) -> None:
+        global running_step
         self._meta = meta
+        running_step = self
 
     def end(self) -> None:
+        global running_step
         self._meta = None
+        self._written = {}
+        running_step = None
 
     @property
     def meta(self) -> AttentionMetadata:
@@ -44,14 +51,35 @@ class StepContext:
             raise PagedAttentionError("the model was called outside a step")
         return self._meta
 
+    def wrote(self, keys: mx.array, layer: PagedLayer) -> None:
+        self._written[id(keys)] = (keys, layer)
+
+    def layer_of(self, keys: mx.array) -> PagedLayer | None:
+        """The layer whose pool has these keys: a model may attend with the keys of another layer."""
+        return self._written.get(id(keys), (None, None))[1]
+
+
+running_step: StepContext | None = None
+"""All steps run on one thread."""
+
+attention_calls = 0
+"""Calls of the routed functions. The probe counts those of mlx-lm's own forward pass."""
+
 
 class PagedLayer:
     """Replaces mlx-lm's KVCache of one layer."""
 
-    def __init__(self, kv: LayerKVCache, step: StepContext, window: int | None = None) -> None:
+    start_position = 0
+    """mlx-lm's ChunkedKVCache has it: the position of the first key that it keeps."""
+
+    def __init__(
+        self, kv: LayerKVCache, step: StepContext, window: int | None = None, chunk: int | None = None
+    ) -> None:
         self.kv = kv
         self.window = window
+        self.chunk = chunk
         self._step = step
+        self._latest: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array:
@@ -65,21 +93,56 @@ class PagedLayer:
         """
         if window_size is not None and window_size != self.window:
             raise PagedAttentionError(
-                f"the model masks a window of {window_size} keys, but its cache keeps {self.window or 'all of them'}"
+                f"the model masks a window of {window_size} keys, and its cache keeps {self.window or 'all of them'}"
             )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [T, Hkv, 1, D] to the pool. The model passes the returned arrays on, but `attend` reads the pool."""
         self.kv.write(keys.squeeze(2), values.squeeze(2), self._step.meta)
+        self._step.wrote(keys, self)
+        self._latest = keys, values
         return keys, values
 
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What `update_and_fetch` returned last: a layer without keys of its own attends with them (Gemma 3n)."""
+        if self._latest is None:
+            raise PagedAttentionError("the model reads keys before it has written any")
+        return self._latest
+
+    state = property(keys_and_values)
+
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-        """[T, Hq, 1, D] -> [T, Hq, 1, D]"""
+        """[T, Hq, 1, D] -> [T, Hq, 1, Dv]"""
         if mask is not None:
             raise PagedAttentionError("the model passes an attention mask of its own")
+        return self._attend(queries, scale, sinks)
+
+    def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> mx.array:
         self._step.attention_calls += 1
-        out = self.kv.attend(queries.squeeze(2), self._step.meta, scale=scale, window=self.window, sinks=sinks)
-        return out[:, :, None]
+        options: dict[str, Any] = {"window": self.window, "chunk": self.chunk, "sinks": sinks}
+        return self.kv.attend(queries.squeeze(2), self._step.meta, scale=scale, **options)[:, :, None]
+
+
+class LatentLayer(PagedLayer):
+    """Replaces mlx-lm's KVCache of a layer with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    A row of the pool is [latent | rotary part of the key]. With one token per row, mlx-lm's module multiplies the
+    queries by the key projection instead of expanding the keys, adds `scale * q_pe @ k_pe^T` as a mask, and expands the
+    output. It gets the identity matrix as k_pe, so that this mask is the scaled rotary part of the queries.
+    """
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write latents [T, 1, 1, R] and rotary parts [T, 1, 1, P]. Returns the latents and the identity [P, P]."""
+        rows = mx.concatenate([keys.squeeze(2), values.squeeze(2)], axis=-1)
+        self.kv.write(rows, None, self._step.meta)
+        self._step.wrote(keys, self)
+        return keys, mx.eye(values.shape[-1], dtype=values.dtype)
+
+    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        """queries: [T, H, 1, R]; mask: the scaled rotary part of the queries, [T, H, 1, P]. Returns [T, H, 1, R]."""
+        if not isinstance(mask, mx.array) or sinks is not None:
+            raise PagedAttentionError("the model's latent attention is called in an unknown way")
+        return self._attend(mx.concatenate([queries, (mask / scale).astype(queries.dtype)], axis=-1), scale)
 
 
 def route_attention(model: Module) -> int:
@@ -103,8 +166,11 @@ def _routing(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        if isinstance(cache, PagedLayer):
-            return cache.attend(queries, scale, mask, sinks)
+        global attention_calls
+        attention_calls += 1
+        layer = running_step.layer_of(keys) if running_step is not None else None
+        if layer is not None:
+            return layer.attend(queries, scale, mask, sinks)
         # Most modules' own function takes no sinks, so they are passed only if the model passed them.
         extra = {} if sinks is None else {"sinks": sinks}
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **extra)

@@ -2,5 +2,5 @@
 
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, BlockPool, BlockUsage, OutOfBlocksError
 from mlxpaged.cache.block_table import BlockTable, blocks_for
-from mlxpaged.cache.prefix_cache import PrefixCache
+from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache
 from mlxpaged.cache.table_rows import TableRows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mlxpaged.cache.block_pool import BlockPool
@@ -38,6 +38,7 @@ class PrefixCache:
         self._pool.on_evict = self._drop
         self._root = hashlib.blake2b(seed, digest_size=16).digest()
         self._by_key: dict[bytes, CachedBlock] = {}
+        self.on_drop: Callable[[CachedBlock], None] | None = None
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -89,6 +90,8 @@ class PrefixCache:
 
     def _drop(self, block: int, content: CachedBlock) -> None:
         del self._by_key[content.key]
+        if self.on_drop is not None:
+            self.on_drop(content)
 
     def clear(self) -> None:
         """Forget every cached block. Running sequences keep their blocks."""

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         print("Metal kernels: not used, because there is no Metal device; attention runs on MLX's own operations")
         print("attention tuning: nothing is measured without a Metal device")
         return 0
-    shapes = [spec.attention_shape(args.block_size) for spec in served.layers]
+    shapes = [spec.attention_shape(args.block_size) for spec in served.kv_layers]
     checks = self_check(shapes)
     print("\n".join(table(checks)))
     if any(check.problem for check in checks):

@@ -23,6 +23,8 @@ def add_engine_flags(groups: flags.Flags) -> None:
     lost = "space for KV blocks of preempted sequences, for example 4GB; 0: they are recomputed"
     memory.field("--swap-space", flags.or_zero(flags.size, 0), lost, dest="swap_space_bytes")
     memory.field("--swap-dir", flags.directory, "directory for the swap space", "swap space is in memory")
+    states = "checkpoints of recurrent states for the prefix cache, for example 1GB; 0: none"
+    memory.field("--state-cache-memory", flags.or_zero(flags.size, 0), states, "a tenth of it", "state_cache_bytes")
     add_block_size(memory)
     memory.switch("--no-prefix-cache", "turn off the prefix cache: compute every prompt from its first token")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import blocks_for
@@ -12,11 +13,11 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.memory import kv_blocks, swap_slots
+from mlxpaged.engine.memory import kv_blocks, state_checkpoints, swap_slots
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.models import ServedModel, UnsupportedModelError, load_embedding_model, own_embedding_model
-from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.models.layers import bytes_per_token, state_bytes
 from mlxpaged.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,20 @@ def build_engine(
     """
     per_block = bytes_per_token(served.layers) * config.block_size
     per_sequence = blocks_for(served.context_length, config.block_size)
+    per_state = state_bytes(served.layers)
+    num_checkpoints = state_checkpoints(per_state, config.state_cache_bytes) if config.prefix_caching else 0
     reserved = 0 if embedder is None else embedder.model.kv_bytes
+    reserved += per_state * (config.max_num_seqs + num_checkpoints)
     num_blocks = kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved)
-    slots = swap_slots(per_block, config.swap_space_bytes) if config.swap_space_bytes else 0
-    kv_type = ",".join(sorted({str(spec.dtype) for spec in served.layers}))
-    scheduler_config = config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode())
-    shapes = [spec.attention_shape(config.block_size) for spec in served.layers]
+    slots = swap_slots(per_block, config.swap_space_bytes) if config.swap_space_bytes and per_block else 0
+    kv_type = ",".join(sorted({str(spec.dtype) for spec in served.kv_layers}))
+    scheduler_config = replace(
+        config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode()),
+        recurrent=per_state > 0,
+        num_checkpoints=num_checkpoints,
+        swap_slots_per_state=-(-per_state // per_block) if slots else 0,
+    )
+    shapes = [spec.attention_shape(config.block_size) for spec in served.kv_layers]
     backend = choose_backend(config.attention_backend, shapes)
     limits = Limits(served.context_length, config.max_num_seqs)
     tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune)

@@ -26,6 +26,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # size of the KV pools; None: `memory.kv_blocks` decides
     swap_space_bytes: int = 0  # size of the swap space; 0: preempted sequences are recomputed
     swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
+    state_cache_bytes: int | None = None  # checkpoints of recurrent states; None: `memory.state_checkpoints` decides
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block
     prefix_caching: bool = True
 
@@ -60,8 +61,8 @@ class EngineConfig:
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {limit}")
-        for name in ("max_queue", "swap_space_bytes"):
-            if getattr(self, name) < 0:
+        for name in ("max_queue", "swap_space_bytes", "state_cache_bytes"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.swap_dir is not None and not self.swap_space_bytes:
             raise ValueError("swap_dir needs swap_space_bytes (--swap-space)")

@@ -257,7 +257,8 @@ class EngineCore:
         """Launch the forward pass. The sampled tokens of the previous step replace the pending ones on the device."""
         started, tables = self.clock(), self.scheduler.get_block_tables(batch.sequence_ids)
         try:
-            logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens)
+            running = {sequence.sequence_id for sequence in self.scheduler.running}
+            logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens, running)
             step = InFlightStep(batch, started, logits)
         except DeviceError:
             raise
@@ -321,7 +322,10 @@ class EngineCore:
     def _isolate(self, batch: Batch, error: HostError) -> None:
         try:
             self._finish_in_flight()
-            recovery.isolate(self, batch.rows, error)
+            if self.runner.is_recurrent:
+                recovery.recompute(self, batch, error)
+            else:
+                recovery.isolate(self, batch.rows, error)
         except DeviceError as device_error:
             self._rebuild_pools(device_error, batch)
 
@@ -346,7 +350,7 @@ class EngineCore:
     def _output_of(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
         """The output for a sampled token. If its text cannot be made, the request ends with an error."""
         self._num_generated_tokens += 1
-        running.sequence.num_device_failures = 0
+        running.sequence.num_step_failures = 0
         try:
             output = running.advance(sampled, self.clock())
         except Exception as error:

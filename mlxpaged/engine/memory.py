@@ -23,6 +23,11 @@ CPU_POOL = 2**30
 """Bytes of the default KV pools on a CPU. All of them are written at the start, at 3 s per GB on two cores."""
 
 
+STATE_CACHE_SHARE = 0.1
+STATE_CACHE = 2 * 2**30
+"""The default for checkpoints of recurrent states: 13 of Qwen3.5-27B (147 MiB each), 8 of Qwen3.5-4B on an 8 GB Mac."""
+
+
 def parse_size(text: str) -> int:
     """Bytes of "512MB", "8GB", "1.5GiB" or a plain number of bytes. KB is 1,000 bytes, KiB is 1,024.
 
@@ -101,18 +106,28 @@ def kv_blocks(
         if wanted_bytes > left:
             message = f"--kv-cache-memory is {wanted_bytes / 1e9:.1f} GB, but only {left / 1e9:.1f} GB are free"
             raise MemoryError(message)
-        blocks = wanted_bytes // bytes_per_block
+        blocks = wanted_bytes // bytes_per_block if bytes_per_block else max_num_seqs * blocks_per_sequence
         limit = f"--kv-cache-memory is {wanted_bytes / 1e6:.1f} MB"
     else:
         on_gpu = mx.metal.is_available()
         free = int(left * (1.0 if on_gpu else SYSTEM_SHARE) * (1 - WORKING_MEMORY))
-        blocks = min(free // bytes_per_block, max_num_seqs * blocks_per_sequence)
-        if not on_gpu:
+        blocks = min(free // max(1, bytes_per_block), max_num_seqs * blocks_per_sequence)
+        if not on_gpu and bytes_per_block:
             blocks = min(blocks, max(CPU_POOL // bytes_per_block, blocks_per_sequence))
         limit = f"only {free / 1e6:.1f} MB are left for KV after the weights"
     if blocks < 1:
         raise MemoryError(f"no KV block fits: {limit}, but one block takes {bytes_per_block / 1e6:.1f} MB")
     return blocks
+
+
+def state_checkpoints(bytes_per_state: int, wanted_bytes: int | None) -> int:
+    """Number of recurrent states that are kept for the prefix cache, 0 if the model has none. wanted_bytes: the
+    configured size; None for STATE_CACHE_SHARE of the free memory, and STATE_CACHE at most."""
+    if not bytes_per_state:
+        return 0
+    if wanted_bytes is None:
+        wanted_bytes = min(STATE_CACHE, int(STATE_CACHE_SHARE * free_device_memory()))
+    return wanted_bytes // bytes_per_state
 
 
 def swap_slots(bytes_per_block: int, wanted_bytes: int) -> int:

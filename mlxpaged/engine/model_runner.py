@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from mlxpaged import attention
 from mlxpaged.attention.metadata import IntArray
 from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import ServedModel, synchronize
+from mlxpaged.models.layers import ModelCaches
+from mlxpaged.models.states import StateRow
 from mlxpaged.scheduler import Batch, BlockMoves
 from mlxpaged.scheduler.sequence import PENDING
 
@@ -30,6 +32,13 @@ class SampledTokens:
 
     tokens: mx.array
     sequence_ids: Sequence[int]
+
+
+def state_rows(batch: Batch) -> list[StateRow]:
+    return [
+        StateRow(row.sequence.sequence_id, row.start, row.num_tokens, row.restore, row.checkpoints)
+        for row in batch.rows
+    ]
 
 
 def indices_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, sampled: SampledTokens) -> IntArray:
@@ -64,29 +73,28 @@ class ModelRunner:
         self._model = served.model
         self._rows = served.rows
         self._block_size = block_size
-        self._step = attention.StepContext()
-        self.layers = []
-        for spec in served.layers:
-            tuning = (tunings or {}).get(spec.attention_shape(block_size), attention.DEFAULT_TUNING)
-            pool = attention.LayerKVCache.from_layout(num_blocks, spec.kv_layout(block_size), backend, tuning)
-            self.layers.append(attention.PagedLayer(pool, self._step, spec.window))
+        self._caches = ModelCaches(served.layers, num_blocks, block_size, backend, tunings)
+        self.layers = self._caches.layers
+        self._states = self._caches.states
         pools = [layer.kv for layer in self.layers]
+        self.backend = attention.resolve_backend(backend)
         self.swap = SwapSpace(pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self.thread_id = threading.get_ident()
         self.model_calls = 0
-        mx.eval([layer.kv.arrays for layer in self.layers])
+        mx.eval(self._caches.arrays)
 
     @property
     def attention_calls(self) -> int:
-        return self._step.attention_calls
+        return self._caches.step.attention_calls
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a step changes states, so that its forward pass cannot be repeated."""
+        return bool(self._states)
 
     @property
     def kv_cache_bytes(self) -> int:
         return sum(layer.kv.nbytes for layer in self.layers)
-
-    @property
-    def backend(self) -> str:
-        return self.layers[0].kv.backend
 
     @property
     def overlaps(self) -> bool:
@@ -98,12 +106,19 @@ class ModelRunner:
         """
         return self.backend == "metal"
 
-    def forward(self, batch: Batch, block_tables: IntArray, sampled: SampledTokens | None = None) -> mx.array:
+    def forward(
+        self,
+        batch: Batch,
+        block_tables: IntArray,
+        sampled: SampledTokens | None = None,
+        running: Container[int] = (),
+    ) -> mx.array:
         """Return logits [R, V] of the R rows that sample, in the order of the batch; not yet evaluated.
 
         Writes the keys and values of the batch's tokens into their blocks. block_tables: of the batch's rows, padded as
-        in AttentionMetadata. sampled: tokens of the step in flight, which replace the batch's pending tokens. Token ids
-        and metadata go to the device in one upload; a backend's plan may add a few more.
+        in AttentionMetadata. sampled: tokens of the step in flight, which replace the batch's pending tokens. running:
+        ids of all running sequences; recurrent states of others are dropped. Token ids and metadata go to the device in
+        one upload; a backend's plan may add a few more. If it raises, no recurrent state has changed.
         """
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
@@ -127,16 +142,15 @@ class ModelRunner:
         )
         if sampled is not None and indices:
             ids = mx.where(ids == PENDING, sampled.tokens[indices[0]], ids)
-        self._step.begin(meta)
         try:
             if self._rows is not None:
                 self._rows.rows = wanted_rows
-            logits: mx.array = self._model(ids[:, None], cache=self.layers)
+            logits = self._caches.run(self._model, ids, meta, state_rows(batch) if self._states else ())
             self.model_calls += 1
         finally:
-            self._step.end()
             if self._rows is not None:
                 self._rows.rows = None
+        self._caches.commit(running)
         return logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
 
     def move_blocks(self, moves: BlockMoves) -> None:
@@ -144,20 +158,26 @@ class ModelRunner:
         and the device."""
         if self.swap is not None:
             self.swap.store(moves.swap_out)
+            for sequence_id, slots in moves.states_out:
+                self.swap.store_arrays(slots, [array for state in self._states for array in state.saved(sequence_id)])
         for layer in self.layers:
             layer.kv.copy_blocks(moves.copies)
         if self.swap is not None:
             self.swap.load(moves.swap_in)
+            for slots, sequence_id in moves.states_in:
+                arrays = iter(self.swap.load_arrays(slots, [like for state in self._states for like in state.likes]))
+                for state in self._states:
+                    state.restore(sequence_id, arrays)
 
     def start_step(self, *results: mx.array) -> None:
         """Let the device begin and return at once. Raises DeviceError."""
         with device_errors():
-            mx.async_eval(results, [layer.kv.arrays for layer in self.layers])
+            mx.async_eval(results, self._caches.arrays)
 
     def finish_step(self, *results: mx.array) -> None:
         """Wait until the results are computed and the pools are written. Raises DeviceError."""
         with device_errors():
-            mx.eval(results, [layer.kv.arrays for layer in self.layers])
+            mx.eval(results, self._caches.arrays)
 
     def rebuild_pools(self) -> None:
         """After a device error, wait for all running work, then make all KV pools anew. Raises DeviceError if the
@@ -165,8 +185,7 @@ class ModelRunner:
         with contextlib.suppress(Exception):
             mx.synchronize()
         synchronize()
-        for layer in self.layers:
-            layer.kv.clear()
+        self._caches.clear()
         self.finish_step()
 
 

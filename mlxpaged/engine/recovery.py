@@ -7,7 +7,7 @@ from collections.abc import Sequence as ListOf
 from typing import TYPE_CHECKING
 
 from mlxpaged.engine.step import HostError
-from mlxpaged.scheduler import Batch, ScheduledSequence, SequenceStatus
+from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from mlxpaged.engine.core import EngineCore
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_DEVICE_FAILURES = 2
-"""A request ends after this many device errors in its steps without a sampled token in between."""
+MAX_STEP_FAILURES = 2
+"""A request ends after this many failures of its steps, of those that cannot be repeated, without a sampled token in
+between."""
 
 
 def run_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> None:
@@ -47,6 +48,27 @@ def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError)
             core.fail(row.sequence, f"the step failed: {type(cause).__name__}: {cause}")
 
 
+def recompute(core: EngineCore, batch: Batch, error: HostError) -> None:
+    """Recompute the sequences of a failed step one at a time, because the step may have changed their recurrent states:
+    it cannot be repeated. A sequence whose step fails again is ended."""
+    cause = error.__cause__
+    logger.error("a step of %s failed", ", ".join(row.sequence.label for row in batch.rows), exc_info=cause)
+    for row in batch.rows:
+        core.sampler.forget(row.sequence.sequence_id)
+        core.scheduler.recompute(row.sequence)
+    core.scheduler.update(batch, {})
+    blame(core, [row.sequence for row in batch.rows], f"the step failed: {type(cause).__name__}: {cause}")
+
+
+def blame(core: EngineCore, sequences: ListOf[Sequence], message: str) -> None:
+    """Count a failure of a step for its sequences. Those that have failed before end with an error; the others are
+    admitted again one at a time."""
+    for sequence in sequences:
+        sequence.num_step_failures += 1
+        if sequence.num_step_failures >= MAX_STEP_FAILURES and sequence.finish_reason is None:
+            core.fail(sequence, message)
+
+
 def running_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
     """The rows whose sequences still run. Preempted sequences lose their pending tokens here. If a sequence has ended,
     the prefix cache is emptied: the last token of the answer may have published a block that is not computed."""
@@ -71,7 +93,5 @@ def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) 
     for batch in batches:
         core.scheduler.undo_moves(batch)
         core.scheduler.update(batch, {})  # no token of it will be read
-    for sequence in (row.sequence for row in batches[0].rows):
-        sequence.num_device_failures += 1
-        if sequence.num_device_failures >= MAX_DEVICE_FAILURES and sequence.finish_reason is None:
-            core.fail(sequence, f"the step failed on the device {MAX_DEVICE_FAILURES} times: {error}")
+    message = f"the step failed on the device {MAX_STEP_FAILURES} times: {error}"
+    blame(core, [row.sequence for row in batches[0].rows], message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import shutil
@@ -57,6 +58,7 @@ class SwapSpace:
         key_bytes = [layout.key_bytes_per_block for layout in layouts]
         sizes = [(keys, layout.bytes_per_block - keys) for keys, layout in zip(key_bytes, layouts, strict=True)]
         # Views of the memory, [num_slots, bytes] each: keys of the first layer, its values, keys of the second.
+        self._memory: Bytes | None = memory.reshape(num_slots, -1)
         self._columns: list[Bytes] = np.split(memory.reshape(num_slots, -1), np.cumsum(sizes)[:-1], axis=1)
 
     def store(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -86,9 +88,30 @@ class SwapSpace:
                 kv.write_blocks(blocks, *(mx.array(piece).view(layout.dtype) for piece in pieces))
             mx.eval([kv.arrays for kv in self._layers])  # frees the piece's copies before the next piece makes its own
 
+    def store_arrays(self, slots: Sequence[int], arrays: Sequence[mx.array]) -> None:
+        """Copy arrays into slots, one after the other, for as many bytes as they have."""
+        assert self._memory is not None
+        mx.eval(arrays)
+        pieces = [np.asarray(mx.contiguous(array).reshape(-1).view(mx.uint8)) for array in arrays]
+        data, size = np.concatenate(pieces), self._memory.shape[1]
+        for i, slot in enumerate(slots):
+            piece = data[i * size : (i + 1) * size]
+            self._memory[slot, : len(piece)] = piece
+
+    def load_arrays(self, slots: Sequence[int], likes: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
+        """The arrays of these shapes and types that `store_arrays` has copied into the slots."""
+        assert self._memory is not None
+        data, first, arrays = self._memory[list(slots)].reshape(-1), 0, []
+        for shape, dtype in likes:
+            last = first + math.prod(shape) * int(dtype.size)
+            arrays.append(mx.array(data[first:last]).view(dtype).reshape(shape))
+            first = last
+        mx.eval(arrays)
+        return arrays
+
     def close(self) -> None:
         """Free the memory or the file. Closing twice is no error."""
-        self._columns = []  # the only references to the mapping, which has the only one to the file
+        self._memory, self._columns = None, []  # the only references to the mapping, which has the only one to the file
 
     def _check(self, blocks: Sequence[int], slots: Sequence[int], written: str) -> None:
         if not self._columns:

@@ -20,7 +20,7 @@ from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
-from mlxpaged.models.layers import LayerSpec, layer_specs
+from mlxpaged.models.layers import KV, LayerSpec, kv_layers, layer_specs
 from mlxpaged.models.probe import Reference, make_reference, probe
 from mlxpaged.models.tokenizer import Tokenizer
 
@@ -50,6 +50,11 @@ class ServedModel:
     vocab_size: int
     context_length: int
     weight_bytes: int
+
+    @property
+    def kv_layers(self) -> list[KV]:
+        """The specs of its KV pools, in order."""
+        return kv_layers(self.layers)
 
 
 def resolve_model(name: str) -> Path:

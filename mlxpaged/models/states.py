@@ -9,16 +9,15 @@ MLX arrays are immutable. So a checkpoint is a reference to a state, and a step 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
-State = list[Optional[mx.array]]
+State = list[mx.array | None]
 """The arrays of one layer, [n, ...] each for n sequences. An entry that the layer never sets is None."""
 
 
@@ -94,17 +93,19 @@ def make_groups(rows: Iterable[StateRow]) -> list[Group]:
     return groups
 
 
-class RecurrentLayer(ArraysCache):  # type: ignore[misc]
+class RecurrentLayer(ArraysCache):
     """Replaces mlx-lm's ArraysCache of one layer. It keeps the states of all running sequences, and checkpoints.
 
     During a step its module reads and writes `cache`, which holds the states of one group at a time. The new states are
     pending until `commit`: a forward pass that fails changes nothing.
     """
 
-    def __init__(self, num_arrays: int, step: StateStep) -> None:
-        super().__init__(num_arrays)
+    def __init__(self, likes: Sequence[tuple[tuple[int, ...], mx.Dtype] | None], step: StateStep) -> None:
+        super().__init__(len(likes))
+        self.cache: State  # type: ignore[assignment]
         self.step = step
-        self._num_arrays = num_arrays
+        self._num_arrays = len(likes)
+        self._entries = likes
         self._batch: list[int] = []  # the sequences whose states are stacked, in order
         self._stacked: State = []
         self._single: dict[int, State] = {}  # by sequence, [1, ...] each; they replace those in the stack
@@ -149,7 +150,8 @@ class RecurrentLayer(ArraysCache):  # type: ignore[misc]
         self._new_batch, self._new_single, self._new_checkpoints = None, {}, {}
 
     def commit(self, running: Container[int]) -> None:
-        """Replace the states of the step's sequences by the pending ones. running: all sequences that need a state."""
+        """Replace the states of the step's sequences by the pending ones. running: all sequences that need a state;
+        those of others are dropped."""
         if self._new_batch is not None:
             members, stacked = self._new_batch
             leaving = [i for i in self._batch if i in running and i not in members and i not in self._single]
@@ -158,6 +160,9 @@ class RecurrentLayer(ArraysCache):  # type: ignore[misc]
             for sequence_id in members:
                 self._single.pop(sequence_id, None)
         self._single |= self._new_single
+        self._single = {i: state for i, state in self._single.items() if i in running}
+        if not any(i in running for i in self._batch):
+            self._batch, self._stacked = [], []
         self._checkpoints |= self._new_checkpoints
         self.discard()
 
@@ -168,14 +173,18 @@ class RecurrentLayer(ArraysCache):  # type: ignore[misc]
                 return states[sequence_id]
         return take(self._stacked, [self._batch.index(sequence_id)])
 
-    def set(self, sequence_id: int, state: State) -> None:
-        self._single[sequence_id] = state
+    @property
+    def likes(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+        """Shapes and types of the arrays that `saved` returns."""
+        return [((1, *like[0]), like[1]) for like in self._entries if like is not None]
 
-    def keep(self, running: Container[int]) -> None:
-        """Drop the states of all other sequences. A stacked one goes when the batch is stacked anew."""
-        self._single = {i: state for i, state in self._single.items() if i in running}
-        if not any(i in running for i in self._batch):
-            self._batch, self._stacked = [], []
+    def saved(self, sequence_id: int) -> list[mx.array]:
+        """The arrays of a sequence's state, to be kept elsewhere."""
+        return [array for array in self.get(sequence_id) if array is not None]
+
+    def restore(self, sequence_id: int, arrays: Iterator[mx.array]) -> None:
+        """Make the next arrays, from `saved`, the state of a sequence."""
+        self._single[sequence_id] = [None if like is None else next(arrays) for like in self._entries]
 
     def clear(self) -> None:
         self._batch, self._stacked, self._single, self._checkpoints = [], [], {}, {}
@@ -188,7 +197,7 @@ class RecurrentLayer(ArraysCache):  # type: ignore[misc]
         stacked = [i for i in members if i not in self._single]
         parts = [take(self._stacked, [self._batch.index(i) for i in stacked])] if stacked else []
         parts += [self._single[i] for i in single]
-        joined = [None if arrays[0] is None else mx.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+        joined = [None if arrays[0] is None else mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True)]
         order = [*stacked, *single]
         return joined if order == members else take(joined, [order.index(i) for i in members])
 
@@ -208,26 +217,10 @@ class StateStep:
 
     def begin(self, rows: Iterable[StateRow]) -> None:
         self.groups = make_groups(rows)
-        self.num_tokens = self.groups[-1].last
+        self.num_tokens = self.groups[-1].last if self.groups else 0
 
     def end(self) -> None:
         self.groups = []
-
-
-class Owners(ArraysCache):  # type: ignore[misc]
-    """Finds the module that reads an ArraysCache, during one call of the model with mlx-lm's own caches."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.owner: Module | None = None
-
-    def __getitem__(self, index: int) -> Any:
-        frame = sys._getframe(1)
-        while self.owner is None and frame is not None:
-            caller = frame.f_locals.get("self")
-            self.owner = caller if isinstance(caller, Module) else None
-            frame = frame.f_back  # type: ignore[assignment]
-        return super().__getitem__(index)
 
 
 def call_in_groups(module: Module) -> None:

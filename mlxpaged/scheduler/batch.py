@@ -11,12 +11,18 @@ from mlxpaged.scheduler.sequence import Sequence
 
 class ScheduledSequence(NamedTuple):
     """Tokens `start` to `start + num_tokens` of a sequence. samples: whether these include its last token, so that the
-    step samples the next one."""
+    step samples the next one.
+
+    restore: checkpoint of the recurrent state that the row starts from; None to go on from the sequence's own state.
+    checkpoints: (position, id) of the checkpoints to take, in order.
+    """
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
+    restore: int | None = None
+    checkpoints: tuple[tuple[int, int], ...] = ()
 
     @property
     def context_len(self) -> int:
@@ -29,15 +35,18 @@ class BlockMoves:
     """KV blocks to move before a step runs.
 
     swap_out: (block, slot); copies: (source, target) blocks; swap_in: (slot, block). They run in this order, so that no
-    move reads what another one has overwritten.
+    move reads what another one has overwritten. states_out: (sequence id, slots) of recurrent states; states_in: the
+    reverse.
     """
 
     swap_out: ListOf[tuple[int, int]] = ()
     copies: ListOf[tuple[int, int]] = ()
     swap_in: ListOf[tuple[int, int]] = ()
+    states_out: ListOf[tuple[int, list[int]]] = ()
+    states_in: ListOf[tuple[list[int], int]] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.swap_out or self.copies or self.swap_in)
+        return bool(self.swap_out or self.copies or self.swap_in or self.states_out or self.states_in)
 
 
 @dataclass(frozen=True)
@@ -76,12 +85,17 @@ class ScheduleBuilder:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._sequence_ids
 
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
+    def add(self, sequence: Sequence, num_tokens: int, restore: int | None = None) -> None:
         """The step computes the next `num_tokens` tokens of a sequence, which has the blocks for them."""
         start = sequence.num_computed_tokens
         sequence.num_computed_tokens = start + num_tokens
         samples = sequence.num_uncomputed_tokens == 0
         if samples:
             sequence.expect_token()
-        self.rows.append(ScheduledSequence(sequence, start, num_tokens, samples))
+        self.rows.append(ScheduledSequence(sequence, start, num_tokens, samples, restore))
         self._sequence_ids.add(sequence.sequence_id)
+
+    def take_checkpoints(self, checkpoints: tuple[tuple[int, int], ...]) -> None:
+        """The row that was added last takes these checkpoints."""
+        if checkpoints:
+            self.rows[-1] = self.rows[-1]._replace(checkpoints=checkpoints)

@@ -27,6 +27,12 @@ class SchedulerConfig:
     """Tokens per KV block."""
     num_swap_slots: int = 0
     """KV blocks that the swap space holds. 0: no swap space."""
+    recurrent: bool = False
+    """Whether layers keep a recurrent state: a prefix hit then ends at a checkpoint."""
+    num_checkpoints: int = 0
+    """Recurrent states that are kept for the prefix cache, each of one sequence."""
+    swap_slots_per_state: int = 0
+    """Swap slots that the recurrent state of one sequence takes."""
     max_num_seqs: int = 32
     """Sequences that run at the same time."""
     max_num_batched_tokens: int = 2048

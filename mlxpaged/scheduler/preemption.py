@@ -120,13 +120,14 @@ class Preemption:
 
     def undo_moves(self, moves: BlockMoves, sequences: ListOf[Sequence]) -> None:
         """Recompute those of `sequences` that need the given moves, because the moves failed at least in part."""
-        slots = {slot for _, slot in moves.swap_out}
+        slots = {slot for _, slot in moves.swap_out} | {slot for _, slots in moves.states_out for slot in slots}
+        loaded = {sequence_id for _, sequence_id in moves.states_in}
         blocks = {block for _, block in (*moves.copies, *moves.swap_in)}
         for sequence in sequences:
             table = sequence.block_table
-            if not slots.isdisjoint(sequence.swap_slots):
+            if not slots.isdisjoint([*sequence.swap_slots, *sequence.state_slots]):
                 self._lose_swapped(sequence)
-            elif table is not None and not blocks.isdisjoint(table.block_ids):
+            elif table is not None and (sequence.sequence_id in loaded or not blocks.isdisjoint(table.block_ids)):
                 sequence.num_committed_tokens = 0
                 self.recompute(sequence)
 

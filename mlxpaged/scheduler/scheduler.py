@@ -83,6 +83,8 @@ class Scheduler:
         if sequence.sequence_id in self.sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
         self.sequences[sequence.sequence_id] = sequence
+        if self.blocks.junctions is not None:
+            self.blocks.junctions.add(sequence)
         sequence.arrival_number = next(self._arrivals)
         sequence.order = (sequence.priority + AGING_RATE * sequence.arrival_time, sequence.arrival_number)
         parent = sequence.fork_of
@@ -103,6 +105,8 @@ class Scheduler:
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         self.blocks.release(sequence)
+        if self.blocks.junctions is not None:
+            self.blocks.junctions.remove(sequence)
         del self.sequences[sequence_id]
         return sequence
 
@@ -277,8 +281,10 @@ class Scheduler:
                 refused += 1
 
     def _add(self, builder: ScheduleBuilder, sequence: Sequence, num_tokens: int) -> None:
-        builder.add(sequence, num_tokens)
+        start, restore = sequence.num_computed_tokens, self.blocks.take_restore(sequence)
+        builder.add(sequence, num_tokens, restore)
         self.blocks.publish(sequence)
+        builder.take_checkpoints(self.blocks.take_checkpoints(sequence, start, num_tokens))
 
     def _grow(self, sequence: Sequence, num_tokens: int, builder: ScheduleBuilder) -> bool:
         """Take blocks for the next `num_tokens` tokens, and preempt other sequences if needed. Returns False if that is
@@ -351,7 +357,7 @@ class Scheduler:
     def _is_suspect_running(self) -> bool:
         """Whether a sequence of a step that failed on the device runs again. Such sequences are admitted one at a time,
         and no other until it has sampled a token, so that a second failure can be attributed to it."""
-        return any(other.num_device_failures for other in self.running)
+        return any(other.num_step_failures for other in self.running)
 
     def _preempt(self, sequence: Sequence, builder: ScheduleBuilder) -> None:
         self._preemption.preempt(sequence, swap=not sequence.awaits_final_token)

@@ -6,7 +6,7 @@ import math
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from mlxpaged.cache import BlockTable
+from mlxpaged.cache import BlockTable, CachedBlock
 
 
 class Priority(IntEnum):
@@ -64,6 +64,7 @@ class RoomLookup(NamedTuple):
     num_tokens: int
     blocks_needed: int
     num_gains: int
+    num_checkpoints: int = 0
 
 
 class IllegalTransitionError(RuntimeError):
@@ -102,7 +103,7 @@ class Sequence:
         self.deadline = math.inf  # of the complete answer
         self.fork_of: Sequence | None = None  # a sequence with the same prompt, whose blocks this one shares
         # Written by the engine, while it runs.
-        self.num_device_failures = 0  # device errors in steps that it was part of, since its last sampled token
+        self.num_step_failures = 0  # since its last sampled token, of steps that cannot be repeated
         # Written by the scheduler.
         self.token_ids = list(prompt_token_ids)
         self.num_pending_tokens = 0
@@ -125,6 +126,10 @@ class Sequence:
         self.num_swaps_out = 0
         self.num_swaps_in = 0
         self.last_lookup: RoomLookup | None = None
+        self.state_slots: list[int] = []  # of its recurrent state, while it is swapped out
+        self.restore_from: CachedBlock | None = None  # whose checkpoint its next row starts from
+        self.reserved_checkpoints: list[tuple[int, int]] = []  # (position, id) of blocks that are not published yet
+        self.recent_checkpoints: list[tuple[int, CachedBlock]] = []  # (position, block) of those in flight
 
     @property
     def label(self) -> str:

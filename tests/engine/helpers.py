@@ -31,7 +31,7 @@ def let_steps_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, read = random.Random(1), InFlightStep.read
 
     def sometimes_failing(step: InFlightStep) -> Any:
-        hit_before = any(row.sequence.num_device_failures for row in step.batch.rows)
+        hit_before = any(row.sequence.num_step_failures for row in step.batch.rows)
         if len(step.batch.rows) > 1 and not hit_before and rng.random() < 0.1:
             raise DeviceError("injected")
         return read(step)
