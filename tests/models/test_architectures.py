@@ -102,7 +102,7 @@ class Case:
             bias[mx.array(banned)] = -mx.inf
         for _ in range(self.size.num_tokens):
             logits = self.plain(tokens, cache=cache)[0, -1, :VOCAB_SIZE].astype(mx.float32) + bias
-            second, best = mx.sort(logits)[-2:].tolist()
+            second, best = (float(logit) for logit in mx.sort(logits)[-2:])
             answer.tokens.append(int(mx.argmax(logits)))
             answer.margins.append(best - second)
             tokens = mx.array([answer.tokens[-1:]])
