@@ -21,7 +21,8 @@ from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
-from mlxpaged.models.layers import KV, LayerSpec, Way, kv_layers, layer_specs
+from mlxpaged.models.layer_finder import Way, layer_specs
+from mlxpaged.models.layers import KV, LayerSpec, kv_layers
 from mlxpaged.models.probe import Reference, make_reference, probe
 from mlxpaged.models.tokenizer import Tokenizer
 
