@@ -36,7 +36,7 @@ class StepContext:
     def __init__(self) -> None:
         self.attention_calls = 0
         self._meta: AttentionMetadata | None = None
-        self._written: dict[int, tuple[mx.array, PagedLayer]] = {}  # by the identity of the keys; held, so it is unique
+        self._written: dict[int, tuple[mx.array, mx.array, PagedLayer]] = {}  # by the identity of the keys, held here
 
     def begin(self, meta: AttentionMetadata) -> None:
         global running_step
@@ -55,12 +55,20 @@ class StepContext:
             raise PagedAttentionError("the model was called outside a step")
         return self._meta
 
-    def wrote(self, keys: mx.array, layer: PagedLayer) -> None:
-        self._written[id(keys)] = (keys, layer)
+    def wrote(self, keys: mx.array, values: mx.array, layer: PagedLayer) -> None:
+        self._written[id(keys)] = (keys, values, layer)
 
     def layer_of(self, keys: mx.array) -> PagedLayer | None:
         """The layer whose pool has these keys: a model may attend with the keys of another layer."""
-        return self._written.get(id(keys), (None, None))[1]
+        found = self._written.get(id(keys))
+        return None if found is None else found[2]
+
+    def written_by(self, layer: PagedLayer) -> tuple[mx.array, mx.array]:
+        """The keys and values that a layer has written in this step."""
+        for keys, values, writer in self._written.values():
+            if writer is layer:
+                return keys, values
+        raise PagedAttentionError("the model reads keys of a layer before it has written any")
 
 
 running_step: StepContext | None = None
@@ -73,9 +81,6 @@ attention_calls = 0
 class PagedLayer:
     """Replaces mlx-lm's KVCache of one layer."""
 
-    start_position = 0
-    """mlx-lm's ChunkedKVCache has it: the position of the first key that it keeps."""
-
     def __init__(
         self, kv: LayerKVCache, step: StepContext, window: int | None = None, chunk: int | None = None
     ) -> None:
@@ -83,7 +88,6 @@ class PagedLayer:
         self.window = window
         self.chunk = chunk
         self._step = step
-        self._latest: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array:
@@ -103,17 +107,12 @@ class PagedLayer:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [T, Hkv, 1, D] to the pool. The model passes the returned arrays on, but `attend` reads the pool."""
         self.kv.write(keys.squeeze(2), values.squeeze(2), self._step.meta)
-        self._step.wrote(keys, self)
-        self._latest = keys, values
+        self._step.wrote(keys, values, self)
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What `update_and_fetch` returned last: a layer without keys of its own attends with them (Gemma 3n)."""
-        if self._latest is None:
-            raise PagedAttentionError("the model reads keys before it has written any")
-        return self._latest
-
-    state = property(keys_and_values)
+        """What `update_and_fetch` has returned: a layer without keys of its own attends with them (Gemma 3n)."""
+        return self._step.written_by(self)
 
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """[T, Hq, 1, D] -> [T, Hq, 1, Dv]"""
@@ -139,7 +138,7 @@ class LatentLayer(PagedLayer):
         """Write latents [T, 1, 1, R] and rotary parts [T, 1, 1, P]. Returns the latents and the identity [P, P]."""
         rows = mx.concatenate([keys.squeeze(2), values.squeeze(2)], axis=-1)
         self.kv.write(rows, None, self._step.meta)
-        self._step.wrote(keys, self)
+        self._step.wrote(keys, values, self)
         return keys, mx.eye(values.shape[-1], dtype=values.dtype)
 
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
