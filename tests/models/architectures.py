@@ -941,61 +941,58 @@ ARCHITECTURES: dict[str, Architecture] = {
     "youtu_llm": Architecture(LATENT),
 }
 
-RECURRENT = "it has recurrent layers"
-LATENT_VECTORS = "its cache holds latent vectors"
-SEVERAL_CACHES = "its layers keep several caches each"
+REFUSED` are not served: a test fails if one of them is
+served after all, or one of the others is refused.
+"""
 
-REFUSED: dict[str, str] = {
-    "afm7": "it does not run on a paged KV cache: AttributeError",
-    "baichuan_m1": SEVERAL_CACHES,
-    "bailing_hybrid": RECURRENT,
-    "bailing_moe_linear": RECURRENT,
-    "bailing_moe_v3": RECURRENT,
-    "deepseek_v2": LATENT_VECTORS,
-    "deepseek_v3": LATENT_VECTORS,
-    "deepseek_v32": SEVERAL_CACHES,
-    "deepseek_v41": "its layers keep a LayerCache instead of a plain KV cache",
-    "falcon_h1": SEVERAL_CACHES,
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from tests.support import SMALL, make_tiny_model
+
+VOCAB_SIZE = 256
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOW = 12
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A tiny model of one module of `mlx_lm.models`.
+
+    config: what differs from `tests.support.SMALL`. cannot_run: why mlx-lm alone cannot run it here, None if it can.
+    embedding: factor on its embeddings, small if they are tied to the head or multiplied, or else every answer repeats
+    one token. weights: a change of the random weights, given by name.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    cannot_run: str | None = None
+    seed: int = 0
+    embedding: float = 1.0
+    weights: Callable[[dict[str, mx.array]], dict[str, mx.array]] | None = None
+
+
+EMBEDDING = re.compile(r"(embed\w*|wte)\.weight$")
+
+DECAYS = ("A_log", "recurrent_param", "w_lora.lora.2.bias")
+"""Weights of recurrent layers that decide how fast a state decays: the less, the longer it remembers."""
+
+
+def random_weights(weights: dict[str, mx.array], embedding: float) -> dict[str, mx.array]:
+    """Weights that make greedy choices clear-cut, and that leave no part of a model without effect.
+
+    Matrices three times as large as by default, constant ones (routers, some convolutions) random, and noise on
+    vectors: scales of norms, biases, sinks. embedding: an additional factor on embeddings.
+    """
+    changed = {
     "gear": "The `layer_types` entries must be in",
-    "gemma2": "it computes attention itself instead of calling scaled_dot_product_attention",
-    "gemma3n": "it does not run on a paged KV cache: AttributeError",
-    "gemma4": "paged attention does not reproduce its logits",
-    "glm4_moe_lite": LATENT_VECTORS,
-    "glm_moe_dsa": SEVERAL_CACHES,
-    "gpt_bigcode": "it does not run on a paged KV cache: ValueError",
-    "granitemoehybrid": RECURRENT,
-    "internlm3": "it does not run on a paged KV cache: ValueError",
-    "iquestloopcoder": "only 12 of 8 attention calls",
-    "jamba": RECURRENT,
-    "kimi_k25": LATENT_VECTORS,
-    "kimi_k3": RECURRENT,
-    "kimi_linear": RECURRENT,
-    "kimi_vl": LATENT_VECTORS,
-    "lfm2": RECURRENT,
-    "lfm2-vl": RECURRENT,
-    "lfm2_moe": RECURRENT,
-    "llama4": "it has chunked local attention layers",
-    "longcat_flash": SEVERAL_CACHES,
-    "longcat_flash_ngram": RECURRENT,
-    "mamba": RECURRENT,
-    "mamba2": RECURRENT,
-    "mimo_v2_flash": LATENT_VECTORS,
-    "minicpm3": LATENT_VECTORS,
-    "minimax_m3_vl": SEVERAL_CACHES,
-    "mistral4": LATENT_VECTORS,
-    "nemotron-nas": "a layer takes its keys and values from another layer instead of its own cache",
-    "nemotron_h": RECURRENT,
-    "olmo_hybrid": RECURRENT,
     "phi3small": "its logits are not finite",
-    "plamo": "paged attention does not reproduce its logits",
-    "plamo2": RECURRENT,
-    "plamo3": "it does not run on a paged KV cache: PagedAttentionError: the model masks a window of 13 keys",
-    "prism_hadamard_qwen35": RECURRENT,
-    "qwen3_5": RECURRENT,
-    "qwen3_5_moe": RECURRENT,
-    "qwen3_next": RECURRENT,
-    "recurrent_gemma": RECURRENT,
-    "rwkv7": RECURRENT,
-    "youtu_llm": LATENT_VECTORS,
 }
-"""Architectures that are not served, each with a part of the reason that the user is told."""
