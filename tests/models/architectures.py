@@ -941,58 +941,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "youtu_llm": Architecture(LATENT),
 }
 
-REFUSED` are not served: a test fails if one of them is
-served after all, or one of the others is refused.
-"""
-
-from __future__ import annotations
-
-import importlib.util
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import mlx.core as mx
-
-from tests.support import SMALL, make_tiny_model
-
-VOCAB_SIZE = 256
-
-SLIDING, FULL = "sliding_attention", "full_attention"
-WINDOW = 12
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A tiny model of one module of `mlx_lm.models`.
-
-    config: what differs from `tests.support.SMALL`. cannot_run: why mlx-lm alone cannot run it here, None if it can.
-    embedding: factor on its embeddings, small if they are tied to the head or multiplied, or else every answer repeats
-    one token. weights: a change of the random weights, given by name.
-    """
-
-    config: dict[str, Any] = field(default_factory=dict)
-    cannot_run: str | None = None
-    seed: int = 0
-    embedding: float = 1.0
-    weights: Callable[[dict[str, mx.array]], dict[str, mx.array]] | None = None
-
-
-EMBEDDING = re.compile(r"(embed\w*|wte)\.weight$")
-
-DECAYS = ("A_log", "recurrent_param", "w_lora.lora.2.bias")
-"""Weights of recurrent layers that decide how fast a state decays: the less, the longer it remembers."""
-
-
-def random_weights(weights: dict[str, mx.array], embedding: float) -> dict[str, mx.array]:
-    """Weights that make greedy choices clear-cut, and that leave no part of a model without effect.
-
-    Matrices three times as large as by default, constant ones (routers, some convolutions) random, and noise on
-    vectors: scales of norms, biases, sinks. embedding: an additional factor on embeddings.
-    """
-    changed = {
+REFUSED = {
     "gear": "The `layer_types` entries must be in",
     "phi3small": "its logits are not finite",
 }
+"""Architectures that are not served, each with a part of the reason that the user is told."""
