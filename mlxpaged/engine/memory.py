@@ -27,7 +27,7 @@ STATE_CACHE_SHARE = 0.1
 """Share of the free memory that checkpoints of recurrent states take by default."""
 
 STATE_CACHE = 2 * 2**30
-"""Most bytes of these checkpoints by default: 13 of Qwen3.5-27B (147 MiB each), 8 of Qwen3.5-4B on an 8 GB Mac."""
+"""Most bytes of these checkpoints by default: 13 of Qwen3.5-27B, 147 MiB each."""
 
 
 def parse_size(text: str) -> int:
