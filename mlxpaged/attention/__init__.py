@@ -1,7 +1,14 @@
 """Paged attention over KV pools: a step's metadata, one pool per layer, and the cache object that a model sees."""
 
 from mlxpaged.attention.kv_cache import BACKENDS, LayerKVCache, resolve_backend
-from mlxpaged.attention.layer import LatentLayer, PagedAttentionError, PagedLayer, StepContext, route_attention
+from mlxpaged.attention.layer import (
+    LatentLayer,
+    PagedAttentionError,
+    PagedLayer,
+    StepContext,
+    WindowMismatchError,
+    route_attention,
+)
 from mlxpaged.attention.layout import KV_DTYPES, AttentionShape, KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.self_check import choose_backend

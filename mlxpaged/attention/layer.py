@@ -26,6 +26,10 @@ class PagedAttentionError(RuntimeError):
     """The model asked its cache for something that paged attention does not do."""
 
 
+class WindowMismatchError(PagedAttentionError):
+    """The model masks another window than its cache keeps. Its results then depend on how a prompt is cut in chunks."""
+
+
 class StepContext:
     """The metadata of the running step, shared by the layers of one model."""
 
@@ -89,10 +93,10 @@ class PagedLayer:
     def make_mask(self, *_args: Any, window_size: int | None = None, **_kwargs: Any) -> None:
         """Returns None: the metadata and the layer's window replace the mask.
 
-        Raises PagedAttentionError if the model asks for another window than the layer's.
+        Raises WindowMismatchError if the model asks for another window than the layer's.
         """
         if window_size is not None and window_size != self.window:
-            raise PagedAttentionError(
+            raise WindowMismatchError(
                 f"the model masks a window of {window_size} keys, and its cache keeps {self.window or 'all of them'}"
             )
 

@@ -16,7 +16,7 @@ from mlxpaged import attention
 from mlxpaged.attention.metadata import IntArray
 from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import ServedModel, synchronize
-from mlxpaged.models.layers import ModelCaches
+from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.states import StateRow
 from mlxpaged.scheduler import Batch, BlockMoves
 from mlxpaged.scheduler.sequence import PENDING

@@ -16,11 +16,13 @@ from mlx.utils import tree_reduce
 from mlx_lm.utils import load_model as load_weights
 from mlx_lm.utils import load_tokenizer
 
+from mlxpaged.attention import WindowMismatchError
 from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
-from mlxpaged.models.layers import KV, LayerSpec, Way, kv_layers, layer_specs
+from mlxpaged.models.layer_finder import Way, layer_specs
+from mlxpaged.models.layers import KV, LayerSpec, kv_layers
 from mlxpaged.models.probe import Reference, make_reference, probe
 from mlxpaged.models.tokenizer import Tokenizer
 
@@ -168,6 +170,8 @@ def find_layers(model: Module, reference: Reference) -> list[LayerSpec]:
             layers = probe(model, layer_specs(model, way), reference)
         except UnsupportedModelError as error:
             logger.debug("by %s: %s", way.value, error)
+            if isinstance(error.__cause__, WindowMismatchError):
+                raise  # no way of running is right
             reason = reason or error
         else:
             if reason is not None:

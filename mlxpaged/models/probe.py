@@ -16,9 +16,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxpaged.attention import AttentionMetadata, LatentLayer, PagedLayer, layer, route_attention
+from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.head import RowSelection
-from mlxpaged.models.layers import KV, LayerSpec, ModelCaches, is_per_sequence
+from mlxpaged.models.layers import KV, LayerSpec, is_per_sequence
 from mlxpaged.models.states import StateRow
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2]

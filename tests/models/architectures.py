@@ -943,6 +943,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 REFUSED = {
     "gear": "The `layer_types` entries must be in",
+    "plamo3": "the model masks a window of 13 keys, and its cache keeps 12",
     "phi3small": "its logits are not finite",
 }
 """Architectures that are not served, each with a part of the reason that the user is told."""
