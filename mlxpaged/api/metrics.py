@@ -51,6 +51,12 @@ class Metrics(Collector):
             for state in states:
                 gauge.add_metric([state], getattr(usage, state))
             yield gauge
+        for name, text, value in (
+            ("state_checkpoints", "Checkpoints of recurrent states in the prefix cache", scheduler.checkpoints),
+            ("max_state_checkpoints", "Most checkpoints of recurrent states", scheduler.max_checkpoints),
+            ("state_reserved_bytes", "Bytes reserved for recurrent states", stats.state_bytes),
+        ):
+            yield GaugeMetricFamily(f"mlxpaged_{name}", text, value)
         inputs = stats.embeddings.waiting
         yield GaugeMetricFamily("mlxpaged_embedding_inputs_waiting", "Inputs that wait for their embeddings", inputs)
         for name, text, value in (

@@ -58,6 +58,12 @@ async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
         "waiting": {"total": found.scheduler.waiting, "sequences": describe(found.waiting)},
         "blocks": {"used": blocks.used, "cached": blocks.cached, "free": blocks.free, "total": sum(astuple(blocks))},
         "swap": {"used": swap.used, "total": swap.used + swap.free},
+        "states": {
+            "reserved_bytes": engine.info.states.nbytes,
+            "bytes_per_sequence": engine.info.states.bytes_per_state,
+            "checkpoints": found.scheduler.checkpoints,
+            "max_checkpoints": found.scheduler.max_checkpoints,
+        },
         "embeddings": {
             "model": None if model is None else model.name,
             "inputs_waiting": 0 if engine.stats is None else engine.stats.embeddings.waiting,

@@ -126,6 +126,10 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) ->
     if slots:
         place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
         extra += f"  swap      {size} in {place}: {slots} blocks, {slots * info.block_size} tokens\n"
+    if (states := info.states).bytes_per_state:
+        one, total = megabytes(states.bytes_per_state), megabytes(states.nbytes)
+        extra += f"  states    {one} for each sequence: {states.max_num_seqs} sequences and "
+        extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
     if (model := info.embedding_model) is not None:
         extra += f"  embedding {model.name}: {model.dimensions} dimensions, inputs up to {model.max_tokens} tokens\n"
     return f"""

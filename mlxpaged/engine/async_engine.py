@@ -289,6 +289,6 @@ class AsyncEngine:
         if self.stats is not None:
             last = self.stats.scheduler
             blocks, swap = (BlockUsage(0, 0, each.used + each.cached + each.free) for each in (last.blocks, last.swap))
-            scheduler = dataclasses.replace(last, running=0, waiting=0, blocks=blocks, swap=swap)
+            scheduler = dataclasses.replace(last, running=0, waiting=0, blocks=blocks, swap=swap, checkpoints=0)
             self._dispatch(ends, dataclasses.replace(self.stats, scheduler=scheduler))
         self._loaded.set()

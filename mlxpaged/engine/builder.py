@@ -13,7 +13,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.memory import kv_blocks, state_checkpoints, swap_slots
+from mlxpaged.engine.memory import StateMemory, kv_blocks, state_checkpoints, swap_slots
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.models import ServedModel, UnsupportedModelError, load_embedding_model, own_embedding_model
@@ -33,22 +33,19 @@ def build_engine(
     """Make an engine for a loaded model, on the thread that will run it.
 
     clock: seconds. Requests' arrival times refer to it. no_embedder_because: the reason if `embedder` is None. Raises
-    MemoryError if the KV pools or the swap space do not fit, and SwapSpaceError if its directory cannot be used.
+    MemoryError if the KV pools, the recurrent states or the swap space do not fit, and SwapSpaceError if the swap
+    space's directory cannot be used.
     """
     per_block = bytes_per_token(served.layers) * config.block_size
     per_sequence = blocks_for(served.context_length, config.block_size)
     per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
-    num_checkpoints = (
-        state_checkpoints(per_state, config.state_cache_bytes) if config.prefix_caching and not own_caches else 0
-    )
+    checkpoints = config.prefix_caching and not own_caches
+    num_checkpoints = state_checkpoints(per_state, config.state_cache_bytes) if checkpoints else 0
+    states = StateMemory(per_state, config.max_num_seqs, num_checkpoints)
     reserved = 0 if embedder is None else embedder.model.kv_bytes
-    reserved += per_state * (config.max_num_seqs + num_checkpoints)
-    num_blocks = kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved)
-    slots = (
-        swap_slots(per_block, config.swap_space_bytes)
-        if config.swap_space_bytes and per_block and not own_caches
-        else 0
-    )
+    num_blocks = kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved, states)
+    swaps = config.swap_space_bytes > 0 and per_block > 0 and not own_caches
+    slots = swap_slots(per_block, config.swap_space_bytes) if swaps else 0
     kv_type = ",".join(sorted({str(spec.dtype) for spec in served.kv_layers}))
     scheduler_config = replace(
         config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode()),

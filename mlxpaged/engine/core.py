@@ -13,6 +13,7 @@ from mlxpaged.engine import recovery
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
 from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
@@ -21,6 +22,7 @@ from mlxpaged.engine.status import EngineStats, EngineStatus, engine_status
 from mlxpaged.engine.step import HostError, InFlightStep
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.models import ServedModel
+from mlxpaged.models.layers import state_bytes
 from mlxpaged.scheduler import Batch, FinishReason, ScheduledSequence, Scheduler, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,8 @@ class EngineCore:
         self.clock = clock
         self.embedder = embedder
         self.no_embedder_because = no_embedder_because
+        config = scheduler.config
+        self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
         self._in_flight: InFlightStep | None = None
         self._outputs: list[RequestOutput] = []  # of the running call of `step`
         self._ids = itertools.count()
@@ -160,6 +164,7 @@ class EngineCore:
             self.runner.model_calls,
             self.runner.attention_calls,
             self._num_generated_tokens,
+            self.states.nbytes,
             NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
         )
 

@@ -21,6 +21,7 @@ class EngineInfo:
         self.num_layers = len(served.layers)
         self.weight_bytes = served.weight_bytes
         self.kv_cache_bytes = core.runner.kv_cache_bytes  # of all KV pools
+        self.states = core.states  # what is reserved for recurrent states
         self.num_blocks, self.block_size = pool.num_blocks, pool.block_size
         self.num_swap_slots = core.scheduler.config.num_swap_slots  # KV blocks that the swap space holds
         self.backend = core.runner.backend

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
@@ -22,10 +23,11 @@ SYSTEM_SHARE = 0.5
 CPU_POOL = 2**30
 """Bytes of the default KV pools on a CPU. All of them are written at the start, at 3 s per GB on two cores."""
 
-
 STATE_CACHE_SHARE = 0.1
+"""Share of the free memory that checkpoints of recurrent states take by default."""
+
 STATE_CACHE = 2 * 2**30
-"""The default for checkpoints of recurrent states: 13 of Qwen3.5-27B (147 MiB each), 8 of Qwen3.5-4B on an 8 GB Mac."""
+"""Most bytes of these checkpoints by default: 13 of Qwen3.5-27B, 147 MiB each."""
 
 
 def parse_size(text: str) -> int:
@@ -91,21 +93,62 @@ def machine_free_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+@dataclass(frozen=True)
+class StateMemory:
+    """The memory for recurrent states: one state for each of `max_num_seqs` sequences and for each checkpoint.
+
+    bytes_per_state: of one sequence, over all layers; 0 if the model has no recurrent layers.
+    """
+
+    bytes_per_state: int = 0
+    max_num_seqs: int = 0
+    num_checkpoints: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_per_state * (self.max_num_seqs + self.num_checkpoints)
+
+    @property
+    def remedy(self) -> str:
+        """The end of a message that says that memory is missing; empty without recurrent layers."""
+        if not self.bytes_per_state:
+            return ""
+        sequences, checkpoints = (
+            f"{self.bytes_per_state * count / 1e6:.1f} MB" for count in (self.max_num_seqs, self.num_checkpoints)
+        )
+        return (
+            f"; the recurrent states of {self.max_num_seqs} sequences take {sequences}, and {self.num_checkpoints} "
+            f"checkpoints take {checkpoints}: lower --max-num-seqs or --state-cache-memory"
+        )
+
+
+NO_STATES = StateMemory()
+
+
 def kv_blocks(
-    bytes_per_block: int, wanted_bytes: int | None, blocks_per_sequence: int, max_num_seqs: int, reserved_bytes: int = 0
+    bytes_per_block: int,
+    wanted_bytes: int | None,
+    blocks_per_sequence: int,
+    max_num_seqs: int,
+    reserved_bytes: int = 0,
+    states: StateMemory = NO_STATES,
 ) -> int:
     """Number of blocks of the KV pools.
 
     wanted_bytes: the configured size. If it is None, the pools take what the device has left, less WORKING_MEMORY, but
     no more than `max_num_seqs` sequences of `blocks_per_sequence` (the full context length) fill. Without a GPU they
     take no more than CPU_POOL, or one such sequence if that is larger. reserved_bytes: memory that the embedder takes
-    later. Raises MemoryError if not even one block fits, or if more is wanted than is free.
+    later. states: what the recurrent states take later. Raises MemoryError if the states do not fit, if not even one
+    block fits, or if more is wanted than is free.
     """
     left = max(0, free_device_memory() - reserved_bytes)
+    if states.nbytes > left:
+        raise MemoryError(f"the recurrent states do not fit: {left / 1e6:.1f} MB are free{states.remedy}")
+    left -= states.nbytes
     if wanted_bytes is not None:
         if wanted_bytes > left:
             message = f"--kv-cache-memory is {wanted_bytes / 1e9:.1f} GB, but only {left / 1e9:.1f} GB are free"
-            raise MemoryError(message)
+            raise MemoryError(message + states.remedy)
         blocks = wanted_bytes // bytes_per_block if bytes_per_block else max_num_seqs * blocks_per_sequence
         limit = f"--kv-cache-memory is {wanted_bytes / 1e6:.1f} MB"
     else:
@@ -116,7 +159,8 @@ def kv_blocks(
             blocks = min(blocks, max(CPU_POOL // bytes_per_block, blocks_per_sequence))
         limit = f"only {free / 1e6:.1f} MB are left for KV after the weights"
     if blocks < 1:
-        raise MemoryError(f"no KV block fits: {limit}, but one block takes {bytes_per_block / 1e6:.1f} MB")
+        message = f"no KV block fits: {limit}, but one block takes {bytes_per_block / 1e6:.1f} MB"
+        raise MemoryError(message if wanted_bytes is not None else message + states.remedy)
     return blocks
 
 

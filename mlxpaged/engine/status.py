@@ -23,6 +23,7 @@ class EngineStats:
     model_calls_total: int = 0
     attention_calls_total: int = 0
     generated_tokens_total: int = 0
+    state_bytes: int = 0  # reserved for recurrent states, of sequences and of checkpoints
     embeddings: EmbedderStats = NO_EMBEDDINGS
 
 

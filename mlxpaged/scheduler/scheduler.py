@@ -194,6 +194,8 @@ class Scheduler:
             waiting=len(self.sequences) - len(self.running),
             blocks=self.pool.usage(),
             swap=self.blocks.swap.usage() if self.blocks.swap is not None else BlockUsage(0, 0, 0),
+            checkpoints=len(self.blocks.checkpoints),
+            max_checkpoints=self.blocks.checkpoints.capacity,
             preemptions_total=self._preemption.total,
             starvation_admissions_total=self._starvation_admissions,
             blocks_copied_total=self.blocks.blocks_copied,

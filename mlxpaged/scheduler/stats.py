@@ -15,6 +15,8 @@ class SchedulerStats:
     waiting: int
     blocks: BlockUsage
     swap: BlockUsage
+    checkpoints: int  # of recurrent states, that a prompt can start from
+    max_checkpoints: int
     preemptions_total: int
     starvation_admissions_total: int
     blocks_copied_total: int

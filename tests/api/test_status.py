@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.api.helpers import (
     StepGate,
     answer_text,
     check_failure,
+    metrics,
     post,
     random_tokens,
     raw,
@@ -23,9 +25,17 @@ from tests.api.helpers import (
     start,
     within_one_step,
 )
-from tests.support import RunningServer, running_server
+from tests.support import RunningServer, make_tiny_model, running_server
 
 COMPLETIONS, STATUS, CLEAR = "/v1/completions", "/v1/status", "/v1/cache/clear"
+
+MAMBA = {
+    "state_size": 8,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": 4,
+}
 
 clock = FakeClock()
 
@@ -62,8 +72,28 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
         "waiting": {"total": 0, "sequences": []},
         "blocks": {"used": 0, "cached": usage.cached, "free": usage.free, "total": server.engine.info.num_blocks},
         "swap": {"used": 0, "total": 0},
+        "states": {"reserved_bytes": 0, "bytes_per_sequence": 0, "checkpoints": 0, "max_checkpoints": 0},
         "embeddings": {"model": None, "inputs_waiting": 0},
     }
+
+
+def test_checkpoints_of_recurrent_states_are_counted(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "mamba", **MAMBA)
+    state = 2 * (96 * 8 * 4 + 96 * 3 * 4)  # layers; of the state and of the convolution, in float32
+    config = EngineConfig(str(path), "demo", kv_cache_bytes=1_000_000, max_num_seqs=2, state_cache_bytes=5 * state)
+    expected = {"reserved_bytes": 7 * state, "bytes_per_sequence": state, "checkpoints": 0, "max_checkpoints": 5}
+    with running_server(config) as server:
+        assert ask_idle(server, "GET", STATUS)["states"] == expected
+        body = run_on(random_tokens(100, 1), 3)
+        post(server, body)
+        server.wait_idle()
+        assert ask_idle(server, "GET", STATUS)["states"] == expected | {"checkpoints": 1}
+        shown = metrics(server)
+        names = ("state_checkpoints", "max_state_checkpoints", "state_reserved_bytes")
+        assert [shown[f"mlxpaged_{name}"] for name in names] == [1, 5, 7 * state]
+        assert post(server, body)["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+        ask_idle(server, "POST", CLEAR)
+        assert ask_idle(server, "GET", STATUS)["states"] == expected
 
 
 def test_running_and_waiting_sequences_are_described(server: RunningServer) -> None:

@@ -23,7 +23,7 @@ from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.models.loader import DEMO_PATH
 from tests.cli.helpers import DEADLINE, Command, Result, hub, mlxpaged, question, serving
-from tests.support import make_embedding_model, wait_until
+from tests.support import make_embedding_model, make_tiny_model, wait_until
 
 
 @contextlib.contextmanager
@@ -71,6 +71,15 @@ def test_the_banner_describes_the_server_and_its_curl_line_works(tmp_path: Path)
         body = {"prompt": ["a"] * 8, "max_tokens": 1}
         response = httpx.post(f"{command.url}/v1/completions", json=body, timeout=DEADLINE, trust_env=False)
         assert "exceed the limit of 7" in response.json()["error"]["message"]
+
+
+def test_the_banner_tells_of_the_memory_for_recurrent_states(tmp_path: Path) -> None:
+    config = {"state_size": 512, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4}
+    model = make_tiny_model(tmp_path / "model", "mamba", **config)
+    with serving(tmp_path, str(model), "--max-num-seqs", "7", "--state-cache-memory", "1.2MB") as command:
+        # Two layers of 96 x 512 and 96 x 3 float32
+        line = r"states +0\.4 MB for each sequence: 7 sequences and 3 checkpoints, 4\.0 MB reserved\n"
+        assert re.search(line, command.stdout)
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

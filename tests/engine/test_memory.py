@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -11,7 +12,21 @@ from mlxpaged.engine import EngineConfig, build_engine, engine_thread, memory
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.memory import free_device_memory, kv_blocks, parse_size, swap_slots
 from mlxpaged.models import ModelNotFoundError, load_embedding_model, load_model
-from tests.support import make_embedding_model
+from mlxpaged.models.layers import bytes_per_token, state_bytes
+from tests.support import make_embedding_model, make_tiny_model
+
+LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 64,
+    "block_ff_dim": 96,
+    "block_multiple_of": 16,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -135,6 +150,34 @@ def test_what_is_reserved_for_embeddings_is_not_taken(tmp_path: Path) -> None:
     lost = int(model.kv_bytes * 0.5 * 0.85) / (cores[0].runner.kv_cache_bytes / cores[0].scheduler.pool.num_blocks)
     assert cores[0].scheduler.pool.num_blocks - cores[1].scheduler.pool.num_blocks == pytest.approx(lost, abs=1)
     assert lost > 1
+
+
+def test_recurrent_states_are_reserved_before_the_kv_pool_is_sized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each error says how much the states take, and which flags make it less."""
+    served = load_model(str(make_tiny_model(tmp_path / "m", "lfm2", **LFM2)))
+    state, block = state_bytes(served.layers), 32 * bytes_per_token(served.layers)
+    assert state == 3 * (2 * 64 * 4)  # layers, and two float32 rows of the hidden size
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    free = 40 * state + 10 * block
+
+    def build(free_bytes: int, **options: Any) -> int:
+        monkeypatch.setattr(memory, "free_device_memory", lambda: free_bytes)
+        config = EngineConfig(max_num_seqs=32, state_cache_bytes=8 * state, **options)
+        return build_engine(config, served).scheduler.pool.num_blocks
+
+    assert build(free) == int(10 * block * 0.5 * 0.85) // block
+    assert build(free, kv_cache_bytes=10 * block) == 10
+    assert build(free, kv_cache_bytes=11 * block, prefix_caching=False) == 11  # without checkpoints
+    taken = rf"states of 32 sequences take {32 * state / 1e6:.1f} MB, and 8 checkpoints take {8 * state / 1e6:.1f} MB: "
+    flags = r"lower --max-num-seqs or --state-cache-memory$"
+    with pytest.raises(MemoryError, match=r"^the recurrent states do not fit: 0\.1 MB are free; .*" + taken + flags):
+        build(40 * state - 1)
+    with pytest.raises(MemoryError, match=r"^no KV block fits: only 0\.0 MB are left .*" + taken + flags):
+        build(40 * state)
+    with pytest.raises(MemoryError, match=r"^--kv-cache-memory is .* GB are free; .*" + taken + flags):
+        build(free, kv_cache_bytes=11 * block)
 
 
 def test_this_machine_has_memory_to_give() -> None:
