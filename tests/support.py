@@ -246,10 +246,10 @@ def poison_new_blocks(core: EngineCore) -> None:
 
     def poisoning_moves(moves: BlockMoves) -> None:
         """A block that was just handed out may still be the source of a move, and be its target."""
-        move_blocks(BlockMoves(moves.swap_out, moves.copies))
+        move_blocks(BlockMoves(moves.swap_out, moves.copies, states_out=moves.states_out))
         fresh.difference_update(target for _, target in moves.copies)
         poison()
-        move_blocks(BlockMoves(swap_in=moves.swap_in))
+        move_blocks(BlockMoves(swap_in=moves.swap_in, states_in=moves.states_in))
 
     def poisoning_forward(*args: Any) -> mx.array:
         poison()
