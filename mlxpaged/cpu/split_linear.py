@@ -51,6 +51,10 @@ class LinearByInput(Linear):
     def weight(self) -> mx.array:  # type: ignore[override]
         return self.matrix.T
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A model may assign the weight in every call (Gemma 3n)."""
+        super().__setattr__(*(("matrix", value.T) if name == "weight" else (name, value)))
+
 
 class SplitLinear(Module):
     """A base class before that of a linear layer, or of a layer of experts. parts: layers of that class.

@@ -17,7 +17,7 @@ from mlxpaged.engine.memory import kv_blocks, state_checkpoints, swap_slots
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.models import ServedModel, UnsupportedModelError, load_embedding_model, own_embedding_model
-from mlxpaged.models.layers import bytes_per_token, state_bytes
+from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -37,16 +37,22 @@ def build_engine(
     """
     per_block = bytes_per_token(served.layers) * config.block_size
     per_sequence = blocks_for(served.context_length, config.block_size)
-    per_state = state_bytes(served.layers)
-    num_checkpoints = state_checkpoints(per_state, config.state_cache_bytes) if config.prefix_caching else 0
+    per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
+    num_checkpoints = (
+        state_checkpoints(per_state, config.state_cache_bytes) if config.prefix_caching and not own_caches else 0
+    )
     reserved = 0 if embedder is None else embedder.model.kv_bytes
     reserved += per_state * (config.max_num_seqs + num_checkpoints)
     num_blocks = kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved)
-    slots = swap_slots(per_block, config.swap_space_bytes) if config.swap_space_bytes and per_block else 0
+    slots = (
+        swap_slots(per_block, config.swap_space_bytes)
+        if config.swap_space_bytes and per_block and not own_caches
+        else 0
+    )
     kv_type = ",".join(sorted({str(spec.dtype) for spec in served.kv_layers}))
     scheduler_config = replace(
         config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode()),
-        recurrent=per_state > 0,
+        recurrent=keeps_states(served.layers),
         num_checkpoints=num_checkpoints,
         swap_slots_per_state=-(-per_state // per_block) if slots else 0,
     )

@@ -145,12 +145,12 @@ class ModelRunner:
         try:
             if self._rows is not None:
                 self._rows.rows = wanted_rows
-            logits = self._caches.run(self._model, ids, meta, state_rows(batch) if self._states else ())
+            rows_of_states = state_rows(batch) if self._states else ()
+            logits = self._caches.run(self._model, ids, meta, rows_of_states, running)
             self.model_calls += 1
         finally:
             if self._rows is not None:
                 self._rows.rows = None
-        self._caches.commit(running)
         return logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
 
     def move_blocks(self, moves: BlockMoves) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from math import prod
 from types import FrameType
@@ -24,11 +25,10 @@ from mlxpaged.attention import (
     PagedLayer,
     StepContext,
     Tuning,
-    route_attention,
 )
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.states import RecurrentLayer, StateRow, StateStep, call_in_groups
+from mlxpaged.models.states import RecurrentLayer, SequenceCaches, StateRow, StateStep, call_in_groups
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,11 @@ class KV:
 @dataclass(frozen=True)
 class Recurrent:
     """A layer keeps a state of fixed size for each sequence: arrays of these shapes, without the batch axis, and types.
-    An entry is None if the layer never sets it."""
+    An entry is None if the layer never sets it. alone: the shapes grow with the first tokens, so that states of
+    different sequences cannot be stacked."""
 
     arrays: tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]
+    alone: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -69,52 +71,116 @@ class Recurrent:
         return sum(prod(like[0]) * int(like[1].size) for like in self.arrays if like is not None)
 
 
-LayerSpec = Union[KV, Recurrent, None, "tuple[LayerSpec, ...]"]
+@dataclass(frozen=True)
+class PerSequence:
+    """A layer keeps one of mlx-lm's own caches for each sequence, because its module cannot take rows of many. It is
+    slower. bytes_per_token: what such a cache takes."""
+
+    make: Callable[[], Any]
+    bytes_per_token: int
+
+
+LayerSpec = Union[KV, Recurrent, PerSequence, None, "tuple[LayerSpec, ...]"]
 """What one of mlx-lm's caches holds: a CacheList several things, an unused cache nothing."""
 
 
-def layer_specs(model: Module) -> list[LayerSpec]:
+class Way(Enum):
+    """How a model computes a step. ROWS: attention takes all rows at once. MODULES: each module with attention is
+    called once per sequence. MODEL: the whole model is called once per sequence."""
+
+    ROWS = "rows"
+    MODULES = "modules"
+    MODEL = "model"
+
+
+def layer_specs(model: Module, way: Way = Way.ROWS) -> list[LayerSpec]:
     """One spec per cache of the model, found by running four tokens through it with mlx-lm's own caches.
 
-    Modules that own recurrent states are changed to run in groups of a step. Raises UnsupportedModelError if a layer
-    needs anything else than these specs describe.
+    Modules that own recurrent states or caches of single sequences are changed to run in groups of a step. Raises
+    UnsupportedModelError if a layer needs anything else than these specs describe.
     """
     caches = make_prompt_cache(model)
     owners = {id(cache): Owner(cache) for cache in leaves(caches)}
-    route_attention(model)
-    for tokens in ([[0, 0, 0]], [[0]]):
-        mx.eval(model(mx.array(tokens), cache=caches))
-    specs = [spec_of(cache, owners) for cache in caches]
+    mx.eval(model(mx.array([[0]]), cache=caches))
+    first = {id(cache): shapes_of(cache) for cache in leaves(caches) if isinstance(cache, ArraysCache)}
+    mx.eval(model(mx.array([[0, 0, 0]]), cache=caches))
+
+    def spec_of(cache: Any, make: Callable[[], Any], alone: bool = False) -> LayerSpec:
+        owner = owners.get(id(cache))
+        if isinstance(cache, CacheList):
+            alone = way is Way.MODULES  # the module of both gets one sequence at a time
+            return tuple(spec_of(each, partial(nth, make, i), alone) for i, each in enumerate(cache.caches))
+        if way is Way.MODEL:
+            return PerSequence(make, bytes_per_token_of(cache))
+        if type(cache) is ArraysCache:
+            return Recurrent(likes_of(cache), alone or shapes_of(cache) != first[id(cache)])
+        if way is Way.MODULES:
+            return PerSequence(make, bytes_per_token_of(cache))
+        if type(cache) in (KVCache, ChunkedKVCache) or (type(cache) is RotatingKVCache and not cache.keep):
+            return kv_spec(cache, () if owner is None else owner.modules)
+        raise UnsupportedModelError(f"its layers keep a {type(cache).__name__}, which the paged batch does not have")
+
+    specs = [spec_of(cache, partial(cache_of, model, i)) for i, cache in enumerate(caches)]
     if not any(True for _ in leaves(specs)):
         raise UnsupportedModelError("none of its layers keeps anything")
-    for owner in owners.values():
-        if isinstance(owner.cache, ArraysCache) and owner.module is not None:
-            call_in_groups(owner.module)
+    owning = [owner for owner in owners.values() if way is Way.MODULES or isinstance(owner.cache, ArraysCache)]
+    for module in [model] if way is Way.MODEL else [module for owner in owning for module in owner.modules]:
+        call_in_groups(module)
     return specs
 
 
+def bytes_per_token_of(cache: Any) -> int:
+    """What a cache of mlx-lm takes for a token, about: it grows in steps of 256 tokens."""
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if isinstance(keys, mx.array) and isinstance(values, mx.array):
+        return int(keys.nbytes + values.nbytes) // keys.shape[2]
+    return int(getattr(cache, "nbytes", 0)) // 256
+
+
+def cache_of(model: Module, index: int) -> Any:
+    """A new cache of mlx-lm's own."""
+    return make_prompt_cache(model)[index]
+
+
+def nth(make: Callable[[], Any], index: int) -> Any:
+    """A new cache of mlx-lm's own, from a CacheList."""
+    return make().caches[index]
+
+
+def likes_of(cache: ArraysCache) -> tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]:
+    """Shapes, without the batch axis, and types of the arrays."""
+    return tuple(None if array is None else (tuple(array.shape[1:]), array.dtype) for array in iter(cache.cache))
+
+
+def shapes_of(cache: ArraysCache) -> list[Any]:
+    return [None if like is None else like[0] for like in likes_of(cache)]
+
+
 class Owner:
-    """Finds the module that uses a cache: the innermost caller of the cache's methods that is a module."""
+    """Finds the modules that use a cache: the innermost callers of the cache's methods that are modules."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self.module: Module | None = None
+        self.modules: list[Module] = []
         if isinstance(cache, ArraysCache):
             cache.cache = WatchedList(cache.cache, self.find)
-        else:
+        elif hasattr(cache, "update_and_fetch"):
             update = cache.update_and_fetch
 
-            def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
+            def update_and_fetch(*args: Any) -> Any:
                 self.find()
-                return update(keys, values)
+                return update(*args)
 
             cache.update_and_fetch = update_and_fetch
 
     def find(self) -> None:
         frame: FrameType | None = sys._getframe(1)
-        while self.module is None and frame is not None:
+        while frame is not None:
             caller = frame.f_locals.get("self")
-            self.module = caller if isinstance(caller, Module) else None
+            if isinstance(caller, Module):
+                if not any(caller is module for module in self.modules):
+                    self.modules.append(caller)
+                return
             frame = frame.f_back
 
 
@@ -139,28 +205,17 @@ def leaves(entries: Iterable[Any]) -> Iterator[Any]:
             yield entry
 
 
-def spec_of(cache: Any, owners: Mapping[int, Owner]) -> LayerSpec:
-    if isinstance(cache, CacheList):
-        return tuple(spec_of(each, owners) for each in cache.caches)
-    if type(cache) is ArraysCache:
-        return Recurrent(
-            tuple(None if array is None else (tuple(array.shape[1:]), array.dtype) for array in iter(cache.cache))
-        )
-    if type(cache) is KVCache or type(cache) is ChunkedKVCache or (type(cache) is RotatingKVCache and not cache.keep):
-        return kv_spec(cache, owners[id(cache)].module)
-    raise UnsupportedModelError(f"its layers keep a {type(cache).__name__}, which the paged batch does not have")
-
-
-def kv_spec(cache: Any, owner: Module | None) -> KV | None:
+def kv_spec(cache: Any, owners: Sequence[Module]) -> KV | None:
     keys, values = cache.keys, cache.values
     if keys is None or values is None:
         return None  # the layer does not attend (Llama-Nemotron)
     (_, heads, _, key_size), (_, value_heads, _, value_size) = keys.shape, values.shape
-    if keys.dtype != values.dtype or heads != value_heads:
+    if keys.dtype != values.dtype or heads != value_heads or not key_size or not value_size:
         raise UnsupportedModelError(
-            f"it keeps {heads} heads of {keys.dtype} as keys, and {value_heads} of {values.dtype} as values"
+            f"it keeps {heads} heads of {key_size} {keys.dtype} as keys, and {value_heads} of {value_size} "
+            f"{values.dtype} as values"
         )
-    if hasattr(owner, "embed_q") and hasattr(owner, "unembed_out"):
+    if any(hasattr(owner, "embed_q") and hasattr(owner, "unembed_out") for owner in owners):
         return KV(1, key_size + value_size, key_size, keys.dtype, latent=True)
     window = int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
     chunk = int(cache.chunk_size) if isinstance(cache, ChunkedKVCache) else None
@@ -174,7 +229,17 @@ def kv_layers(specs: Iterable[LayerSpec]) -> list[KV]:
 
 def bytes_per_token(specs: Iterable[LayerSpec]) -> int:
     """KV bytes of one token over all layers."""
-    return sum(spec.kv_layout(block_size=1).bytes_per_token for spec in kv_layers(specs))
+    own = sum(spec.bytes_per_token for spec in leaves(specs) if isinstance(spec, PerSequence))
+    return own + sum(spec.kv_layout(block_size=1).bytes_per_token for spec in kv_layers(specs))
+
+
+def keeps_states(specs: Iterable[LayerSpec]) -> bool:
+    """Whether a layer keeps something that a sequence cannot share with others from the middle of a prompt on."""
+    return any(isinstance(spec, (Recurrent, PerSequence)) for spec in leaves(specs))
+
+
+def is_per_sequence(specs: Iterable[LayerSpec]) -> bool:
+    return any(isinstance(spec, PerSequence) for spec in leaves(specs))
 
 
 def state_bytes(specs: Iterable[LayerSpec]) -> int:
@@ -200,7 +265,7 @@ class ModelCaches:
         self.step = StepContext()
         self.state_step = StateStep()
         self.layers: list[PagedLayer] = []
-        self.states: list[RecurrentLayer] = []
+        self.states: list[RecurrentLayer | SequenceCaches] = []
         self._make_pool = partial(LayerKVCache.from_layout, num_blocks, backend=backend)
         self._block_size, self._tunings, self._types = block_size, tunings or {}, layer_types
         self.caches = [self._make(spec) for spec in specs]
@@ -211,7 +276,10 @@ class ModelCaches:
         if isinstance(spec, tuple):
             return CacheList(*map(self._make, spec))
         if isinstance(spec, Recurrent):
-            self.states.append(RecurrentLayer(spec.arrays, self.state_step))
+            self.states.append(RecurrentLayer(spec.arrays, self.state_step, spec.alone))
+            return self.states[-1]
+        if isinstance(spec, PerSequence):
+            self.states.append(SequenceCaches(spec.make, self.state_step))
             return self.states[-1]
         tuning = self._tunings.get(spec.attention_shape(self._block_size), DEFAULT_TUNING)
         pool = self._make_pool(spec.kv_layout(self._block_size), tuning=tuning)
@@ -224,25 +292,30 @@ class ModelCaches:
         pools = [array for layer in self.layers for array in layer.kv.arrays]
         return [*pools, *(array for state in self.states for array in state.arrays)]
 
-    def run(self, model: Any, tokens: mx.array, meta: AttentionMetadata, rows: Sequence[StateRow]) -> mx.array:
+    def run(
+        self,
+        model: Any,
+        tokens: mx.array,
+        meta: AttentionMetadata,
+        rows: Sequence[StateRow] = (),
+        running: Container[int] = (),
+    ) -> mx.array:
         """Logits [T, 1, V] of the tokens [T]. rows: the sequences of the step, if the model has recurrent layers.
 
-        The new states are pending until `commit`.
+        running: ids of all sequences that need a state; the states of others are dropped.
         """
         self.step.begin(meta)
         self.state_step.begin(rows if self.states else ())
-        for state in self.states:
-            state.discard()
         try:
-            return model(tokens[:, None], cache=self.caches)  # type: ignore[no-any-return]
+            logits: mx.array = model(tokens[:, None], cache=self.caches)
+            for state in self.states:
+                state.commit(running)
+            return logits
         finally:
+            for state in self.states:
+                state.discard()
             self.step.end()
             self.state_step.end()
-
-    def commit(self, running: Container[int]) -> None:
-        """Make the states of the last `run` those of its sequences. running: all sequences that need a state."""
-        for state in self.states:
-            state.commit(running)
 
     def clear(self) -> None:
         """Make all pools anew and drop all states."""

@@ -20,7 +20,7 @@ from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
-from mlxpaged.models.layers import KV, LayerSpec, kv_layers, layer_specs
+from mlxpaged.models.layers import KV, LayerSpec, Way, kv_layers, layer_specs
 from mlxpaged.models.probe import Reference, make_reference, probe
 from mlxpaged.models.tokenizer import Tokenizer
 
@@ -105,10 +105,9 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
     model.eval()
     try:
-        specs = layer_specs(model)
         reference = make_reference(model)
         optimize_for_cpu(model)
-        layers, vocab_size = probe(model, specs, reference), int(reference.logits.shape[0])
+        layers, vocab_size = find_layers(model, reference), int(reference.logits.shape[0])
         rows = select_rows_before_head(model, vocab_size, lambda rows: is_head(model, layers, reference, rows))
     except UnsupportedModelError as error:
         kind = config.get("model_type", "this")
@@ -157,6 +156,26 @@ def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
     spec = embedding_spec(served.path)
     sizes = (served.vocab_size, served.context_length, max_tokens)
     return embedding_model(served.name, served.model, served.tokenizer, spec, *sizes)
+
+
+def find_layers(model: Module, reference: Reference) -> list[LayerSpec]:
+    """What the model's layers keep, with which the paged batch reproduces the reference. Raises UnsupportedModelError.
+
+    If it cannot take rows of many sequences, its attention, or all of it, is called once per sequence."""
+    reason: UnsupportedModelError | None = None
+    for way in Way:
+        try:
+            layers = probe(model, layer_specs(model, way), reference)
+        except UnsupportedModelError as error:
+            logger.debug("by %s: %s", way.value, error)
+            reason = reason or error
+        else:
+            if reason is not None:
+                part = "its attention" if way is Way.MODULES else "the model"
+                logger.warning("%s runs once per sequence, slower and without a prefix cache: %s", part, reason)
+            return layers
+    assert reason is not None
+    raise reason
 
 
 def is_head(model: Module, layers: list[LayerSpec], reference: Reference, rows: RowSelection) -> bool:

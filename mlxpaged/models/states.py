@@ -9,13 +9,14 @@ MLX arrays are immutable. So a checkpoint is a reference to a state, and a step 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import ArraysCache
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 State = list[mx.array | None]
 """The arrays of one layer, [n, ...] each for n sequences. An entry that the layer never sets is None."""
@@ -35,20 +36,23 @@ class StateRow(NamedTuple):
     checkpoints: Sequence[tuple[int, int]] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
     """Tokens `first` to `last` of the step that one call of a module computes: all decoding rows, one token each, or a
     piece of one prompt chunk.
 
-    taken: (index of the sequence in the group, checkpoint id) of the checkpoints to take after the call.
+    previous: index of the group of the same step whose states these continue. restore: the checkpoint that they start
+    from. If both are None, they start from the sequences' own states, or from nothing if the group is fresh. taken:
+    (index of the sequence in the group, id) of the checkpoints to take after it.
     """
 
     first: int
     last: int
     sequence_ids: list[int]
-    restore: int | None = None
-    is_fresh: bool = False
     is_decode: bool = False
+    is_fresh: bool = False
+    previous: int | None = None
+    restore: int | None = None
     taken: list[tuple[int, int]] = field(default_factory=list)
 
     def select(self, array: Any, num_tokens: int) -> Any:
@@ -66,56 +70,82 @@ class Group:
         return array if self.is_decode else array.swapaxes(0, 1)
 
 
-def make_groups(rows: Iterable[StateRow]) -> list[Group]:
+def make_groups(rows: Iterable[StateRow], stack: bool = True) -> list[Group]:
     """The calls of a step, in the order of its tokens. The leading rows of one token that continue a sequence decode
-    together. Every other row is alone, and cut at its checkpoints."""
+    together if `stack`. Every other row is alone, and cut at its checkpoints."""
     groups: list[Group] = []
+    taken_by: dict[int, int] = {}  # checkpoint -> the group of this step that takes it
     first = 0
     for row in rows:
         last = first + row.num_tokens
-        decodes = row.num_tokens == 1 and row.start > 0 and row.restore is None
+        decodes = stack and row.num_tokens == 1 and row.start > 0 and row.restore is None
         if decodes and (not groups or (len(groups) == 1 and groups[0].is_decode)):
             if not groups:
-                groups.append(Group(0, 0, [], is_decode=True))
-            decoding = groups[0]
-            decoding.taken.extend((len(decoding.sequence_ids), checkpoint) for _, checkpoint in row.checkpoints)
-            groups[0] = Group(0, last, [*decoding.sequence_ids, row.sequence_id], is_decode=True, taken=decoding.taken)
+                groups.append(Group(first, last, [], is_decode=True))
+            groups[0].taken += [(len(groups[0].sequence_ids), checkpoint) for _, checkpoint in row.checkpoints]
+            groups[0].sequence_ids.append(row.sequence_id)
+            groups[0].last = last
         else:
-            at, ids = first, [row.sequence_id]
-            is_fresh, restore = row.start == 0, row.restore
+            begin = Group(first, last, [row.sequence_id], is_fresh=row.start == 0, restore=row.restore)
+            begin.previous = None if row.restore is None else taken_by.get(row.restore)
+            groups.append(begin)
             for position, checkpoint in row.checkpoints:
                 end = first + position - row.start
-                groups.append(Group(at, end, ids, restore, is_fresh, taken=[(0, checkpoint)]))
-                at, restore, is_fresh = end, None, False
-            if at < last:
-                groups.append(Group(at, last, ids, restore, is_fresh))
+                groups[-1].last = end
+                groups[-1].taken = [(0, checkpoint)]
+                taken_by[checkpoint] = len(groups) - 1
+                if end < last:
+                    groups.append(Group(end, last, [row.sequence_id], previous=len(groups) - 1))
         first = last
     return groups
+
+
+class StateStep:
+    """The groups of the running step, shared by the layers of one model. num_tokens: T of the step. groups: calls of
+    modules with recurrent states; alone: calls of modules that take one sequence at a time."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.groups: list[Group] = []
+        self.alone: list[Group] = []
+
+    def begin(self, rows: Sequence[StateRow]) -> None:
+        self.groups, self.alone = make_groups(rows), make_groups(rows, stack=False)
+        self.num_tokens = self.groups[-1].last if self.groups else 0
+
+    def end(self) -> None:
+        self.groups = self.alone = []
 
 
 class RecurrentLayer(ArraysCache):
     """Replaces mlx-lm's ArraysCache of one layer. It keeps the states of all running sequences, and checkpoints.
 
-    During a step its module reads and writes `cache`, which holds the states of one group at a time. The new states are
-    pending until `commit`: a forward pass that fails changes nothing.
+    During a step its modules read and write `cache`, which holds the states of one group at a time. The new states are
+    pending until `commit`: a forward pass that fails changes nothing. A layer can have several modules that each use
+    some of the arrays (RWKV-7): each goes through all groups of the step.
     """
 
-    def __init__(self, likes: Sequence[tuple[tuple[int, ...], mx.Dtype] | None], step: StateStep) -> None:
+    def __init__(
+        self, likes: Sequence[tuple[tuple[int, ...], mx.Dtype] | None], step: StateStep, alone: bool = False
+    ) -> None:
         super().__init__(len(likes))
         self.cache: State  # type: ignore[assignment]
+        self.alone = alone
         self.step = step
-        self._num_arrays = len(likes)
         self._entries = likes
         self._batch: list[int] = []  # the sequences whose states are stacked, in order
         self._stacked: State = []
         self._single: dict[int, State] = {}  # by sequence, [1, ...] each; they replace those in the stack
         self._checkpoints: dict[int, State] = {}
-        self._new_batch: tuple[list[int], State] | None = None
-        self._new_single: dict[int, State] = {}
-        self._new_checkpoints: dict[int, State] = {}
+        self._written: dict[int, dict[int, mx.array | None]] = {}  # by group: the arrays that its modules have set
+        self._after: dict[int, State] = {}  # by group: all arrays after it
 
     def make_mask(self, *_args: Any, **_kwargs: Any) -> None:
         """Returns None: no row of a group is padding."""
+
+    @property
+    def groups(self) -> list[Group]:
+        return self.step.alone if self.alone else self.step.groups
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -123,54 +153,48 @@ class RecurrentLayer(ArraysCache):
         states = [self._stacked, *self._single.values(), *self._checkpoints.values()]
         return [array for state in states for array in state if array is not None]
 
-    def load(self, group: Group) -> None:
-        """Put the states of a group into `cache`."""
-        if group.is_decode:
-            self.cache = self._stack(group.sequence_ids)
-        elif group.is_fresh:
-            self.cache = [None] * self._num_arrays  # the module makes its own zeros
-        elif group.restore is not None:
-            taken = self._new_checkpoints.get(group.restore)
-            self.cache = list(self._checkpoints[group.restore] if taken is None else taken)
-        else:
-            self.cache = list(self.get(group.sequence_ids[0]))
+    def load(self, index: int) -> RecurrentLayer:
+        """Put the states of a group into `cache`. Returns what the module gets as its cache."""
+        self.cache = self._before(index)
+        for entry, array in self._written.get(index, {}).items():
+            self.cache[entry] = array
+        return self
 
-    def store(self, group: Group) -> None:
-        """Take the new states of a group from `cache`."""
-        state, self.cache = self.cache, [None] * self._num_arrays
-        if group.is_decode:
-            self._new_batch = (group.sequence_ids, state)
-        else:
-            self._new_single[group.sequence_ids[0]] = state
-        for index, checkpoint in group.taken:
-            self._new_checkpoints[checkpoint] = take(state, [index]) if group.is_decode else state
+    def store(self, index: int) -> None:
+        """Take the states of a group from `cache`."""
+        before, written = self._before(index), self._written.setdefault(index, {})
+        written |= {entry: array for entry, array in enumerate(self.cache) if array is not before[entry]}
+        self._after[index], self.cache = self.cache, [None] * len(self._entries)
 
     def discard(self) -> None:
         """Forget the pending states."""
-        self._new_batch, self._new_single, self._new_checkpoints = None, {}, {}
+        self._written, self._after = {}, {}
 
     def commit(self, running: Container[int]) -> None:
         """Replace the states of the step's sequences by the pending ones. running: all sequences that need a state;
         those of others are dropped."""
-        if self._new_batch is not None:
-            members, stacked = self._new_batch
-            leaving = [i for i in self._batch if i in running and i not in members and i not in self._single]
-            self._single |= {i: self.get(i) for i in leaving}
-            self._batch, self._stacked = members, stacked
-            for sequence_id in members:
-                self._single.pop(sequence_id, None)
-        self._single |= self._new_single
+        for index, group in enumerate(self.groups):
+            after = self._after[index]
+            if group.is_decode:
+                for i in self._batch:
+                    if i in running and i not in group.sequence_ids and i not in self._single:
+                        self._single[i] = self.get(i)
+                self._batch, self._stacked = group.sequence_ids, after
+                for i in group.sequence_ids:
+                    self._single.pop(i, None)
+            else:
+                self._single[group.sequence_ids[0]] = after
+            for i, checkpoint in group.taken:
+                self._checkpoints[checkpoint] = take(after, [i]) if group.is_decode else after
         self._single = {i: state for i, state in self._single.items() if i in running}
         if not any(i in running for i in self._batch):
             self._batch, self._stacked = [], []
-        self._checkpoints |= self._new_checkpoints
         self.discard()
 
     def get(self, sequence_id: int) -> State:
         """The state of one sequence, [1, ...] each."""
-        for states in (self._new_single, self._single):
-            if sequence_id in states:
-                return states[sequence_id]
+        if sequence_id in self._single:
+            return list(self._single[sequence_id])
         return take(self._stacked, [self._batch.index(sequence_id)])
 
     @property
@@ -190,6 +214,18 @@ class RecurrentLayer(ArraysCache):
         self._batch, self._stacked, self._single, self._checkpoints = [], [], {}, {}
         self.discard()
 
+    def _before(self, index: int) -> State:
+        group = self.groups[index]
+        if group.previous is not None:
+            return list(self._after[group.previous])
+        if group.is_decode:
+            return self._stack(group.sequence_ids)
+        if group.is_fresh:
+            return [None] * len(self._entries)  # the module makes its own zeros
+        if group.restore is not None:
+            return list(self._checkpoints[group.restore])
+        return self.get(group.sequence_ids[0])
+
     def _stack(self, members: list[int]) -> State:
         single = [i for i in members if i in self._single]
         if members == self._batch and not single:
@@ -208,41 +244,108 @@ def take(state: State, indices: list[int]) -> State:
     return [None if array is None else mx.take(array, chosen, axis=0) for array in state]
 
 
-class StateStep:
-    """The groups of the running step, shared by the recurrent layers of one model. num_tokens: T of the step."""
+class Masks(NamedTuple):
+    """The masks that mlx-lm makes for the groups of a step, before its layers run."""
 
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.groups: list[Group] = []
+    by_group: list[Any]
 
-    def begin(self, rows: Iterable[StateRow]) -> None:
-        self.groups = make_groups(rows)
-        self.num_tokens = self.groups[-1].last if self.groups else 0
 
-    def end(self) -> None:
-        self.groups = []
+class SequenceCaches:
+    """Keeps one of mlx-lm's own caches for each running sequence, for a module that cannot take rows of many sequences.
+
+    It is right for any cache, and slower: the module is called once per sequence. The caches are changed in place, so
+    they have no checkpoints and cannot be swapped out.
+    """
+
+    alone = True
+    likes: tuple[()] = ()
+
+    def __init__(self, make: Callable[[], Any], step: StateStep) -> None:
+        self._make = make
+        self.step = step
+        self._caches: dict[int, Any] = {}
+
+    def make_mask(self, _num_tokens: int, *args: Any, **kwargs: Any) -> Masks:
+        masks = []
+        for group in self.groups:
+            cache = self._make() if group.is_fresh else self._caches[group.sequence_ids[0]]
+            masks.append(cache.make_mask(group.last - group.first, *args, **kwargs))
+        return Masks(masks)
+
+    @property
+    def groups(self) -> list[Group]:
+        return self.step.alone
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        leaves: Any = tree_flatten([cache.state for cache in self._caches.values()])
+        return [array for _, array in leaves if isinstance(array, mx.array)]
+
+    def load(self, index: int) -> Any:
+        group = self.groups[index]
+        sequence_id = group.sequence_ids[0]
+        if group.is_fresh:
+            self._caches[sequence_id] = self._make()
+        return self._caches[sequence_id]
+
+    def store(self, index: int) -> None:
+        """The cache has changed in place."""
+
+    def discard(self) -> None:
+        """Nothing is pending."""
+
+    def commit(self, running: Container[int]) -> None:
+        self._caches = {i: cache for i, cache in self._caches.items() if i in running}
+
+    def saved(self, sequence_id: int) -> list[mx.array]:
+        raise NotImplementedError("a cache of mlx-lm's own cannot be swapped out")
+
+    def restore(self, sequence_id: int, arrays: Iterator[mx.array]) -> None:
+        raise NotImplementedError("a cache of mlx-lm's own cannot be swapped in")
+
+    def clear(self) -> None:
+        self._caches = {}
 
 
 def call_in_groups(module: Module) -> None:
-    """Make a module that owns recurrent states run once for each group of a step, instead of on [T, 1] rows."""
+    """Make a module that owns recurrent states or caches of single sequences run once for each group of a step,
+    instead of on [T, 1] rows."""
     base = type(module)
     if getattr(base, "runs_in_groups", False):
         return
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = next((each for each in (*args, *kwargs.values()) if isinstance(each, RecurrentLayer)), None)
-        if layer is None or not layer.step.groups:
+        owned = [layer for layer in layers_in((*args, *kwargs.values())) if layer.groups]
+        if not owned:
             return base.__call__(self, *args, **kwargs)
-        step, results = layer.step, []
-        for group in step.groups:
-            own_args = [group.select(each, step.num_tokens) for each in args]
-            own_kwargs = {name: group.select(each, step.num_tokens) for name, each in kwargs.items()}
-            layer.load(group)
-            results.append(base.__call__(self, *own_args, **own_kwargs))
-            layer.store(group)
-        return join(step.groups, results)
+        groups, num_tokens = owned[0].groups, owned[0].step.num_tokens
+        results = []
+        for index, group in enumerate(groups):
+            caches = {id(layer): layer.load(index) for layer in owned}
+
+            def own(value: Any, index: int = index, group: Group = group, caches: dict[int, Any] = caches) -> Any:
+                if isinstance(value, CacheList):
+                    return CacheList(*map(own, value.caches))
+                if isinstance(value, list):
+                    return [own(each) for each in value]
+                if isinstance(value, Masks):
+                    return value.by_group[index]
+                return caches[id(value)] if id(value) in caches else group.select(value, num_tokens)
+
+            results.append(base.__call__(self, *map(own, args), **{name: own(each) for name, each in kwargs.items()}))
+            for layer in owned:
+                layer.store(index)
+        return join(groups, results)
 
     module.__class__ = type(base.__name__, (base,), {"__call__": run, "runs_in_groups": True})
+
+
+def layers_in(values: Iterable[Any]) -> Iterator[RecurrentLayer | SequenceCaches]:
+    for value in values:
+        if isinstance(value, (RecurrentLayer, SequenceCaches)):
+            yield value
+        elif isinstance(value, (CacheList, list)):
+            yield from layers_in(value.caches if isinstance(value, CacheList) else value)
 
 
 def join(groups: Sequence[Group], results: Sequence[Any]) -> Any:
