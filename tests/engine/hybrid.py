@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,11 +79,19 @@ class Hybrid:
         """Greedy, with mlx-lm's own caches. banned: tokens that are never chosen."""
         known = self._answers.get((tuple(prompt), banned))
         if known is None or len(known.tokens) < num_tokens:
-            known = self._answers[tuple(prompt), banned] = self._compute(prompt, num_tokens, banned)
+            known = self._answers[tuple(prompt), banned] = self._continue(
+                make_prompt_cache(self.plain), prompt, num_tokens, banned
+            )
         return Answer(known.tokens[:num_tokens], known.margins[:num_tokens])
 
-    def _compute(self, prompt: list[int], num_tokens: int, banned: tuple[int, ...]) -> Answer:
-        cache, answer, tokens = make_prompt_cache(self.plain), Answer([], []), mx.array([prompt])
+    def answers_after(self, prefix: list[int], suffixes: list[list[int]], num_tokens: int) -> list[Answer]:
+        """Those of prompts that all begin with `prefix`, which is computed once."""
+        cache = make_prompt_cache(self.plain)
+        mx.eval(self.plain(mx.array([prefix]), cache=cache))
+        return [self._continue(deepcopy(cache), suffix, num_tokens) for suffix in suffixes]
+
+    def _continue(self, cache: list[Any], prompt: list[int], num_tokens: int, banned: tuple[int, ...] = ()) -> Answer:
+        answer, tokens = Answer([], []), mx.array([prompt])
         bias = mx.zeros(VOCAB_SIZE)
         if banned:
             bias[mx.array(banned)] = -mx.inf

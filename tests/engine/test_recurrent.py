@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +30,7 @@ NUM_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
-    return Hybrid(tmp_path_factory.mktemp("hybrid") / "model")
+    return Hybrid(tmp_path_factory.mktemp("hybrid") / "model", num_layers=2)
 
 
 @pytest.fixture(params=[False, True], ids=["one-by-one", "overlapped"])
@@ -58,16 +59,17 @@ def assert_answers(
 def test_sixteen_requests_at_once_compute_their_long_prefix_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     hybrid = Hybrid(tmp_path_factory.mktemp("hybrid") / "model", num_layers=2, block_size=32)
     prefix = text(2000)
-    prompts = [prefix + text(5 + i) for i in range(16)]
+    suffixes = [text(5 + i) for i in range(16)]
+    prompts = [prefix + suffix for suffix in suffixes]
+    answers = hybrid.answers_after(prefix, suffixes, 4)
     core = hybrid.engine(num_blocks=120)
-    result = run(core, requests_of(prompts, 4))
-    assert_answers(hybrid, result, prompts, 4)
     whole_blocks = 2000 // 32 * 32
     rest = sum(len(prompt) - whole_blocks for prompt in prompts)
-    assert result.num_computed() == whole_blocks + rest + 16 * 3
-    again = run(core, requests_of(prompts, 4))
-    assert_answers(hybrid, again, prompts, 4)
-    assert again.num_computed() <= rest + 16 * 3
+    for num_computed in (whole_blocks + rest, rest):
+        result = run(core, requests_of(prompts, 4))
+        for i, answer in enumerate(answers):
+            assert answer.equals(result.tokens(str(i))), f"answer {i}"
+        assert result.num_computed() - 16 * 3 <= num_computed
 
 
 def test_each_turn_of_a_chat_computes_its_own_tokens_only(hybrid: Hybrid, overlaps: bool) -> None:
@@ -82,21 +84,19 @@ def test_each_turn_of_a_chat_computes_its_own_tokens_only(hybrid: Hybrid, overla
         prompt = [*prompt, *answer, *message]
 
 
-@pytest.mark.parametrize("num_checkpoints", [0, 1, 2, None])
+@pytest.mark.parametrize("num_checkpoints", [0, 1, 3])
 def test_answers_are_right_however_few_checkpoints_there_are(
-    hybrid: Hybrid, overlaps: bool, num_checkpoints: int | None
+    hybrid: Hybrid, overlaps: bool, num_checkpoints: int
 ) -> None:
     prefixes = [text(24), text(40)]
-    prompts = [prefix + text(6) for _ in range(4) for prefix in prefixes]
+    prompts = [prefix + text(14) for _ in range(3) for prefix in prefixes]
     core = hybrid.engine(num_checkpoints=num_checkpoints)
-    for _ in range(2):
-        for each in (prompts, prompts[::-1], *([prompt] for prompt in prompts)):
-            assert_answers(hybrid, run(core, requests_of(each)), each)
+    for each in (prompts, prompts[::-1], prompts[:1], prompts[1:2]):
+        assert_answers(hybrid, run(core, requests_of(each)), each)
     checkpoints = core.scheduler.blocks.checkpoints
-    assert (core.stats().scheduler.prefix_hit_tokens_total > 0) == (num_checkpoints != 0)
-    if num_checkpoints is not None:
-        assert len(checkpoints) == num_checkpoints
-        assert checkpoints.num_attached > num_checkpoints or not num_checkpoints, "some were replaced"
+    assert (core.stats().scheduler.prefix_hit_tokens_total > 0) == (num_checkpoints > 0)
+    assert len(checkpoints) == num_checkpoints
+    assert checkpoints.num_attached > num_checkpoints or num_checkpoints == 0, "some were replaced"
 
 
 def test_answers_are_right_without_a_prefix_cache(hybrid: Hybrid, overlaps: bool) -> None:
@@ -122,7 +122,7 @@ def test_cached_blocks_without_a_checkpoint_are_no_hit(hybrid: Hybrid) -> None:
 # -- requests that end early, forks ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 6])
+@pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_cancelled_request_changes_no_other_answer(hybrid: Hybrid, overlaps: bool, at: int) -> None:
     core, prefix = hybrid.engine(max_num_batched_tokens=24), text(30)
     prompts = [prefix + prompt for prompt in PROMPTS]
@@ -137,7 +137,7 @@ def test_a_cancelled_request_changes_no_other_answer(hybrid: Hybrid, overlaps: b
     assert_answers(hybrid, result, prompts, but=[1])
 
 
-@pytest.mark.parametrize("length", [3, 16, 45])
+@pytest.mark.parametrize("length", [3, 45])
 @pytest.mark.parametrize("num_checkpoints", [0, 8])
 def test_forks_that_go_apart_have_their_own_states(
     hybrid: Hybrid, overlaps: bool, length: int, num_checkpoints: int
@@ -196,7 +196,7 @@ PLACES = pytest.mark.parametrize("what", ["before", "after", "sampler"])
 
 
 @PLACES
-@pytest.mark.parametrize("at", [0, 2, 7])
+@pytest.mark.parametrize("at", [0, 5])
 def test_a_step_that_fails_once_changes_no_answer(
     hybrid: Hybrid, overlaps: bool, monkeypatch: pytest.MonkeyPatch, what: str, at: int
 ) -> None:
@@ -318,3 +318,50 @@ def test_swapped_states_that_cannot_be_read_back_are_recomputed(
     assert_answers(hybrid, run(core, requests_of(PROMPTS, 25)), PROMPTS, 25)
     assert next(loads) > 1
     assert_balanced(core)
+
+
+def test_moves_and_the_step_after_them_may_fail_together(
+    hybrid: Hybrid, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that do not need the moves run without the others, and must not run twice if their sampler fails."""
+    core = hybrid.engine(num_blocks=14, swap_blocks=200)
+    assert core.runner.swap is not None
+    load, moves_failed = core.runner.swap.load_arrays, []
+
+    def failing_load(*args: Any) -> Any:
+        if not moves_failed:
+            moves_failed.append(True)
+            raise OSError("injected")
+        return load(*args)
+
+    monkeypatch.setattr(core.runner.swap, "load_arrays", failing_load)
+    steps = itertools.count()
+    failed = fail_when(monkeypatch, core, "sampler", lambda names: bool(moves_failed) and next(steps) == 0)
+    assert_answers(hybrid, run(core, requests_of(PROMPTS, 25)), PROMPTS, 25)
+    assert len(failed) == 1
+    assert len(failed[0]) > 1
+
+
+def test_a_block_that_an_ended_answer_should_have_filled_in_a_failed_step_is_used_by_no_other(
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer stops while the next step is launched, which would write its last token into the cache."""
+    monkeypatch.setattr(ModelRunner, "overlaps", True)
+    prompt = text(20)
+    stop_at = 31 - len(prompt)  # the index of the answer's token that fills the fourth block
+    answer = hybrid.answer(prompt, stop_at + 1).tokens
+    assert answer.index(answer[-1]) == stop_at
+    core = hybrid.engine()
+    stopped = request("stopped", prompt, 30)
+    stopped = replace(stopped, params=replace(stopped.params, stop_token_ids=frozenset(answer[-1:])))
+    samples = len(answer)
+    failed = fail_when(monkeypatch, core, "before", lambda names: next(steps) == samples)
+    steps = itertools.count()
+    result = run(core, [stopped, request("other", PROMPTS[0], 20)])
+    assert result.outputs["stopped"][-1].finish_reason is FinishReason.STOP
+    assert hybrid.answer(PROMPTS[0], 20).equals(result.tokens("other"))
+    assert failed == [["stopped", "other"]]
+    for _ in range(3):  # the second one takes a checkpoint where the first one parted
+        following = [*prompt, *answer, *text(7)]
+        result = run(core, [request("next turn", following, NUM_TOKENS)])
+        assert hybrid.answer(following, NUM_TOKENS).equals(result.tokens("next turn"))
