@@ -101,7 +101,8 @@ class Scene:
         tables = np.array([range(n * BLOCKS_EACH, (n + 1) * BLOCKS_EACH) for n, *_ in rows], dtype=np.int32)
         logits = self.runner.forward(batch, tables, None, set(self.sequences))
         self.runner.finish_step(logits)
-        return logits.tolist()  # type: ignore[no-any-return]
+        values: Any = logits.tolist()
+        return values  # type: ignore[no-any-return]
 
     def expected(self, number: int, length: int) -> list[float]:
         """mlx-lm's logits after the first `length` tokens of a sequence."""
