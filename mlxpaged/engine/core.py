@@ -327,10 +327,7 @@ class EngineCore:
     def _isolate(self, batch: Batch, error: HostError) -> None:
         try:
             self._finish_in_flight()
-            if self.runner.is_recurrent:
-                recovery.recompute(self, batch, error)
-            else:
-                recovery.isolate(self, batch.rows, error)
+            recovery.recover(self, batch.rows, error)
         except DeviceError as device_error:
             self._rebuild_pools(device_error, batch)
 

@@ -27,7 +27,12 @@ def run_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> None:
         try:
             core.normal_step(Batch(running))
         except HostError as error:
-            isolate(core, running, error)
+            recover(core, running, error)
+
+
+def recover(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError) -> None:
+    """Recover from a step of these rows that the host could not run."""
+    (recompute if core.runner.is_recurrent else isolate)(core, rows, error)
 
 
 def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError) -> None:
@@ -48,16 +53,17 @@ def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError)
             core.fail(row.sequence, f"the step failed: {type(cause).__name__}: {cause}")
 
 
-def recompute(core: EngineCore, batch: Batch, error: HostError) -> None:
+def recompute(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError) -> None:
     """Recompute the sequences of a failed step one at a time, because the step may have changed their recurrent states:
     it cannot be repeated. A sequence whose step fails again is ended."""
     cause = error.__cause__
-    logger.error("a step of %s failed", ", ".join(row.sequence.label for row in batch.rows), exc_info=cause)
-    for row in batch.rows:
+    logger.error("a step of %s failed", ", ".join(row.sequence.label for row in rows), exc_info=cause)
+    clear_cache_of_ended(core, rows)
+    for row in rows:
         core.sampler.forget(row.sequence.sequence_id)
         core.scheduler.recompute(row.sequence)
-    core.scheduler.update(batch, {})
-    blame(core, [row.sequence for row in batch.rows], f"the step failed: {type(cause).__name__}: {cause}")
+    core.scheduler.update(Batch(tuple(rows)), {})
+    blame(core, [row.sequence for row in rows], f"the step failed: {type(cause).__name__}: {cause}")
 
 
 def blame(core: EngineCore, sequences: ListOf[Sequence], message: str) -> None:
@@ -70,13 +76,18 @@ def blame(core: EngineCore, sequences: ListOf[Sequence], message: str) -> None:
 
 
 def running_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
-    """The rows whose sequences still run. Preempted sequences lose their pending tokens here. If a sequence has ended,
-    the prefix cache is emptied: the last token of the answer may have published a block that is not computed."""
-    if any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
-        core.clear_cache()
+    """The rows whose sequences still run. Preempted sequences lose their pending tokens here."""
+    clear_cache_of_ended(core, rows)
     running = tuple(row for row in rows if row.sequence.status is SequenceStatus.RUNNING)
     core.scheduler.update(Batch(tuple(row for row in rows if row not in running)), {})
     return running
+
+
+def clear_cache_of_ended(core: EngineCore, rows: ListOf[ScheduledSequence]) -> None:
+    """Empty the prefix cache if a sequence of a failed step has ended: the last token of its answer may have published
+    a block that is not computed."""
+    if any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
+        core.clear_cache()
 
 
 def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) -> None:

@@ -247,11 +247,14 @@ class BlockManager:
         self.drop_swapped(sequence)
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Release the blocks and keep their contents in swap slots. False, with nothing done, if too few are free."""
+        """Release the blocks and keep their contents in swap slots. False, with nothing done, if too few are free, or
+        if its state is still to be read from a checkpoint."""
         table, computed = sequence.block_table, sequence.num_computed_tokens
         assert table is not None
         count = blocks_for(computed, self.block_size)
         if self.swap is None or count == 0 or count + self._slots_per_state > self.swap.num_free:
+            return False
+        if sequence.restore_from is not None:  # it does not have the state of its last computed token yet
             return False
         slots, state_slots = self.swap.allocate(count), self.swap.allocate(self._slots_per_state)
         if state_slots:

@@ -37,6 +37,15 @@ class Junctions:
 
     def remove(self, sequence: Sequence) -> None:
         keys, junction = self._of.pop(sequence.sequence_id)
-        self._keys -= Counter(keys)
+        for key in keys:
+            drop_one(self._keys, key)
         if junction is not None:
-            self._junctions -= Counter([junction])
+            drop_one(self._junctions, junction)
+
+
+def drop_one(counter: Counter[bytes], key: bytes) -> None:
+    """`counter -= Counter([key])`, but without a pass over all keys: that takes 2 ms with 300 prompts of 8,000
+    tokens."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

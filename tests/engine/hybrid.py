@@ -1,0 +1,166 @@
+"""A tiny model with recurrent and attention layers, mlx-lm's own answers, and engines that serve it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model as load_plain_model
+
+from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
+from mlxpaged.models import load_model
+from mlxpaged.models.layers import bytes_per_token, state_bytes
+from mlxpaged.scheduler import Batch, Priority
+from tests.models.architectures import QWEN3_5, VOCAB_SIZE, nested, random_weights
+from tests.support import make_tiny_model, poison_new_blocks
+
+TIE = 1e-4
+"""If mlx-lm's two best logits are closer, float32 rounding alone may choose either, and the answers go apart."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What mlx-lm generates. margins: distance of the two best logits, for each token."""
+
+    tokens: list[int]
+    margins: list[float]
+
+    def equals(self, tokens: list[int]) -> bool:
+        """Token for token, up to a tie."""
+        pairs = zip(tokens, self.tokens, self.margins, strict=False)
+        differs = next((margin for token, right, margin in pairs if token != right), None)
+        return len(tokens) == len(self.tokens) and (differs is None or differs < TIE)
+
+
+@dataclass
+class Run:
+    """What an engine did: outputs by request, and the batches that it ran."""
+
+    outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
+    batches: list[Batch] = field(default_factory=list)
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs.get(name, ()) for token in output.token_ids]
+
+    def error(self, name: str) -> str | None:
+        return self.outputs[name][-1].error
+
+    def note(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+
+    def num_computed(self, request_id: str | None = None) -> int:
+        """Tokens that were run through the model, of one request or all."""
+        rows = [row for batch in self.batches for row in batch.rows]
+        return sum(row.num_tokens for row in rows if request_id in (None, row.sequence.request_id))
+
+
+class Hybrid:
+    """Half of the layers are gated delta nets, the others attend. block_size: of every engine."""
+
+    def __init__(self, path: Path, num_layers: int = 4, block_size: int = 8) -> None:
+        config = nested(model_type="qwen3_5_text", **QWEN3_5 | {"num_hidden_layers": num_layers})
+        make_weights = partial(random_weights, embedding=1.0)
+        self.path = make_tiny_model(path, "qwen3_5", 0, make_weights, vocab_size=VOCAB_SIZE, **config)
+        self.block_size = block_size
+        self.plain: Any = load_plain_model(self.path)[0]
+        self.plain.eval()
+        self.served = load_model(str(self.path))
+        self._answers: dict[tuple[tuple[int, ...], tuple[int, ...]], Answer] = {}
+
+    def answer(self, prompt: list[int], num_tokens: int, banned: tuple[int, ...] = ()) -> Answer:
+        """Greedy, with mlx-lm's own caches. banned: tokens that are never chosen."""
+        known = self._answers.get((tuple(prompt), banned))
+        if known is None or len(known.tokens) < num_tokens:
+            known = self._answers[tuple(prompt), banned] = self._continue(
+                make_prompt_cache(self.plain), prompt, num_tokens, banned
+            )
+        return Answer(known.tokens[:num_tokens], known.margins[:num_tokens])
+
+    def answers_after(self, prefix: list[int], suffixes: list[list[int]], num_tokens: int) -> list[Answer]:
+        """Those of prompts that all begin with `prefix`, which is computed once."""
+        cache = make_prompt_cache(self.plain)
+        mx.eval(self.plain(mx.array([prefix]), cache=cache))
+        return [self._continue(deepcopy(cache), suffix, num_tokens) for suffix in suffixes]
+
+    def _continue(self, cache: list[Any], prompt: list[int], num_tokens: int, banned: tuple[int, ...] = ()) -> Answer:
+        answer, tokens = Answer([], []), mx.array([prompt])
+        bias = mx.zeros(VOCAB_SIZE)
+        if banned:
+            bias[mx.array(banned)] = -mx.inf
+        for _ in range(num_tokens):
+            logits = self.plain(tokens, cache=cache)[0, -1, :VOCAB_SIZE].astype(mx.float32) + bias
+            second, best = (float(logit) for logit in mx.sort(logits)[-2:])
+            answer.tokens.append(int(mx.argmax(logits)))
+            answer.margins.append(best - second)
+            tokens = mx.array([answer.tokens[-1:]])
+        return answer
+
+    def engine(
+        self, num_blocks: int = 256, swap_blocks: int = 0, num_checkpoints: int | None = None, **options: Any
+    ) -> EngineCore:
+        """New blocks are filled with NaN."""
+        block = self.block_size * bytes_per_token(self.served.layers)
+        checkpoints = None if num_checkpoints is None else num_checkpoints * state_bytes(self.served.layers)
+        config = EngineConfig(
+            str(self.path),
+            kv_cache_bytes=num_blocks * block,
+            swap_space_bytes=swap_blocks * block,
+            state_cache_bytes=checkpoints,
+            **{"block_size": self.block_size, "attention_backend": "gather", "max_num_seqs": 16} | options,
+        )
+        core = build_engine(config, self.served)
+        poison_new_blocks(core)
+        return core
+
+
+def request(
+    name: str,
+    prompt: list[int],
+    num_tokens: int,
+    banned: tuple[int, ...] = (),
+    fork_of: str | None = None,
+    priority: Priority = Priority.NORMAL,
+) -> Request:
+    bias = dict.fromkeys(banned, -mx.inf)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logit_bias=bias)
+    return Request(name, prompt, params, time.monotonic(), priority, fork_of=fork_of)
+
+
+def run(core: EngineCore, requests: list[Request], before_step: Callable[[int], None] = lambda step: None) -> Run:
+    """Run requests that arrive together to their ends. before_step: called with the number of each step."""
+    result, schedule = Run(), core.scheduler.schedule
+
+    def noting_schedule() -> Batch:
+        result.batches.append(schedule())
+        return result.batches[-1]
+
+    core.scheduler.schedule = noting_schedule  # type: ignore[method-assign]
+    try:
+        for each in requests:
+            core.add(each)
+        step = 0
+        while core.has_work():
+            before_step(step)
+            result.note(core.step())
+            step += 1
+    finally:
+        core.scheduler.schedule = schedule  # type: ignore[method-assign]
+    assert_balanced(core)
+    return result
+
+
+def assert_balanced(core: EngineCore) -> None:
+    """No unfinished request holds a block, a swap slot or a checkpoint."""
+    stats, checkpoints = core.stats().scheduler, core.scheduler.blocks.checkpoints
+    assert stats.blocks.used == 0
+    assert stats.swap.used == 0
+    assert checkpoints.num_reserved == 0
+    assert len(checkpoints) <= checkpoints.capacity
