@@ -172,6 +172,8 @@ def _routing(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         global attention_calls
         attention_calls += 1
         layer = running_step.layer_of(keys) if running_step is not None else None
+        if layer is None and isinstance(cache, PagedLayer):
+            layer = cache  # the keys were converted to another type (StableLM)
         if layer is not None:
             return layer.attend(queries, scale, mask, sinks)
         # Most modules' own function takes no sinks, so they are passed only if the model passed them.

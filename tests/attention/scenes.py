@@ -130,10 +130,11 @@ class Scene:
         if some:
             lens = [earlier[i] for i in some]
             meta = AttentionMetadata.build(lens, lens, [self.tables[i] for i in some], self.shape.block_size)
-            rows = ([part[i][: earlier[i]] for i in some] for part in (self.keys, self.values))
-            self.write(*map(self.array, rows), meta)
-        rows = ([part[i][start:] for i, start in enumerate(earlier)] for part in (self.keys, self.values))
-        self.write(*map(self.array, rows), self.meta())
+            keys, values = (self.array([part[i][: earlier[i]] for i in some]) for part in (self.keys, self.values))
+            self.write(keys, values, meta)
+        parts = ([part[i][start:] for i, start in enumerate(earlier)] for part in (self.keys, self.values))
+        keys, values = map(self.array, parts)
+        self.write(keys, values, self.meta())
 
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         self.kv.write(keys, None if self.shape.latent else values, meta)
