@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 from mlx_lm import utils as mlx_lm_utils
 
 from mlxpaged.models.errors import UnsupportedModelError
@@ -48,21 +48,19 @@ def local_file_sizes(directory: Path) -> FileSizes:
 
 def hub_file_sizes(repository: str) -> FileSizes | None:
     """None if the hub does not list the files. The download that follows reports why, or uses the local cache."""
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
     try:
-        siblings = HfApi().model_info(repository, files_metadata=True).siblings
+        siblings = HfApi().model_info(repository, files_metadata=True, timeout=timeout).siblings
     except Exception:  # its own errors, and those of its HTTP library, which depends on its version
         return None
-    return None if siblings is None else {file.rfilename: file.size for file in siblings}
+    return {file.rfilename: file.size for file in siblings or []} or None
 
 
 def check_directory(directory: Path, sizes: FileSizes, free_bytes: int) -> None:
     """`check_model` with the JSON files of `directory`. The weights do not need to be there."""
-    if not (directory / "config.json").is_file():
-        check_model(None, {}, sizes, free_bytes)
-    else:
-        config = read_object(directory / "config.json")
-        tokenizer_config = read_object(directory / "tokenizer_config.json", missing_is_empty=True)
-        check_model(config, tokenizer_config, sizes, free_bytes)
+    config = read_object(directory / "config.json") if (directory / "config.json").is_file() else None
+    tokenizer_config = read_object(directory / "tokenizer_config.json", missing_is_empty=True)
+    check_model(config, tokenizer_config, sizes, free_bytes)
 
 
 def check_model(

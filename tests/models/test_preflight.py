@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx_lm
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, loader
 from mlxpaged.models.loader import DEMO_PATH, load_model, resolve_model
@@ -178,14 +178,18 @@ def sizes_of(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in directory.iterdir()}
 
 
+def point_to(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As HF_ENDPOINT does, which is read at import."""
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+
+
 def resolved(
     directory: Path, monkeypatch: pytest.MonkeyPatch, sizes: Mapping[str, int] | None
 ) -> tuple[Path | None, str, list[str]]:
     """What `resolve_model` returns and says, and the paths that were requested of the hub."""
     with hub("someone/model", directory, sizes) as (address, requests):
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        template = address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        point_to(address, monkeypatch)
         try:
             return resolve_model("someone/model"), "", requests
         except UnsupportedModelError as error:
@@ -255,7 +259,23 @@ def test_without_sizes_from_the_hub_the_memory_is_checked_after_the_download(
     assert requested_weights(requests)
 
 
+def test_a_hub_that_refuses_to_tell_sizes_does_not_prevent_the_download(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_info = HfApi.model_info
+
+    def without_sizes(*args: Any, files_metadata: bool = False, **fields: Any) -> Any:
+        if files_metadata:
+            raise ConnectionError("no sizes here")
+        return model_info(*args, **fields)
+
+    monkeypatch.setattr(HfApi, "model_info", without_sizes)
+    with hub("someone/model", repository) as (address, _):
+        point_to(address, monkeypatch)
+        assert (resolve_model("someone/model") / "model.safetensors").is_file()
+
+
 def test_a_downloaded_model_is_found_without_the_hub(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _, _ = resolved(repository, monkeypatch, sizes_of(repository))
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    point_to("http://127.0.0.1:9", monkeypatch)  # nothing listens there
     assert resolve_model("someone/model") == path
