@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
 
 import mlx.core as mx
+
+from mlxpaged.models.device_memory import free_device_memory
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,6 @@ def parse_size(text: str) -> int:
     return size
 
 
-def free_device_memory() -> int:
-    """Free bytes on the device that runs the model: of a GPU's working set, or of the system's memory."""
-    if mx.metal.is_available():
-        limit = int(mx.device_info()["max_recommended_working_set_size"])
-        return max(0, limit - int(mx.get_active_memory()))
-    return system_free_memory()
-
-
 def wire_device_memory() -> None:
     """Keep weights and KV pools resident on a GPU that shares the system's memory, up to its working-set limit.
 
@@ -64,33 +56,6 @@ def wire_device_memory() -> None:
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         except (RuntimeError, ValueError) as error:
             logger.warning("the model's memory is not wired: %s", error)
-
-
-CGROUP_MEMORY = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-"""Limit and use of a container's memory, in cgroup versions 2 and 1."""
-
-
-def system_free_memory() -> int:
-    """Free bytes of the machine, or of the container that the process runs in."""
-    free = machine_free_memory()
-    for limit, used in CGROUP_MEMORY:
-        try:
-            free = min(free, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
-        except (OSError, ValueError):  # no such file, or "max" for no limit
-            continue
-    return free
-
-
-def machine_free_memory() -> int:
-    if sys.platform == "linux":
-        with open("/proc/meminfo") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)

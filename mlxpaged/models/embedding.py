@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.json_files import read, read_object
 from mlxpaged.models.tokenizer import Tokenizer
 
 MODULES, POOLING, TRANSFORMER = "modules.json", "config.json", "sentence_bert_config.json"
@@ -139,22 +139,6 @@ def check_causal(config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError("its tokens attend to later tokens, but mlx-lm's decoders are causal")
     if "AutoModel" in (config.get("auto_map") or {}):
         raise UnsupportedModelError("its config.json asks for code of its own (auto_map), which mlx-lm does not run")
-
-
-def read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"its {path.name} in {path.parent.name}/ cannot be read: {error}") from error
-
-
-def read_object(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
-    if missing_is_empty and not path.exists():
-        return {}
-    found = read(path)
-    if not isinstance(found, dict):
-        raise UnsupportedModelError(f"its {path.name} in {path.parent.name}/ is not an object")
-    return found
 
 
 def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:

@@ -18,11 +18,13 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxpaged.attention import WindowMismatchError
 from mlxpaged.cpu.optimize import optimize_for_cpu
+from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers
+from mlxpaged.models.preflight import GGUF_ADVICE, WEIGHTS, FileSizes, check_directory, hub_file_sizes, local_file_sizes
 from mlxpaged.models.probe import Reference, make_reference, probe
 from mlxpaged.models.tokenizer import Tokenizer
 
@@ -33,7 +35,8 @@ DEMO_PATH = Path(__file__).parent / "demo"
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
 
-DOWNLOADED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
+SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
+"""What is downloaded beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +64,37 @@ class ServedModel:
 
 def resolve_model(name: str) -> Path:
     """The directory of the demo model, of a local model, or of a hub repository, which is downloaded if it is not
-    cached. Raises ModelNotFoundError; its message says what was tried."""
+    cached. The weights are neither downloaded nor read if other files show that they cannot be loaded.
+
+    Raises ModelNotFoundError, whose message says what was tried, or UnsupportedModelError."""
     if name == DEMO_MODEL:
         return DEMO_PATH
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelNotFoundError(f"{path} has no config.json: it is not a model directory")
-        return path
     if path.is_file():
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
-        kind = "GGUF file: the format of llama.cpp is not supported" if is_gguf else "file"
-        raise ModelNotFoundError(f"{path} is a {kind}; use an MLX model, a directory with config.json and safetensors")
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelNotFoundError(f"no such directory: {path}; a hub repository is named OWNER/NAME")
+    else:
+        is_gguf = name.lower().endswith(".gguf") and not path.is_dir()
+    if is_gguf:
+        raise ModelNotFoundError(f"{path} is a GGUF file: {GGUF_ADVICE}")
+    if path.is_file():
+        raise ModelNotFoundError(f"{path} is a file; use an MLX model, a directory with config.json and safetensors")
+    if not path.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise ModelNotFoundError(f"no such directory: {path}; a hub repository is named OWNER/NAME")
+        path = download(name)
+    check_before_loading(name, path, local_file_sizes(path))
+    return path
+
+
+def download(name: str) -> Path:
+    """The directory of a hub repository in the local cache. Raises ModelNotFoundError or UnsupportedModelError."""
     try:
-        return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+        sizes = hub_file_sizes(name)
+        if sizes is not None:
+            small_files = snapshot_download(name, allow_patterns=SMALL_FILES)
+            check_before_loading(name, Path(small_files), sizes)
+        return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, WEIGHTS]))
     except hub_errors.GatedRepoError:
         message = f"{name} is gated: accept its terms on the hub and log in with `hf auth login`"
         raise ModelNotFoundError(message) from None
@@ -85,6 +102,13 @@ def resolve_model(name: str) -> Path:
         raise ModelNotFoundError(f"{name} is neither a local directory nor a repository on the hub") from None
     except (hub_errors.HFValidationError, hub_errors.HfHubHTTPError, OSError) as error:
         raise ModelNotFoundError(f"{name} could not be fetched from the hub: {error}") from error
+
+
+def check_before_loading(name: str, directory: Path, sizes: FileSizes) -> None:
+    try:
+        check_directory(directory, sizes, free_device_memory())
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
 
 
 def tool_parsers() -> list[str]:

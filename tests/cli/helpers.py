@@ -113,9 +113,10 @@ def question(url: str, text: str = "What is 17 + 25?", model: str | None = None)
 
 
 @contextlib.contextmanager
-def hub(repository: str, directory: Path) -> Iterator[tuple[str, list[str]]]:
+def hub(repository: str, directory: Path, sizes: Mapping[str, int] | None = None) -> Iterator[tuple[str, list[str]]]:
     """A server that speaks as much of the hub's API as a download needs and has one repository with the files of
-    `directory`. Yields its address and the list of requests it got."""
+    `directory`. sizes: what it tells if it is asked for the sizes of the files; None if it does not know them. Yields
+    its address and the list of requests it got."""
     files = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
     requests: list[str] = []
 
@@ -127,7 +128,7 @@ def hub(repository: str, directory: Path) -> Iterator[tuple[str, list[str]]]:
             requests.append(f"{self.command} {self.path}")
             path = self.path.partition("?")[0]
             if path in (f"/api/models/{repository}", *(f"/api/models/{repository}/revision/{r}" for r in revisions)):
-                siblings = [{"rfilename": name} for name in files]
+                siblings = [{"rfilename": name} | ({"size": sizes[name]} if sizes else {}) for name in files]
                 return self.answer_json(
                     {"_id": "1", "id": repository, "modelId": repository, "sha": REVISION, "siblings": siblings}
                 )

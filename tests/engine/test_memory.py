@@ -10,8 +10,9 @@ import pytest
 
 from mlxpaged.engine import EngineConfig, build_engine, engine_thread, memory
 from mlxpaged.engine.embedder import Embedder
-from mlxpaged.engine.memory import free_device_memory, kv_blocks, parse_size, swap_slots
+from mlxpaged.engine.memory import kv_blocks, parse_size, swap_slots
 from mlxpaged.models import ModelNotFoundError, load_embedding_model, load_model
+from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.layers import bytes_per_token, state_bytes
 from tests.support import make_embedding_model, make_tiny_model
 

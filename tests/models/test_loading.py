@@ -114,19 +114,19 @@ def test_a_file_is_not_a_model_directory(tmp_path: Path) -> None:
 def test_a_gguf_file_is_refused_as_what_it_is(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     file.write_bytes(b"GGUF\x03\x00\x00\x00")
-    with pytest.raises(ModelNotFoundError, match=rf"{name} is a GGUF file: .* is not supported; use an MLX model"):
+    with pytest.raises(ModelNotFoundError, match=rf"{name} is a GGUF file: .* is not supported; .*mlx_lm\.convert"):
         load_model(str(file))
 
 
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"has no config\.json: it is not a model directory"):
+    with pytest.raises(UnsupportedModelError, match=r"cannot be loaded: it has no config\.json"):
         load_model(str(tmp_path))
 
 
 def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path / "m", "llama")
     (path / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModelError, match="cannot be loaded: No safetensors found"):
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded: it has no weights"):
         load_model(str(path))
 
 
@@ -152,7 +152,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("{", "cannot be loaded"),
-        ('{"model_type": "unheard_of"}', "Model type unheard_of not supported"),
+        ('{"model_type": "unheard_of"}', "'unheard_of'.*newer mlx-lm"),
         ('{"vocab_size": 100}', "model_type"),
         ('{"model_type": "llama", "vocab_size": 100}', "cannot be loaded: .*hidden_size"),
     ],

@@ -1,0 +1,126 @@
+"""Refuses a model by its small files and the sizes of the others, before its weights are downloaded or read.
+
+What only the loaded model can tell is checked after loading, by `probe`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants
+from mlx_lm import utils as mlx_lm_utils
+
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.json_files import read_object
+
+WEIGHTS = "model*.safetensors"
+"""The files that mlx-lm loads. Some repositories hold the same weights under other names too."""
+
+TOKENIZER_FILES = [
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "*.tiktoken",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+]
+"""A tokenizer without any of these is only Python code."""
+
+GGUF_ADVICE = (
+    "the format of llama.cpp is not supported; use a repository of mlx-community, or convert the original model with "
+    "mlx_lm.convert"
+)
+
+FileSizes = Mapping[str, int | None]
+"""Bytes by the name of a file, which is relative to the model's directory; None if the size is not known."""
+
+
+def local_file_sizes(directory: Path) -> FileSizes:
+    return {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
+
+
+def hub_file_sizes(repository: str) -> FileSizes | None:
+    """None if the hub does not list the files. The download that follows reports why, or uses the local cache."""
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    try:
+        siblings = HfApi().model_info(repository, files_metadata=True, timeout=timeout).siblings
+    except Exception:  # its own errors, and those of its HTTP library, which depends on its version
+        return None
+    return {file.rfilename: file.size for file in siblings or []} or None
+
+
+def check_directory(directory: Path, sizes: FileSizes, free_bytes: int) -> None:
+    """`check_model` with the JSON files of `directory`. The weights do not need to be there."""
+    config = read_object(directory / "config.json") if (directory / "config.json").is_file() else None
+    tokenizer_config = read_object(directory / "tokenizer_config.json", missing_is_empty=True)
+    check_model(config, tokenizer_config, sizes, free_bytes)
+
+
+def check_model(
+    config: Mapping[str, Any] | None, tokenizer_config: Mapping[str, Any], sizes: FileSizes, free_bytes: int
+) -> None:
+    """Raises UnsupportedModelError, with the reason, if a model with these files cannot be loaded.
+
+    config: None if there is no config.json. free_bytes: memory for the weights. If the size of a file of weights is not
+    known, the memory is not checked.
+    """
+    weights = {name: size for name, size in sizes.items() if fnmatch(name, WEIGHTS) and "/" not in name}
+    if not weights and any(name.lower().endswith(".gguf") for name in sizes):
+        raise UnsupportedModelError(f"it has only GGUF files: {GGUF_ADVICE}")
+    if config is None:
+        raise UnsupportedModelError("it has no config.json, which describes a model")
+    if not weights:
+        raise UnsupportedModelError(f"it has no weights, which are files named {WEIGHTS}")
+    check_architecture(config)
+    check_tokenizer(tokenizer_config, sizes)
+    known = [size for size in weights.values() if size is not None]
+    if len(known) == len(weights) and sum(known) > free_bytes:
+        raise UnsupportedModelError(
+            f"its weights take {sum(known) / 1e9:.1f} GB, but only {free_bytes / 1e9:.1f} GB of memory are free; use a "
+            "smaller model, or a variant with fewer bits per weight"
+        )
+
+
+def check_architecture(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError if mlx-lm has no module for the config's model_type."""
+    if config.get("model_file") is not None:
+        raise UnsupportedModelError(
+            "its config.json asks for Python code of the repository (model_file), which is not run"
+        )
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedModelError("its config.json has no model_type")
+    if not any(map(has_module, modules_of(model_type))):
+        raise UnsupportedModelError(
+            f"mlx-lm {metadata.version('mlx-lm')} does not have its architecture (model_type {model_type!r}); a newer "
+            "mlx-lm may have it"
+        )
+
+
+def modules_of(model_type: str) -> set[str]:
+    """The names under which mlx-lm may import this architecture."""
+    # Versions of mlx-lm before 0.32 have only the first of the two tables.
+    by_architecture = getattr(mlx_lm_utils, "MODEL_ARCHITECTURE_REMAPPING", {})
+    names = {name for (remapped, _), name in by_architecture.items() if remapped == model_type}
+    return names | {model_type, mlx_lm_utils.MODEL_REMAPPING.get(model_type, model_type)}
+
+
+def has_module(name: str) -> bool:
+    """A dot would import a package on the way."""
+    return bool(name) and "." not in name and importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
+
+
+def check_tokenizer(tokenizer_config: Mapping[str, Any], sizes: FileSizes) -> None:
+    """Raises UnsupportedModelError if the tokenizer is only Python code."""
+    has_file = any(fnmatch(name, pattern) for name in sizes for pattern in TOKENIZER_FILES)
+    if tokenizer_config.get("auto_map") and not has_file:
+        raise UnsupportedModelError(
+            "its tokenizer is only Python code of the repository (auto_map in tokenizer_config.json), which is not run"
+        )
