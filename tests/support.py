@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import uvicorn
-from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.utils import _get_classes, quantize_model
+from mlx_lm.utils import load_model as load_plain_model
 from openai import OpenAI
 from starlette.applications import Starlette
 
@@ -80,6 +81,33 @@ def make_tiny_model(
     for name in TOKENIZER_FILES:
         shutil.copy(DEMO_PATH / name, directory / name)
     return directory
+
+
+def quantize(path: Path, bits: int, group_size: int = 32) -> Path:
+    """Quantize a model in place as `mlx_lm.convert` does: some architectures keep more bits for some layers."""
+    model, config = load_plain_model(path)
+    model, config = quantize_model(model, config, group_size, bits)
+    save_weights(path, model)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def cast(path: Path, dtype: mx.Dtype) -> Path:
+    """Give a model's weights another float type in place as `mlx_lm.convert` does: some architectures keep a few."""
+    model, _ = load_plain_model(path)
+    casts = getattr(model, "cast_predicate", lambda name: True)
+
+    def cast_array(name: str, array: mx.array) -> mx.array:
+        return array.astype(dtype) if casts(name) and mx.issubdtype(array.dtype, mx.floating) else array
+
+    model.update(tree_map_with_path(cast_array, model.parameters()))
+    save_weights(path, model)
+    return path
+
+
+def save_weights(path: Path, model: Any) -> None:
+    weights: Any = tree_flatten(model.parameters())
+    mx.save_safetensors(str(path / "model.safetensors"), dict(weights))
 
 
 def make_embedding_model(

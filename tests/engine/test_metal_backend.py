@@ -14,6 +14,7 @@ from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
 from tests.metal_on_cpu import Interpreter
+from tests.models.architectures import make_architecture
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -30,6 +31,23 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+KINDS = (
+    "gemma3",  # sliding windows
+    "gpt_oss",  # sinks
+    "gemma4_text",  # heads that differ by layer
+    "gemma4",  # shared KV
+    "qwen3_next",  # gated delta nets
+    "nemotron_h",  # Mamba 2
+    "lfm2",  # convolutions
+    "deepseek_v3",  # latents
+    "kimi_linear",  # latents and linear attention
+    "falcon_h1",  # attention and Mamba 2 in one layer
+)
+"""Architectures with something else than full attention over equal heads."""
+
+SAMPLE = ("gemma4", "qwen3_next", "deepseek_v3")
+"""Those of `KINDS` that run by default; `make test-models` runs them all."""
+
 SHARED = list(range(100, 170))  # two full blocks and a bit
 PROMPTS = [
     SHARED,
@@ -44,12 +62,21 @@ PROMPTS = [
 BLOCKS = 10
 
 
-@pytest.fixture(scope="module", params=MODELS)
+def parameters() -> list[Any]:
+    """All models if asked for, and a sample always."""
+    rare = [pytest.param(kind, marks=pytest.mark.models) for kind in KINDS if kind not in SAMPLE]
+    return [*MODELS, *SAMPLE, *rare]
+
+
+@pytest.fixture(scope="module", params=parameters())
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     name = request.param
     if name == "demo":
         return load_model("demo")
-    return load_model(str(make_tiny_model(tmp_path_factory.mktemp(name), name, **MODELS[name])))
+    directory = tmp_path_factory.mktemp(name)
+    if name in MODELS:
+        return load_model(str(make_tiny_model(directory, name, **MODELS[name])))
+    return load_model(str(make_architecture(directory, name)))
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import load_model
 from tests.models.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, is_installed, make_architecture
-from tests.support import poison_new_blocks
+from tests.support import poison_new_blocks, quantize
 
 BLOCK_SIZE = 8
 LENGTHS = (80, 1, 35, 9, 57, 16, 2, 40, 64, 24, 5, 48, 17, 71, 8, 31)
@@ -43,8 +43,13 @@ SAMPLE = (
     "deepseek_v3",
     "lfm2",
     "qwen3_next",
+    "lfm2-4-bit",
 )
-"""One of each kind: windows, sinks, experts, heads that differ by layer, shared KV, latents, recurrent layers."""
+"""One of each kind: windows, sinks, experts, heads that differ by layer, shared KV, latents, recurrent layers, and
+quantized weights."""
+
+QUANTIZED = tuple(f"{name}-4-bit" for name in ("qwen3_5", "qwen3_5_moe", "gemma4", "deepseek_v3", "lfm2"))
+"""Architectures that are tested with 4-bit weights too."""
 
 
 @dataclass(frozen=True)
@@ -154,16 +159,17 @@ def parameters(names: list[str]) -> list[Any]:
     every = [
         pytest.param((name, WHOLE), id=name, marks=[pytest.mark.models, pytest.mark.xdist_group(name)])
         for name in names
-        if is_installed(name)
+        if is_installed(name.removesuffix("-4-bit"))
     ]
     sample = [pytest.param((name, BRIEF), id=f"{name}-brief") for name in SAMPLE if name in names]
     return every + sample
 
 
-@pytest.fixture(scope="module", params=parameters(SERVED))
+@pytest.fixture(scope="module", params=parameters([*SERVED, *QUANTIZED]))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     name, size = request.param
-    yield Case(make_architecture(tmp_path_factory.mktemp("architecture") / "model", name), name, size)
+    path = make_architecture(tmp_path_factory.mktemp("architecture") / "model", name.removesuffix("-4-bit"))
+    yield Case(quantize(path, 4) if name in QUANTIZED else path, name, size)
     mx.clear_cache()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as load_plain_model
 
@@ -21,7 +19,7 @@ from mlxpaged.cpu.split_linear import SplitLinear
 from mlxpaged.engine import EngineConfig, EngineCore, build_engine
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import load_model
-from tests.support import demo_vocab_size, make_tiny_model, poison_new_blocks, run_requests
+from tests.support import cast, demo_vocab_size, make_tiny_model, poison_new_blocks, quantize, run_requests
 
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="CPU streams are for a CPU")
 
@@ -214,19 +212,6 @@ def assert_same_on_streams(case: Case) -> None:
     assert split.generate(core, slice(None)) == case.expected
 
 
-def quantize(path: Path, bits: int) -> Path:
-    """A quantized model as `mlx_lm.convert` writes it."""
-    model, config = load_plain_model(path)
-    quantization = {"group_size": 32, "bits": bits}
-    nn.quantize(model, **quantization)
-    weights: Any = tree_flatten(model.parameters())
-    mx.save_safetensors(str(path / "model.safetensors"), dict(weights))
-    (path / "config.json").write_text(
-        json.dumps(config | {"quantization": quantization, "quantization_config": quantization})
-    )
-    return path
-
-
 VARIANTS: dict[str, Callable[[Path], Path]] = {
     "4-bit": lambda path: quantize(make_tiny_model(path, "llama"), 4),
     "8-bit": lambda path: quantize(make_tiny_model(path, "llama", seed=1), 8),
@@ -290,9 +275,7 @@ def test_half_types_stay_close_to_mlx_lm_and_agree_on_clear_choices(
 ) -> None:
     """tolerance: in logits, whose spread over the vocabulary is about 1 to 10; the first choice must agree wherever
     the reference prefers it by more than twice that."""
-    path = make_tiny_model(directory / str(dtype), "llama")
-    weights: Any = mx.load(str(path / "model.safetensors"))
-    mx.save_safetensors(str(path / "model.safetensors"), {name: w.astype(dtype) for name, w in weights.items()})
+    path = cast(make_tiny_model(directory / str(dtype), "llama"), dtype)
     case = Case(path)
     assert {spec.dtype for spec in case.served.layers} == {dtype}
     core = case.engine(max_num_seqs=16)
