@@ -74,15 +74,17 @@ def is_installed(name: str) -> bool:
     return importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
 
 
-def make_architecture(directory: Path, name: str) -> Path:
-    """A model directory of the architecture, with random float32 weights and the demo model's tokenizer."""
+def make_architecture(directory: Path, name: str, **changes: Any) -> Path:
+    """A model directory of the architecture, with random float32 weights and the demo model's tokenizer.
+
+    changes: of its configuration."""
     architecture = ARCHITECTURES[name]
 
     def weights(default: dict[str, mx.array]) -> dict[str, mx.array]:
         changed = random_weights(default, architecture.embedding)
         return changed if architecture.weights is None else architecture.weights(changed)
 
-    config = {"vocab_size": VOCAB_SIZE} | architecture.config
+    config = {"vocab_size": VOCAB_SIZE} | architecture.config | changes
     return make_tiny_model(directory, config.pop("model_type", name), architecture.seed, weights, **config)
 
 
