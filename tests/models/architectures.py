@@ -540,7 +540,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan_v1_dense": Architecture(HUNYUAN),
     "internlm2": Architecture({}),
     # Beyond max_position_embeddings, its rotary base depends on the length of the call, in mlx-lm too.
-    "internlm3": Architecture({"rope_scaling": {"factor": 4.0, "rope_type": "dynamic"}, "max_position_embeddings": 512}),
+    "internlm3": Architecture(
+        {"rope_scaling": {"factor": 4.0, "rope_type": "dynamic"}, "max_position_embeddings": 512}
+    ),
     "iquestloopcoder": Architecture({"loop_num": 2, "loop_window_size": WINDOW}),
     "jamba": Architecture(
         NORMAL_EXPERTS
