@@ -40,7 +40,10 @@ def build_engine(
     per_sequence = blocks_for(served.context_length, config.block_size)
     per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
     checkpoints = config.prefix_caching and not own_caches
-    num_checkpoints = state_checkpoints(per_state, config.state_cache_bytes) if checkpoints else 0
+    num_checkpoints = 0
+    if checkpoints:
+        most = config.max_num_seqs * per_sequence  # one for each block of the largest default pool
+        num_checkpoints = min(most, state_checkpoints(per_state, config.state_cache_bytes))
     states = StateMemory(per_state, config.max_num_seqs, num_checkpoints)
     reserved = 0 if embedder is None else embedder.model.kv_bytes
     num_blocks = kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved, states)
