@@ -452,7 +452,7 @@ def answer_in(*lines: str) -> Answer:
 
 
 @pytest.mark.parametrize("event", [[], {"choices": [{"delta": 3}]}, {"usage": {"prompt_tokens": 3}}, {"choices": 1}])
-def test_an_event_that_nobody_expects_is_an_error_of_its_answer(event: Any) -> None:
+def test_an_unexpected_event_is_an_error_of_its_answer(event: Any) -> None:
     assert answer_in(f"data: {json.dumps(event)}").error
 
 
@@ -531,7 +531,7 @@ def test_the_peers_get_openblas_and_mlxpaged_finds_it_itself(monkeypatch: pytest
     assert "LD_PRELOAD" not in server_variables("mlxpaged")
 
 
-def test_nobody_is_held_to_one_thread_by_what_the_caller_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_is_held_to_one_thread_by_what_the_caller_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")

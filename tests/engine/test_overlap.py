@@ -157,7 +157,7 @@ def test_a_request_aborted_while_its_step_is_under_way_is_gone_at_once(
     assert not core.has_work()
 
 
-def test_a_failing_step_whose_prefix_was_shared_and_whose_owner_was_aborted_spoils_nobody(
+def test_a_failing_step_whose_prefix_was_shared_and_whose_owner_was_aborted_spoils_no_answer(
     served: ServedModel, overlapped: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The values of the shared blocks are lost with the step, and he who should have computed them is gone."""
