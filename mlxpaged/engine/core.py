@@ -262,7 +262,7 @@ class EngineCore:
         """Launch the forward pass. The sampled tokens of the previous step replace the pending ones on the device."""
         started, tables = self.clock(), self.scheduler.get_block_tables(batch.sequence_ids)
         try:
-            running = {sequence.sequence_id for sequence in self.scheduler.running}
+            running = {each.sequence_id for each in self.scheduler.running} if self.runner.is_recurrent else set()
             logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens, running)
             step = InFlightStep(batch, started, logits)
         except DeviceError:

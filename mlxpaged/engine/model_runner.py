@@ -76,6 +76,7 @@ class ModelRunner:
         self._caches = ModelCaches(served.layers, num_blocks, block_size, backend, tunings)
         self.layers = self._caches.layers
         self._states = self._caches.states
+        self._recurrent = self._caches.recurrent
         pools = [layer.kv for layer in self.layers]
         self.backend = attention.resolve_backend(backend)
         self.swap = SwapSpace(pools, num_swap_slots, swap_dir) if num_swap_slots else None
@@ -159,14 +160,16 @@ class ModelRunner:
         if self.swap is not None:
             self.swap.store(moves.swap_out)
             for sequence_id, slots in moves.states_out:
-                self.swap.store_arrays(slots, [array for state in self._states for array in state.saved(sequence_id)])
+                self.swap.store_arrays(
+                    slots, [array for state in self._recurrent for array in state.saved(sequence_id)]
+                )
         for layer in self.layers:
             layer.kv.copy_blocks(moves.copies)
         if self.swap is not None:
             self.swap.load(moves.swap_in)
             for slots, sequence_id in moves.states_in:
-                arrays = iter(self.swap.load_arrays(slots, [like for state in self._states for like in state.likes]))
-                for state in self._states:
+                arrays = iter(self.swap.load_arrays(slots, [like for state in self._recurrent for like in state.likes]))
+                for state in self._recurrent:
                     state.restore(sequence_id, arrays)
 
     def start_step(self, *results: mx.array) -> None:

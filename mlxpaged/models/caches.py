@@ -64,6 +64,11 @@ class ModelCaches:
         return self.layers[-1]
 
     @property
+    def recurrent(self) -> list[RecurrentLayer]:
+        """The states that can be swapped out. Caches of single sequences cannot."""
+        return [state for state in self.states if isinstance(state, RecurrentLayer)]
+
+    @property
     def arrays(self) -> list[mx.array]:
         """Evaluated at the end of a step, so that its writes are done."""
         pools = [array for layer in self.layers for array in layer.kv.arrays]

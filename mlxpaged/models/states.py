@@ -139,6 +139,7 @@ class RecurrentLayer(ArraysCache):
         self._checkpoints: dict[int, State] = {}
         self._written: dict[int, dict[int, mx.array | None]] = {}  # by group: the arrays that its modules have set
         self._after: dict[int, State] = {}  # by group: all arrays after it
+        self._loaded: State = []  # what `load` has put into `cache`
 
     def make_mask(self, *_args: Any, **_kwargs: Any) -> None:
         """Returns None: no row of a group is padding."""
@@ -158,17 +159,18 @@ class RecurrentLayer(ArraysCache):
         self.cache = self._before(index)
         for entry, array in self._written.get(index, {}).items():
             self.cache[entry] = array
+        self._loaded = list(self.cache)
         return self
 
     def store(self, index: int) -> None:
         """Take the states of a group from `cache`."""
-        before, written = self._before(index), self._written.setdefault(index, {})
-        written |= {entry: array for entry, array in enumerate(self.cache) if array is not before[entry]}
+        written = self._written.setdefault(index, {})
+        written |= {entry: array for entry, array in enumerate(self.cache) if array is not self._loaded[entry]}
         self._after[index], self.cache = self.cache, [None] * len(self._entries)
 
     def discard(self) -> None:
         """Forget the pending states."""
-        self._written, self._after = {}, {}
+        self._written, self._after, self._loaded = {}, {}, []
 
     def commit(self, running: Container[int]) -> None:
         """Replace the states of the step's sequences by the pending ones. running: all sequences that need a state;
@@ -258,7 +260,6 @@ class SequenceCaches:
     """
 
     alone = True
-    likes: tuple[()] = ()
 
     def __init__(self, make: Callable[[], Any], step: StateStep) -> None:
         self._make = make
@@ -296,12 +297,6 @@ class SequenceCaches:
 
     def commit(self, running: Container[int]) -> None:
         self._caches = {i: cache for i, cache in self._caches.items() if i in running}
-
-    def saved(self, sequence_id: int) -> list[mx.array]:
-        raise NotImplementedError("a cache of mlx-lm's own cannot be swapped out")
-
-    def restore(self, sequence_id: int, arrays: Iterator[mx.array]) -> None:
-        raise NotImplementedError("a cache of mlx-lm's own cannot be swapped in")
 
     def clear(self) -> None:
         self._caches = {}
