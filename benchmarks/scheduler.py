@@ -80,7 +80,7 @@ def fill_cache(scheduler: Scheduler, count: int) -> None:
         blocks = pool.allocate(min(100, count - start))
         parent = None
         for index, block in enumerate(blocks):
-            parent = cache.insert((start + index).to_bytes(16, "big"), parent, tokens, block)
+            parent = cache.insert((start + index).to_bytes(16, "big"), parent, tokens, [block])
         pool.release(reversed(blocks))
 
 

@@ -264,12 +264,12 @@ def poison_new_blocks(core: EngineCore) -> None:
         return blocks
 
     def poison() -> None:
-        for layer in runner.layers if fresh else ():
+        for kv in runner.pools if fresh else ():
             ids = sorted(fresh)
-            layout = layer.kv.layout
+            layout = kv.layout
             rows = (len(ids), layout.num_kv_heads, layout.block_size)
             sizes = (layout.key_size, layout.stored_value_size)
-            layer.kv.write_blocks(ids, *(mx.full((*rows, size), mx.nan, layout.dtype) for size in sizes))
+            kv.write_blocks(ids, *(mx.full((*rows, size), mx.nan, layout.dtype) for size in sizes))
         fresh.clear()
 
     def poisoning_moves(moves: BlockMoves) -> None:

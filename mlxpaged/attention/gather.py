@@ -15,7 +15,7 @@ import numpy as np
 
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, IntArray
-from mlxpaged.attention.pool import Locality, Options
+from mlxpaged.attention.pool import Locality, Memory, Options
 
 MAX_SCORES = 2**28
 """Most scores of one call of MLX's attention for values of another size than keys and for heads larger than 256: 0.5 GB
@@ -38,21 +38,27 @@ class Group:
 class GatherPool:
     """Keys and values are [slot, kv_head, size], so that a token is contiguous."""
 
-    def __init__(self, num_blocks: int, layout: KVLayout) -> None:
-        slots, heads = num_blocks * layout.block_size, layout.num_kv_heads
+    def __init__(self, layout: KVLayout, memory: Memory) -> None:
         self._block_size = layout.block_size
-        self._keys = mx.zeros((slots, heads, layout.key_size), layout.dtype)
-        self._values = None if layout.latent else mx.zeros((slots, heads, layout.value_size), layout.dtype)
-        self._value_size = layout.value_size
+        self._shapes = (-1, layout.num_kv_heads, layout.key_size), (-1, layout.num_kv_heads, layout.value_size)
+        self._memory = memory
 
     @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        return (self._keys,) if self._values is None else (self._keys, self._values)
+    def _keys(self) -> mx.array:
+        return self._memory.keys.reshape(self._shapes[0])
+
+    @property
+    def _values(self) -> mx.array | None:
+        return None if self._memory.values is None else self._memory.values.reshape(self._shapes[1])
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
-        self._keys[meta.slot_mapping] = keys
-        if self._values is not None and values is not None:
-            self._values[meta.slot_mapping] = values
+        self._update(meta.slot_mapping, keys, values)
+
+    def _update(self, slots: mx.array, keys: mx.array, values: mx.array | None) -> None:
+        of_keys, of_values = self._shapes
+        self._memory.update("keys", of_keys, slots, keys)
+        if values is not None and self._memory.values is not None:
+            self._memory.update("values", of_values, slots, values)
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         key = ("gather", options.locality)
@@ -62,7 +68,7 @@ class GatherPool:
         outputs = []
         for group in groups:
             q, k = queries[group.rows], self._keys[group.slots]
-            v = k[..., : self._value_size] if self._values is None else self._values[group.slots]
+            v = k[..., : self._shapes[1][2]] if self._values is None else self._values[group.slots]
             q, k, v = (array.swapaxes(1, 2) for array in (q, k, v))
             out = contiguous_attention(q, k, v, group.mask, options).swapaxes(1, 2)
             outputs.append(out.reshape(-1, *out.shape[2:]))
@@ -79,10 +85,7 @@ class GatherPool:
         return keys, values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
-        slots = self._slots_of(ids)
-        self._keys[slots] = keys.swapaxes(1, 2)
-        if self._values is not None:
-            self._values[slots] = values.swapaxes(1, 2)
+        self._update(self._slots_of(ids), keys.swapaxes(1, 2), values.swapaxes(1, 2))
 
     def _slots_of(self, ids: Sequence[int]) -> mx.array:
         """[block, slot] of whole blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -12,7 +13,7 @@ from mlxpaged.attention.gather import GatherPool
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.metal import MetalPool
-from mlxpaged.attention.pool import KVPool, Locality, Options
+from mlxpaged.attention.pool import KVPool, Locality, Memory, Options
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.cpu.kv_pool import CpuPool
@@ -69,7 +70,8 @@ class LayerKVCache:
         self.layout = KVLayout(num_kv_heads, head_dim, value_size or head_dim, dtype, block_size, latent)
         self.backend = resolve_backend(backend)
         self.tuning = tuning
-        self.clear()
+        self._memory = self._zeros()
+        self._pool = self._make_pool()
 
     @classmethod
     def from_layout(
@@ -78,20 +80,37 @@ class LayerKVCache:
         sizes = (layout.num_kv_heads, layout.key_size, layout.dtype, layout.block_size)
         return cls(num_blocks, *sizes, backend, tuning, layout.value_size, layout.latent)
 
-    def clear(self) -> None:
-        """Make every block zero, in new memory."""
-        self._pool: KVPool
+    def view(self, layout: KVLayout, tuning: Tuning = DEFAULT_TUNING) -> LayerKVCache:
+        """A cache of another layer in the same memory. It may have smaller blocks: n of them, from block n * b on, have
+        the place of block b. Raises ValueError if a block of this cache does not consist of blocks of that layout."""
+        ratio = self.layout.blocks_of(layout)
+        if not ratio:
+            raise ValueError(f"a block of {self.layout} does not consist of blocks of {layout}")
+        other = copy.copy(self)
+        other.layout, other.num_blocks, other.tuning = layout, self.num_blocks * ratio, tuning
+        other._pool = other._make_pool()
+        return other
+
+    def _make_pool(self) -> KVPool:
         if self.backend == "metal":
-            self._pool = MetalPool(self.num_blocks, self.layout, self.tuning)
-        elif self.backend == "cpu":
-            self._pool = CpuPool(self.num_blocks, self.layout)
-        else:
-            self._pool = GatherPool(self.num_blocks, self.layout)
+            return MetalPool(self.layout, self._memory, self.tuning)
+        return (CpuPool if self.backend == "cpu" else GatherPool)(self.layout, self._memory)
+
+    def _zeros(self) -> Memory:
+        layout, on_metal = self.layout, self.backend == "metal"
+        rows = (self.num_blocks + on_metal) * layout.num_kv_heads * layout.block_size
+        keys = mx.zeros((rows, layout.key_size), layout.dtype)
+        values = None if layout.latent else mx.zeros((rows, layout.value_size), layout.dtype)
+        return Memory(keys, values, mx.zeros((1,), mx.int32) if on_metal else None)
+
+    def clear(self) -> None:
+        """Make every block zero, in new memory, for all views too."""
+        self._memory.replace(self._zeros())
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Evaluated at the end of a step, so that its writes are done."""
-        return self._pool.arrays
+        """Evaluated at the end of a step, so that its reads and writes are done."""
+        return self._memory.arrays
 
     @property
     def nbytes(self) -> int:

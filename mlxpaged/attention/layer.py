@@ -10,7 +10,7 @@ affected.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -35,25 +35,25 @@ class StepContext:
 
     def __init__(self) -> None:
         self.attention_calls = 0
-        self._meta: AttentionMetadata | None = None
+        self._metas: Sequence[AttentionMetadata] = ()
         self._written: dict[int, tuple[mx.array, mx.array, PagedLayer]] = {}  # by the identity of the keys, held here
 
-    def begin(self, meta: AttentionMetadata) -> None:
+    def begin(self, metas: Sequence[AttentionMetadata]) -> None:
+        """metas: for each view of the block tables."""
         global running_step
-        self._meta = meta
+        self._metas = metas
         running_step = self
 
     def end(self) -> None:
         global running_step
-        self._meta = None
+        self._metas = ()
         self._written = {}
         running_step = None
 
-    @property
-    def meta(self) -> AttentionMetadata:
-        if self._meta is None:
+    def meta(self, view: int) -> AttentionMetadata:
+        if not self._metas:
             raise PagedAttentionError("the model was called outside a step")
-        return self._meta
+        return self._metas[view]
 
     def wrote(self, keys: mx.array, values: mx.array, layer: PagedLayer) -> None:
         self._written[id(keys)] = (keys, values, layer)
@@ -79,20 +79,25 @@ attention_calls = 0
 
 
 class PagedLayer:
-    """Replaces mlx-lm's KVCache of one layer."""
+    """Replaces mlx-lm's KVCache of one layer. view: index of its metadata among those of a step."""
 
     def __init__(
-        self, kv: LayerKVCache, step: StepContext, window: int | None = None, chunk: int | None = None
+        self, kv: LayerKVCache, step: StepContext, window: int | None = None, chunk: int | None = None, view: int = 0
     ) -> None:
         self.kv = kv
         self.window = window
         self.chunk = chunk
         self._step = step
+        self._view = view
+
+    @property
+    def _meta(self) -> AttentionMetadata:
+        return self._step.meta(self._view)
 
     @property
     def offset(self) -> mx.array:
         """Positions [T] of the tokens: rope takes one offset per row."""
-        return self._step.meta.positions
+        return self._meta.positions
 
     def make_mask(self, *_args: Any, window_size: int | None = None, **_kwargs: Any) -> None:
         """Returns None: the metadata and the layer's window replace the mask.
@@ -106,7 +111,7 @@ class PagedLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [T, Hkv, 1, D] to the pool. The model passes the returned arrays on, but `attend` reads the pool."""
-        self.kv.write(keys.squeeze(2), values.squeeze(2), self._step.meta)
+        self.kv.write(keys.squeeze(2), values.squeeze(2), self._meta)
         self._step.wrote(keys, values, self)
         return keys, values
 
@@ -123,7 +128,7 @@ class PagedLayer:
     def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> mx.array:
         self._step.attention_calls += 1
         options: dict[str, Any] = {"window": self.window, "chunk": self.chunk, "sinks": sinks}
-        return self.kv.attend(queries.squeeze(2), self._step.meta, scale=scale, **options)[:, :, None]
+        return self.kv.attend(queries.squeeze(2), self._meta, scale=scale, **options)[:, :, None]
 
 
 class LatentLayer(PagedLayer):
@@ -137,7 +142,7 @@ class LatentLayer(PagedLayer):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write latents [T, 1, 1, R] and rotary parts [T, 1, 1, P]. Returns the latents and the identity [P, P]."""
         rows = mx.concatenate([keys.squeeze(2), values.squeeze(2)], axis=-1)
-        self.kv.write(rows, None, self._step.meta)
+        self.kv.write(rows, None, self._meta)
         self._step.wrote(keys, values, self)
         return keys, mx.eye(values.shape[-1], dtype=values.dtype)
 

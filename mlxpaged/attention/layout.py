@@ -59,6 +59,14 @@ class KVLayout:
         """Keys and values of one block."""
         return self.block_size * self.bytes_per_token
 
+    def blocks_of(self, other: KVLayout) -> int:
+        """How many blocks of another layout take exactly the memory of one block, its keys and its values; 0 if that is
+        no whole number."""
+        ratio = self.key_bytes_per_block // other.key_bytes_per_block
+        alike = (self.dtype, self.block_size, self.latent) == (other.dtype, other.block_size, other.latent)
+        keys, both = ratio * other.key_bytes_per_block, ratio * other.bytes_per_block
+        return ratio if alike and (keys, both) == (self.key_bytes_per_block, self.bytes_per_block) else 0
+
 
 @dataclass(frozen=True)
 class AttentionShape:

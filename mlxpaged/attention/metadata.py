@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,15 @@ MAX_SLOT = 2**31 - 1
 
 UNUSED = -1
 """Fills the rest of a block table."""
+
+
+class TableView(NamedTuple):
+    """The blocks of a layer: the layer has block `ratio * b + part` of its pool where the table of its cache group has
+    block b."""
+
+    group: int = 0
+    ratio: int = 1
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,9 @@ class AttentionMetadata:
     host_block_tables: IntArray
     max_block: int
     derived: dict[Any, Any] = field(default_factory=dict)
-    """Data that a backend computes once for this step and reuses in every layer."""
+    """Data that a backend computes once for this step and reuses in every layer with these block tables."""
+    shared: dict[Any, Any] = field(default_factory=dict)
+    """Data of the same kind that do not depend on block tables: layers with other tables reuse them too."""
 
     @property
     def num_tokens(self) -> int:
@@ -83,7 +94,7 @@ class AttentionMetadata:
             if blocks.max() > MAX_SLOT // block_size:
                 raise ValueError(f"sequence {i}: block id {blocks.max()} is out of range")
             tables[i, : len(table)] = blocks
-        meta, _ = cls.upload(list(query_lens), list(context_lens), tables, block_size)
+        [meta], _ = cls.upload(list(query_lens), list(context_lens), tables[None], block_size)
         return meta
 
     @classmethod
@@ -94,32 +105,49 @@ class AttentionMetadata:
         block_tables: IntArray,
         block_size: int,
         more: Sequence[IntArray] = (),
-    ) -> tuple[AttentionMetadata, list[mx.array]]:
-        """Do the same as `build` without most checks, for the scheduler's numbers. block_tables are padded with UNUSED.
+        views: Sequence[TableView] = (TableView(),),
+    ) -> tuple[list[AttentionMetadata], list[mx.array]]:
+        """Do the same as `build` for each view, without most checks, for the scheduler's numbers.
 
-        more: vectors that go to the device in the same upload. They are returned in order. Raises ValueError if a table
-        is too short for its context: the tokens would be written into blocks of other sequences.
+        block_tables[G, S, b]: of each cache group. Entries without a block are UNUSED. more: vectors that go to the
+        device in the same upload. They are returned in order. Raises ValueError if a table is too short for its
+        context: the tokens would be written into blocks of other sequences.
         """
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
         last = (context - 1) // block_size
-        if last.max() >= block_tables.shape[1] or block_tables[np.arange(len(last)), last].min() < 0:
+        if last.max() >= block_tables.shape[2] or block_tables[:, np.arange(len(last)), last].min() < 0:
             raise ValueError(f"block tables are too short for contexts of {context_lens} tokens")
         owner = np.repeat(np.arange(len(query)), query)
         starts = np.cumsum(query) - query
         positions = (np.arange(len(owner)) - starts[owner] + (context - query)[owner]).astype(np.int32)
-        slots = (block_tables[owner, positions // block_size] * block_size + positions % block_size).astype(np.int32)
-        parts = (positions, slots, block_tables.reshape(-1), *more)
+        index, offset = positions // block_size, positions % block_size
+        tables = [blocks_of(block_tables[view.group], view) for view in views]
+        slots = [(table[owner, index] * block_size + offset).astype(np.int32) for table in tables]
+        parts = [positions, *slots, *(table.reshape(-1) for table in tables), *more]
         ends = np.cumsum([part.size for part in parts[:-1]]).tolist()
         uploaded = list(mx.split(mx.array(np.concatenate(parts)), ends))
-        meta = cls(
-            block_size=block_size,
-            positions=uploaded[0],
-            slot_mapping=uploaded[1],
-            block_tables=uploaded[2].reshape(block_tables.shape),
-            host_query_lens=query_lens,
-            host_context_lens=context_lens,
-            host_block_tables=block_tables,
-            max_block=int(block_tables.max()),
-        )
-        return meta, uploaded[3:]
+        shared: dict[Any, Any] = {}
+        metas = [
+            cls(
+                block_size=block_size,
+                positions=uploaded[0],
+                slot_mapping=uploaded[1 + i],
+                block_tables=uploaded[1 + len(views) + i].reshape(table.shape),
+                host_query_lens=query_lens,
+                host_context_lens=context_lens,
+                host_block_tables=table,
+                max_block=int(table.max()),
+                shared=shared,
+            )
+            for i, table in enumerate(tables)
+        ]
+        return metas, uploaded[1 + 2 * len(views) :]
+
+
+def blocks_of(table: IntArray, view: TableView) -> IntArray:
+    """The block ids of a view's layers."""
+    if view.ratio == 1:
+        return table
+    blocks: IntArray = np.where(table < 0, UNUSED, table * view.ratio + view.part).astype(np.int32)
+    return blocks

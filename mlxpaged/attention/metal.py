@@ -21,7 +21,7 @@ from mlxpaged.attention import kernels
 from mlxpaged.attention.gather import contiguous_attention
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.attention.pool import Locality, Options
+from mlxpaged.attention.pool import Locality, Memory, Options
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class
 
@@ -132,12 +132,22 @@ class PagedPart:
 
 @dataclass(frozen=True)
 class ContiguousPart:
-    """One sequence: query tokens `rows` over the first num_keys keys of its `blocks`, which are copied."""
+    """One sequence: query tokens `rows` over the first num_keys keys of its blocks from `first_block` on, which are
+    copied."""
 
     rows: slice
-    blocks: mx.array
+    sequence: int
+    first_block: int
     num_keys: int
     mask: mx.array | Literal["causal"]
+
+    def blocks(self, meta: AttentionMetadata) -> mx.array:
+        key = ("metal blocks", self.sequence, self.first_block)
+        if key not in meta.derived:
+            end = self.first_block - (-self.num_keys // meta.block_size)
+            meta.derived[key] = mx.array(meta.host_block_tables[self.sequence, self.first_block : end])
+        blocks: mx.array = meta.derived[key]
+        return blocks
 
 
 @dataclass(frozen=True)
@@ -159,15 +169,12 @@ class MetalPool:
     Raises ValueError for a layout that the kernels do not support.
     """
 
-    def __init__(self, num_blocks: int, layout: KVLayout, tuning: Tuning = DEFAULT_TUNING) -> None:
+    def __init__(self, layout: KVLayout, memory: Memory, tuning: Tuning = DEFAULT_TUNING) -> None:
         check_supported(layout)
         self.layout = layout
         self.num_kv_heads = layout.num_kv_heads
         self.tuning = tuning
-        rows = (num_blocks + 1) * layout.num_kv_heads * layout.block_size
-        self._keys = mx.zeros((rows, layout.key_size), layout.dtype)
-        self._values = self._keys if layout.latent else mx.zeros((rows, layout.value_size), layout.dtype)
-        self._token = mx.zeros((1,), mx.int32)
+        self._memory = memory
         self._variant = functools.cache(functools.partial(choose_variant, layout))
         self._vectors = max(layout.key_size, layout.stored_value_size) // VECTOR
         self._row_template: kernels.Template = [
@@ -179,13 +186,16 @@ class MetalPool:
         ]
 
     @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        return (self._keys, self._token) if self.layout.latent else (self._keys, self._values, self._token)
+    def _arrays(self) -> tuple[mx.array, mx.array, mx.array]:
+        """Keys, values and the token."""
+        memory = self._memory
+        assert memory.token is not None
+        return memory.keys, memory.keys if memory.values is None else memory.values, memory.token
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
-        (self._token,) = kernels.launch(
+        (self._memory.token,) = kernels.launch(
             "kv_write",
-            [keys, keys if values is None else values, meta.slot_mapping, self._keys, self._values, self._token],
+            [keys, keys if values is None else values, meta.slot_mapping, *self._arrays],
             self._row_template,
             grid=(self._vectors, self.num_kv_heads, meta.num_tokens),
             threadgroup=(self._vectors, 1, 1),
@@ -195,18 +205,18 @@ class MetalPool:
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         tile = self._variant(queries.shape[1] // self.num_kv_heads, False).queries
         key = ("metal", options.locality, tile, id(self.tuning))  # one plan for all layers with these
-        if key not in meta.derived:
-            meta.derived[key] = self._make_plan(meta, options.locality, tile)
-        plan: Plan = meta.derived[key]
+        if key not in meta.shared:
+            meta.shared[key] = self._make_plan(meta, options.locality, tile)
+        plan: Plan = meta.shared[key]
         outputs, tokens = [], []
         for part in plan.parts:
             if isinstance(part, PagedPart):
                 out, token = self._attend_paged(queries, meta, options, part)
             else:
-                out, token = self._attend_contiguous(queries, options, part)
+                out, token = self._attend_contiguous(queries, meta, options, part)
             outputs.append(out)
             tokens.append(token)
-        self._token = functools.reduce(mx.add, tokens)  # the next writer waits for all readers
+        self._memory.token = functools.reduce(mx.add, tokens)  # the next writer waits for all readers
         return outputs[0] if plan.order is None else mx.concatenate(outputs)[plan.order]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -214,7 +224,7 @@ class MetalPool:
             self.write_blocks(targets, *self.read_blocks(sources))
             return
         pairs = mx.array(list(zip(sources, targets, strict=True)), mx.int32)
-        self._launch_blocks("block_copy", [pairs, self._keys, self._values, self._token], len(sources))
+        self._launch_blocks("block_copy", [pairs, *self._arrays], len(sources))
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         layout = self.layout
@@ -223,7 +233,8 @@ class MetalPool:
         if not ids:
             return mx.zeros(of_keys, layout.dtype), mx.zeros(of_values, layout.dtype)
         blocks = mx.array(list(ids), mx.int32)
-        inputs = [self._keys, self._values, blocks, self._token]
+        pool_keys, pool_values, token = self._arrays
+        inputs = [pool_keys, pool_values, blocks, token]
         outputs = [(shape, layout.dtype) for shape in (of_keys, (1,) if layout.latent else of_values)]
         keys, values = self._launch_blocks("block_read", inputs, len(ids), *outputs)
         return keys, mx.zeros(of_values, layout.dtype) if layout.latent else values
@@ -233,7 +244,7 @@ class MetalPool:
             return
         blocks = mx.array(list(ids), mx.int32)
         new = [keys, keys if self.layout.latent else values]
-        self._launch_blocks("block_write", [*new, blocks, self._keys, self._values, self._token], len(ids))
+        self._launch_blocks("block_write", [*new, blocks, *self._arrays], len(ids))
 
     def _make_plan(self, meta: AttentionMetadata, locality: Locality, tile: int) -> Plan:
         """All decoding sequences together are one shape class with one choice. Every chunk has its own choice."""
@@ -276,7 +287,8 @@ class MetalPool:
             options.sinks is not None and not partial,
             options.locality.chunk is not None,
         )
-        sinks = self._token if options.sinks is None else options.sinks.astype(mx.float32)
+        pool_keys, pool_values, last = self._arrays
+        sinks = last if options.sinks is None else options.sinks.astype(mx.float32)
         dtype, size = self.layout.dtype, self.layout.value_size
         width = size + 4 if partial else size
         window = min(options.locality.chunk or options.locality.window or NO_WINDOW, NO_WINDOW)
@@ -284,15 +296,15 @@ class MetalPool:
             "paged_attention",
             [
                 queries,
-                self._keys,
-                self._values,
+                pool_keys,
+                pool_values,
                 meta.block_tables,
                 schedule.items,
                 sinks,
                 float(options.scale),
                 window,
                 float(options.softcap or 1.0),
-                self._token,
+                last,
             ],
             variant.template,
             grid=(THREADS, self.num_kv_heads * variant.head_tiles, schedule.num_items),
@@ -314,14 +326,15 @@ class MetalPool:
         return merged, token
 
     def _attend_contiguous(
-        self, queries: mx.array, options: Options, part: ContiguousPart
+        self, queries: mx.array, meta: AttentionMetadata, options: Options, part: ContiguousPart
     ) -> tuple[mx.array, mx.array]:
         """The part's output rows, and the token of its read of the pools."""
         layout, heads = self.layout, self.num_kv_heads
         of_values = (1,) if layout.latent else (heads, part.num_keys, layout.value_size)
+        pool_keys, pool_values, last = self._arrays
         keys, values, token = kernels.launch(
             "kv_gather",
-            [self._keys, self._values, part.blocks, self._token],
+            [pool_keys, pool_values, part.blocks(meta), last],
             self._row_template,
             grid=(self._vectors, part.num_keys, heads),
             threadgroup=(self._vectors, min(8, kernels.MAX_THREADS // self._vectors, part.num_keys), 1),
@@ -343,7 +356,7 @@ class MetalPool:
         layout = self.layout
         rows = layout.num_kv_heads * layout.block_size
         vectors = rows * self._vectors
-        *results, self._token = kernels.launch(
+        *results, self._memory.token = kernels.launch(
             name,
             inputs,
             [("T", layout.dtype), ("KEYS", rows * layout.key_size), ("VALUES", rows * layout.stored_value_size)],
@@ -359,14 +372,13 @@ def contiguous_part(meta: AttentionMetadata, sequence: int, first_row: int, loca
     query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
     first_keys = locality.first_key(np.arange(context_len - query_len, context_len))
     first_block = int(first_keys[0]) // meta.block_size
-    blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
     num_keys = context_len - first_block * meta.block_size
     mask: mx.array | Literal["causal"] = "causal"
     first_keys -= first_block * meta.block_size
     if first_keys[-1] > 0:
         key, query = np.arange(num_keys), np.arange(num_keys - query_len, num_keys)[:, None]
         mask = mx.array((key <= query) & (key >= first_keys[:, None]))
-    return ContiguousPart(slice(first_row, first_row + query_len), mx.array(blocks), num_keys, mask)
+    return ContiguousPart(slice(first_row, first_row + query_len), sequence, first_block, num_keys, mask)
 
 
 def check_supported(layout: KVLayout) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -37,13 +38,34 @@ class Options(NamedTuple):
     sinks: mx.array | None
 
 
-class KVPool(Protocol):
-    """One layer's keys and values. `LayerKVCache` documents the methods and has checked their arguments."""
+@dataclass
+class Memory:
+    """The arrays of a KV pool. Layers of several cache groups can have pools on the same memory, and each pool sees the
+    arrays in the shapes of its own layout. values: None if the layout is latent. token: of the last read or write, for
+    a backend that writes in place."""
+
+    keys: mx.array
+    values: mx.array | None
+    token: mx.array | None
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Keys, values unless the layout is latent, and tokens. Evaluating them waits for all reads and writes that the
-        pool has launched."""
+        return tuple(array for array in (self.keys, self.values, self.token) if array is not None)
+
+    def replace(self, other: Memory) -> None:
+        self.keys, self.values, self.token = other.keys, other.values, other.token
+
+    def update(self, name: Literal["keys", "values"], shape: tuple[int, ...], at: Any, new: mx.array | float) -> None:
+        """Write `new` at an index of the array of that name, seen in a shape. While it is written, nothing else refers
+        to the array, so that MLX does not copy it."""
+        array = getattr(self, name).reshape(shape)
+        setattr(self, name, None)
+        array[at] = new
+        setattr(self, name, array)
+
+
+class KVPool(Protocol):
+    """One layer's keys and values. `LayerKVCache` documents the methods and has checked their arguments."""
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None: ...
 

@@ -48,8 +48,10 @@ class BlockPool(Generic[Content]):
     """Reference-counted blocks with a free list in least-recently-used order. Every operation is O(1) per block.
 
     A freed block keeps its content until it is allocated again, so the free list is also the prefix cache. Blocks
-    without content are allocated first, then cached ones, the least recently used first. The cached ones are in an
-    OrderedDict: a hit removes a block from the middle, and a plain dict does not pop its first key in O(1).
+    without content are allocated first, then cached ones, the least recently used first. Before these come the cached
+    blocks that left their sequence's window, unless a prompt has found them: other prompts seldom continue there.
+    Cached blocks are in an OrderedDict: a hit removes a block from the middle, and a plain dict does not pop its first
+    key in O(1).
     """
 
     def __init__(self, num_blocks: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
@@ -65,15 +67,21 @@ class BlockPool(Generic[Content]):
         self._shared: set[int] = set()  # blocks with several references
         self._empty = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._passed: OrderedDict[int, None] = OrderedDict()  # cached too, evicted first
+        self._found: set[int] = set()  # blocks whose content has been shared
         self._content: dict[int, Content] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can take, including those with cached content."""
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + self._num_cached
+
+    @property
+    def _num_cached(self) -> int:
+        return len(self._cached) + len(self._passed)
 
     def usage(self) -> BlockUsage:
-        return BlockUsage(self.num_blocks - self.num_free, cached=len(self._cached), free=len(self._empty))
+        return BlockUsage(self.num_blocks - self.num_free, cached=self._num_cached, free=len(self._empty))
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
@@ -98,12 +106,15 @@ class BlockPool(Generic[Content]):
         blocks = [self._empty.popleft() for _ in range(count)]
         for block in blocks:
             self._ref_counts[block] = 1
+        self._found.difference_update(blocks)
         return blocks
 
     def evict(self, count: int) -> None:
-        """Drop the content of the `count` least recently used cached blocks, or of all if there are fewer."""
-        for _ in range(min(count, len(self._cached))):
-            self.forget(next(iter(self._cached)))
+        """Drop the content of the `count` least recently used cached blocks, or of all if there are fewer. `on_evict`
+        may drop more."""
+        wanted = len(self._empty) + count
+        while len(self._empty) < wanted and self._num_cached:
+            self.forget(next(iter(self._passed or self._cached)))
 
     def share(self, block: int) -> None:
         """Add a reference to a block in use or to a cached block.
@@ -111,18 +122,25 @@ class BlockPool(Generic[Content]):
         Raises BlockPoolError for a free block: it has no content to share.
         """
         if self._ref_counts[block] == 0:
-            if block not in self._cached:
+            if not self._is_cached(block):
                 raise BlockPoolError(f"block {block} is free and has no content to share")
-            del self._cached[block]
+            self._uncache(block)
             self.num_gains += 1
+        self._found.add(block)
         self._ref_counts[block] += 1
         if self._ref_counts[block] == 2:
             self._shared.add(block)
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def _is_cached(self, block: int) -> bool:
+        return block in self._cached or block in self._passed
+
+    def _uncache(self, block: int) -> None:
+        del (self._cached if block in self._cached else self._passed)[block]
+
+    def release(self, blocks: Iterable[int], passed: bool = False) -> None:
         """Drop one reference to each block, in the given order. The first block that becomes free is evicted first.
 
-        Raises DoubleFreeError at a block without references.
+        passed: the blocks have left the window of their sequence. Raises DoubleFreeError at a block without references.
         """
         for block in blocks:
             if self._ref_counts[block] <= 0:
@@ -132,7 +150,7 @@ class BlockPool(Generic[Content]):
                 self._shared.discard(block)
             if self._ref_counts[block] == 0:
                 if block in self._content:
-                    self._cached[block] = None
+                    (self._passed if passed and block not in self._found else self._cached)[block] = None
                 else:
                     self._empty.appendleft(block)
 
@@ -148,8 +166,8 @@ class BlockPool(Generic[Content]):
         content = self._content.pop(block, None)
         if content is None:
             return
-        if block in self._cached:
-            del self._cached[block]
+        if self._is_cached(block):
+            self._uncache(block)
             self._empty.append(block)
         if self.on_evict is not None:
             self.on_evict(block, content)

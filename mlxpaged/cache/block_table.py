@@ -5,87 +5,143 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxpaged.cache.block_pool import BlockPool
-from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache
-from mlxpaged.cache.table_rows import TableRows
-
-
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that `num_tokens` tokens fill: ceil(num_tokens / block_size)."""
-    return -(-num_tokens // block_size)
+from mlxpaged.cache.groups import ONE_GROUP, CacheGroups, blocks_for
+from mlxpaged.cache.prefix_cache import CachedBlock, Content, PrefixCache
+from mlxpaged.cache.table_rows import UNUSED, TableRows
 
 
 class BlockTable:
-    """Maps a sequence's token positions to blocks: position p is in `block_ids[p // block_size]`.
+    """Maps a sequence's token positions to blocks: for group g, position p is in `ids[g][p // block_size]`.
 
-    `grow` takes blocks when its sequence passes a boundary, not earlier. `publish` lets other sequences find full
-    blocks. `release` frees all blocks; the empty table can grow again. row: index of its copy in `rows`, if any.
+    `grow` takes blocks when its sequence passes a boundary, not earlier, and gives back those that left a window: their
+    entries are UNUSED. `publish` lets other sequences find full blocks. `release` frees all blocks; the empty table can
+    grow again. firsts: for each group, the index of the first block that the table holds. row_numbers: its copies in
+    `rows`, one for each group.
     """
 
-    def __init__(self, pool: BlockPool[CachedBlock], rows: TableRows, prefix_cache: PrefixCache | None = None) -> None:
-        self.block_ids: list[int] = []
-        self.row: int | None = None
+    def __init__(
+        self,
+        pool: BlockPool[Content],
+        rows: TableRows,
+        prefix_cache: PrefixCache | None = None,
+        groups: CacheGroups = ONE_GROUP,
+    ) -> None:
+        self.row_numbers: list[int] = []
+        self.chain: list[CachedBlock] = []  # contents of the leading full blocks that are published or adopted
         self._pool = pool
         self._rows = rows
         self._prefix_cache = prefix_cache
-        self.chain: list[CachedBlock] = []  # contents of the leading full blocks that are published or adopted
+        self._groups = groups
+        self._clear()
+
+    def _clear(self) -> None:
+        self.ids: list[list[int]] = [[] for _ in self._groups.windows]
+        self.firsts = [0] * len(self._groups)
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks that it holds, group after group."""
+        return [block for ids, first in zip(self.ids, self.firsts, strict=True) for block in ids[first:]]
 
     def __len__(self) -> int:
-        return len(self.block_ids)
+        """Blocks that it holds."""
+        return len(self.ids[0]) * len(self._groups) - sum(self.firsts)
 
-    def blocks_missing(self, num_tokens: int) -> int:
-        """Blocks that `grow(num_tokens)` would take."""
-        return max(0, blocks_for(num_tokens, self._pool.block_size) - len(self.block_ids))
+    def blocks_missing(self, num_tokens: int, start: int = 0) -> int:
+        """Blocks that `grow` would take."""
+        filled, end = len(self.ids[0]), blocks_for(num_tokens, self._pool.block_size)
+        if end <= filled:
+            return 0
+        firsts = (self._groups.first_block(group, start) for group in range(len(self._groups)))
+        return sum(end - min(end, max(filled, first)) for first in firsts)
 
-    def grow(self, num_tokens: int) -> None:
-        """Have room for at least `num_tokens` tokens. Raises OutOfBlocksError, with nothing changed, if too few blocks
-        are free."""
-        missing = self.blocks_missing(num_tokens)
-        if missing:
-            self._put(len(self.block_ids), self._pool.allocate(missing))
+    def grow(self, num_tokens: int, start: int = 0) -> None:
+        """Have room for at least `num_tokens` tokens. Those before `start` are computed, so blocks that no later token
+        sees are given back. Raises OutOfBlocksError, with nothing taken, if too few blocks are free."""
+        self.give_back(start)
+        missing = self.blocks_missing(num_tokens, start)
+        end = blocks_for(num_tokens, self._pool.block_size)
+        new = iter(self._pool.allocate(missing))
+        filled = len(self.ids[0])
+        for group in range(len(self._groups)) if end > filled else ():
+            first = min(end, max(filled, self._groups.first_block(group, start)))
+            if first > filled:
+                self.firsts[group] = first
+            self._put(group, filled, [*[UNUSED] * (first - filled), *(next(new) for _ in range(first, end))])
 
-    def _put(self, first: int, block_ids: list[int]) -> None:
+    def give_back(self, position: int) -> None:
+        """Release the blocks that no query at `position` or later sees."""
+        if self._groups.keeps_all:
+            return
+        for group, ids in enumerate(self.ids):
+            begin = self.firsts[group]
+            end = min(len(ids), self._groups.first_block(group, position))
+            if end > begin:
+                self._pool.release(ids[begin:end], passed=True)
+                ids[begin:end] = [UNUSED] * (end - begin)
+                self._rows.clear(self.row_numbers[group], begin, end)
+                self.firsts[group] = end
+
+    def _put(self, group: int, first: int, block_ids: list[int]) -> None:
         """Replace the entries from `first` on with `block_ids`."""
-        if self.row is None:
-            self.row = self._rows.take()
-        self.block_ids[first:] = block_ids
-        self._rows.write(self.row, first, block_ids)
+        if not self.row_numbers:
+            self.row_numbers = [self._rows.take() for _ in self.ids]
+        self.ids[group][first:] = block_ids
+        self._rows.write(self.row_numbers[group], first, block_ids)
 
     def adopt(self, hit: Sequence[CachedBlock]) -> None:
-        """Share the blocks of a hit, after those of the chain. They replace the private blocks at their positions."""
-        for cached in hit:
-            self._pool.share(cached.block)
-        first = len(self.chain)
-        replaced = self.block_ids[first:]
-        self._put(first, [cached.block for cached in hit])
-        self.chain += hit
-        self._pool.release(reversed(replaced))
+        """Share the blocks of a hit, after those of the chain. They replace the private blocks at their positions, and
+        later positions. In a group with a window, only those that the next token sees are shared; all must be there."""
+        known, self.chain = len(self.chain), [*self.chain, *hit]
+        end = len(self.chain)
+        for group, ids in enumerate(self.ids):
+            first, held = self._groups.first_block(group, end * self._pool.block_size), self.firsts[group]
+            kept = range(max(first, held), known)
+            new = [ids[i] if i in kept else self.chain[i].blocks[group] for i in range(first, end)]
+            for i, block in enumerate(new, first):
+                if i not in kept:
+                    self._pool.share(block)
+            replaced = [ids[i] for i in reversed(range(held, len(ids))) if i not in kept]
+            self._put(group, 0, [*[UNUSED] * first, *new])
+            self.firsts[group] = first
+            self._pool.release(replaced)
+
+    def can_fork(self, num_tokens: int) -> bool:
+        """Whether it still holds all blocks that a fork of `num_tokens` tokens needs."""
+        return all(first <= self._groups.first_block(group, num_tokens) for group, first in enumerate(self.firsts))
 
     def fork(self, parent: BlockTable, num_tokens: int) -> None:
         """Fill an empty table with the parent's blocks of `num_tokens` tokens. The last one may be partly full."""
-        if self.block_ids:
+        if self.ids[0]:
             raise ValueError("only an empty table can become a fork")
-        self._put(0, parent.block_ids[: blocks_for(num_tokens, self._pool.block_size)])
-        for block in self.block_ids:
-            self._pool.share(block)
+        end = blocks_for(num_tokens, self._pool.block_size)
+        for group, ids in enumerate(parent.ids):
+            first = self._groups.first_block(group, num_tokens)
+            self._put(group, 0, [*[UNUSED] * first, *ids[first:end]])
+            self.firsts[group] = first
+            for block in ids[first:end]:
+                self._pool.share(block)
         self.chain = parent.chain[: num_tokens // self._pool.block_size]
 
     def is_shared(self, position: int) -> bool:
-        """Whether the block of `position` has another owner. False if there is no such block yet."""
-        index = position // self._pool.block_size
-        return index < len(self.block_ids) and self._pool.ref_count(self.block_ids[index]) > 1
+        """Whether the block of `position` has another owner, which is so in all groups or in none: only a fork shares
+        a block that is not full. False if there is no such block yet."""
+        index, ids = position // self._pool.block_size, self.ids[0]
+        return index < len(ids) and self._pool.ref_count(ids[index]) > 1
 
-    def make_private(self, position: int) -> tuple[int, int]:
-        """Replace the block of `position` with a new private block, for copy-on-write.
+    def make_private(self, position: int) -> list[tuple[int, int]]:
+        """Replace the block of `position` in every group with a new private block, for copy-on-write.
 
-        Returns (source, target) of the copy that must happen before either is written. Raises OutOfBlocksError.
+        Returns (source, target) of the copies that must happen before either is written. Raises OutOfBlocksError.
         """
         index = position // self._pool.block_size
-        source = self.block_ids[index]
-        [target] = self._pool.allocate(1)
-        self._pool.release([source])
-        self._put(index, [target, *self.block_ids[index + 1 :]])
+        sources = [ids[index] for ids in self.ids]
+        targets = self._pool.allocate(len(sources))
+        self._pool.release(sources)
+        for group, target in enumerate(targets):
+            self._put(group, index, [target, *self.ids[group][index + 1 :]])
         del self.chain[index:]
-        return source, target
+        return list(zip(sources, targets, strict=True))
 
     def publish(self, token_ids: Sequence[int], num_tokens: int, keys: Sequence[bytes]) -> None:
         """Publish the full blocks of the first `num_tokens` tokens. keys: the hashes of all full blocks."""
@@ -95,15 +151,17 @@ class BlockTable:
         for index in range(len(self.chain), num_tokens // size):
             parent = self.chain[-1] if self.chain else None
             tokens = tuple(token_ids[index * size : (index + 1) * size])
-            self.chain.append(self._prefix_cache.insert(keys[index], parent, tokens, self.block_ids[index]))
+            blocks = [ids[index] for ids in self.ids]
+            self.chain.append(self._prefix_cache.insert(keys[index], parent, tokens, blocks))
 
     def unpublish(self, num_full_blocks: int) -> list[int]:
         """Undo the publication of the blocks from `num_full_blocks` on, because their contents were not computed.
 
         Returns their ids. Other tables may have adopted them and must not keep them.
         """
-        own = set(self.block_ids[num_full_blocks:])
-        unpublished = [cached.block for cached in self.chain[num_full_blocks:] if cached.block in own]
+        own = {block for ids in self.ids for block in ids[num_full_blocks:]}
+        unpublished = [block for cached in self.chain[num_full_blocks:] for block in cached.blocks if block in own]
+        unpublished = [block for block in unpublished if block != UNUSED]
         for block in unpublished:
             self._pool.forget(block)
         del self.chain[num_full_blocks:]
@@ -111,8 +169,9 @@ class BlockTable:
 
     def release(self) -> None:
         """Free all blocks, the last first, so that the tail of a prefix is evicted before its head."""
-        self._pool.release(reversed(self.block_ids))
-        if self.row is not None:
-            self._rows.release(self.row)
-        self.block_ids, self.row = [], None
-        self.chain = []
+        held = [(i, group) for group, first in enumerate(self.firsts) for i in range(first, len(self.ids[group]))]
+        self._pool.release(self.ids[group][i] for i, group in sorted(held, reverse=True))
+        for row in self.row_numbers:
+            self._rows.release(row)
+        self.row_numbers, self.chain = [], []
+        self._clear()

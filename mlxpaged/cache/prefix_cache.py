@@ -1,8 +1,11 @@
 """Finds blocks by their contents, so that a known prefix of a prompt is not computed again.
 
-A full block's key is a 128-bit hash of its predecessor's key and its own tokens. The first key is made from a seed: the
-model and the KV type, on which KV values also depend. The hash only finds a candidate: a hit also needs equal tokens
-and the same predecessor. So a collision causes a miss and never shares the KV of another prompt.
+The key of a full block of tokens is a 128-bit hash of its predecessor's key and its own tokens. The first key is made
+from a seed: the model and the KV type, on which KV values also depend. The hash only finds a candidate: a hit also
+needs equal tokens and the same predecessor. So a collision causes a miss and never shares the KV of another prompt.
+
+The KV of these tokens is in one block for each cache group. A hit needs all blocks of the groups without a window, and
+of the others only those that the next token sees.
 """
 
 from __future__ import annotations
@@ -11,18 +14,32 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlxpaged.cache.block_pool import BlockPool
+from mlxpaged.cache.groups import ONE_GROUP, CacheGroups
+from mlxpaged.cache.table_rows import UNUSED
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: two equal contents at two times are two records
+@dataclass(eq=False)  # compared by identity: two equal contents at two times are two records
 class CachedBlock:
-    """Content of a published block: its tokens, preceded by those of `parent` and its ancestors."""
+    """Content of published blocks: `tokens`, preceded by those of `parent` and its ancestors.
+
+    blocks: for each group, the block that has it, or UNUSED. num_children: records in the cache that have this parent.
+    """
 
     key: bytes
     parent: CachedBlock | None
     tokens: tuple[int, ...]
-    block: int
+    blocks: list[int]
+    num_children: int = 0
+
+
+class Content(NamedTuple):
+    """What the pool stores for a published block."""
+
+    record: CachedBlock
+    group: int
 
 
 def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
@@ -31,13 +48,19 @@ def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PrefixCache:
-    """Index of the published blocks of one pool. seed: all that KV values depend on, except the tokens."""
+    """Index of the published blocks of one pool. seed: all that KV values depend on, except the tokens.
 
-    def __init__(self, pool: BlockPool[CachedBlock], seed: bytes = b"") -> None:
+    A record is dropped with its block of a group without a window: no prompt can be continued from it then. If all
+    groups have windows, it is kept while it has a block or children.
+    """
+
+    def __init__(self, pool: BlockPool[Content], seed: bytes = b"", groups: CacheGroups = ONE_GROUP) -> None:
         self._pool = pool
         self._pool.on_evict = self._drop
         self._root = hashlib.blake2b(seed, digest_size=16).digest()
         self._by_key: dict[bytes, CachedBlock] = {}
+        self._groups = groups
+        self._windowed = [group for group, window in enumerate(groups.windows) if window is not None]
         self.on_drop: Callable[[CachedBlock], None] | None = None
 
     def __len__(self) -> int:
@@ -53,7 +76,7 @@ class PrefixCache:
     def match(
         self, keys: Sequence[bytes], token_ids: Sequence[int], prefix: Sequence[CachedBlock] = ()
     ) -> list[CachedBlock]:
-        """The longest chain of cached blocks for these keys and tokens that follows the blocks of `prefix`."""
+        """The longest chain of records for these keys and tokens that follows those of `prefix`."""
         size = self._pool.block_size
         chain: list[CachedBlock] = []
         parent = prefix[-1] if prefix else None
@@ -67,33 +90,76 @@ class PrefixCache:
             parent = found
         return chain
 
-    def insert(self, key: bytes, parent: CachedBlock | None, tokens: tuple[int, ...], block: int) -> CachedBlock:
-        """Publish a block. Returns the record of its content.
+    def usable(self, chain: Sequence[CachedBlock], firsts: Sequence[int] = (), num_own: int = 0) -> int:
+        """The most leading blocks of a chain from which a sequence can go on: its next token sees only cached blocks
+        and blocks that the sequence holds itself, those from `firsts[group]` to `num_own`."""
 
-        If another block already has the same content, that block's record is returned, and `block` stays private to its
-        sequence. If other content has the same key (a collision), the new block is not indexed.
+        def last_missing(group: int, length: int) -> int:
+            own = range(firsts[group], num_own) if num_own else range(0)
+            seen = range(self._groups.first_block(group, length * self._pool.block_size), length)
+            return next((i for i in reversed(seen) if i not in own and chain[i].blocks[group] == UNUSED), UNUSED)
+
+        length = len(chain)
+        while length and self._windowed:
+            missing = max(last_missing(group, length) for group in self._windowed)
+            if missing == UNUSED:
+                break
+            length = missing
+        return length
+
+    def insert(self, key: bytes, parent: CachedBlock | None, tokens: tuple[int, ...], blocks: list[int]) -> CachedBlock:
+        """Publish the blocks of one content, one for each group or UNUSED. Returns its record.
+
+        If the cache has this content already, its record gets the blocks that it lacks, and the others stay private to
+        their sequence. If other content has the same key (a collision), the blocks are not indexed.
         """
-        existing = self._by_key.get(key)
-        if existing is not None and existing.parent is parent and existing.tokens == tokens:
-            return existing
-        record = CachedBlock(key, parent, tokens, block)
-        if existing is not None and not self._reachable(existing.parent):
-            self._pool.forget(existing.block)  # its predecessor was evicted, so no prompt can find it
-            existing = None
-        if existing is None and self._reachable(parent):
+        record = self._by_key.get(key)
+        if record is not None and (record.parent is not parent or record.tokens != tokens):
+            if self._reachable(record.parent):
+                return CachedBlock(key, parent, tokens, [UNUSED] * len(blocks))
+            self._remove(record)  # its predecessor was evicted, so no prompt can find it
+            record = None
+        if record is None:
+            record = CachedBlock(key, parent, tokens, [UNUSED] * len(blocks))
+            if not self._reachable(parent):
+                return record
             self._by_key[key] = record
-            self._pool.remember(block, record)
+            if parent is not None:
+                parent.num_children += 1
+        for group, block in enumerate(blocks):
+            if block != UNUSED and record.blocks[group] == UNUSED:
+                record.blocks[group] = block
+                self._pool.remember(block, Content(record, group))
         return record
 
     def _reachable(self, parent: CachedBlock | None) -> bool:
         return parent is None or self._by_key.get(parent.key) is parent
 
-    def _drop(self, block: int, content: CachedBlock) -> None:
-        del self._by_key[content.key]
+    def _drop(self, _block: int, content: Content) -> None:
+        """A block of a record was evicted."""
+        record, group = content
+        record.blocks[group] = UNUSED
+        if group not in self._windowed:
+            self._remove(record)
+        parent: CachedBlock | None = record
+        while parent is not None and not parent.num_children and set(parent.blocks) == {UNUSED}:
+            self._remove(parent)
+            parent = parent.parent
+
+    def _remove(self, record: CachedBlock) -> None:
+        """Forget a record and the blocks that it still has."""
+        if self._by_key.get(record.key) is not record:
+            return
+        del self._by_key[record.key]
+        if record.parent is not None:
+            record.parent.num_children -= 1
         if self.on_drop is not None:
-            self.on_drop(content)
+            self.on_drop(record)
+        for block in record.blocks:
+            if block != UNUSED:
+                self._pool.forget(block)
 
     def clear(self) -> None:
         """Forget every cached block. Running sequences keep their blocks."""
         for record in list(self._by_key.values()):
-            self._pool.forget(record.block)
+            self._remove(record)

@@ -43,6 +43,10 @@ class TableRows:
         self._ids[row, end : self._lengths[row]] = UNUSED
         self._lengths[row] = end
 
+    def clear(self, row: int, first: int, end: int) -> None:
+        """Make the row's entries from `first` to `end` UNUSED."""
+        self._ids[row, first:end] = UNUSED
+
     def select(self, rows: Sequence[int]) -> IntArray:
         """A copy [n, b] of some rows. b is the length of the longest; shorter rows are padded with UNUSED."""
         index = np.asarray(rows, dtype=np.intp)

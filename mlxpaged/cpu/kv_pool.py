@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,42 +14,44 @@ from mlxpaged.cpu.attention_plan import make_plan
 if TYPE_CHECKING:
     from mlxpaged.attention.layout import KVLayout
     from mlxpaged.attention.metadata import AttentionMetadata
-    from mlxpaged.attention.pool import Options
+    from mlxpaged.attention.pool import Memory, Options
 
 
 class CpuPool:
     """Keys and values are laid out as `KV` says."""
 
-    def __init__(self, num_blocks: int, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, memory: Memory) -> None:
         self._num_kv_heads = layout.num_kv_heads
-        matrices = num_blocks * layout.num_kv_heads
-        self._keys = mx.zeros((matrices, layout.block_size, layout.key_size), layout.dtype)
-        self._values = (
-            None if layout.latent else mx.zeros((matrices, layout.block_size, layout.value_size), layout.dtype)
-        )
-        self._value_size = layout.value_size
+        self._shapes = (-1, layout.block_size, layout.key_size), (-1, layout.block_size, layout.value_size)
+        self._memory = memory
 
     @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        return (self._keys,) if self._values is None else (self._keys, self._values)
+    def _keys(self) -> mx.array:
+        return self._memory.keys.reshape(self._shapes[0])
+
+    @property
+    def _values(self) -> mx.array | None:
+        return None if self._memory.values is None else self._memory.values.reshape(self._shapes[1])
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         slots, unused = slot_indices(meta, self._num_kv_heads)
-        self._keys[slots] = keys
-        if self._values is not None and values is not None:
-            self._values[slots] = values
+        self._update(slots, keys, values)
         if unused is not None:
-            self._keys[unused] = 0.0
-            if self._values is not None:
-                self._values[unused] = 0.0
+            self._update(unused, 0.0, 0.0)
+
+    def _update(self, at: Any, keys: mx.array | float, values: mx.array | float | None) -> None:
+        of_keys, of_values = self._shapes
+        self._memory.update("keys", of_keys, at, keys)
+        if values is not None and self._memory.values is not None:
+            self._memory.update("values", of_values, at, values)
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         heads = queries.shape[1], self._num_kv_heads
         key = ("plan", options.locality, heads)
         if key not in meta.derived:
             meta.derived[key] = make_plan(meta, options.locality, *heads)
-        values = self._keys if self._values is None else self._values
-        kv = KV(self._keys, values, self._num_kv_heads, self._value_size)
+        keys, values = self._keys, self._values
+        kv = KV(keys, keys if values is None else values, self._num_kv_heads, self._shapes[1][2])
         return attend(queries, kv, meta.derived[key], options)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -63,10 +65,7 @@ class CpuPool:
         return keys, values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
-        matrices = self._matrices_of(ids)
-        self._keys[matrices] = keys
-        if self._values is not None:
-            self._values[matrices] = values
+        self._update(self._matrices_of(ids), keys, values)
 
     def _matrices_of(self, ids: Sequence[int]) -> mx.array:
         """[block, kv_head]"""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mlxpaged.attention import Limits, choose_backend, choose_tunings
-from mlxpaged.cache import blocks_for
+from mlxpaged.cache import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
@@ -17,6 +17,7 @@ from mlxpaged.engine.memory import StateMemory, kv_blocks, state_checkpoints, sw
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.models import ServedModel, UnsupportedModelError, load_embedding_model, own_embedding_model
+from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.scheduler import Scheduler
 
@@ -36,9 +37,11 @@ def build_engine(
     MemoryError if the KV pools, the recurrent states or the swap space do not fit, and SwapSpaceError if the swap
     space's directory cannot be used.
     """
-    per_block = bytes_per_token(served.layers) * config.block_size
-    per_sequence = blocks_for(served.context_length, config.block_size)
     per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
+    layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.context_length)
+    groups = CacheGroups(layout.windows, config.block_size)
+    per_block = (bytes_per_token(served.layers) if own_caches else layout.bytes_per_token) * config.block_size
+    per_sequence = groups.blocks_needed(served.context_length, config.max_num_batched_tokens)
     checkpoints = config.prefix_caching and not own_caches
     num_checkpoints = 0
     if checkpoints:
@@ -52,6 +55,7 @@ def build_engine(
     kv_type = ",".join(sorted({str(spec.dtype) for spec in served.kv_layers}))
     scheduler_config = replace(
         config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode()),
+        windows=layout.windows,
         recurrent=keeps_states(served.layers),
         num_checkpoints=num_checkpoints,
         swap_slots_per_state=-(-per_state // per_block) if slots else 0,
@@ -63,7 +67,7 @@ def build_engine(
     return EngineCore(
         served,
         Scheduler(scheduler_config, clock),
-        ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir),
+        ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout),
         Sampler(served.vocab_size),
         Grammars(served.tokenizer, served.vocab_size),
         clock,

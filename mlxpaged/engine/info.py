@@ -23,7 +23,8 @@ class EngineInfo:
         self.kv_cache_bytes = core.runner.kv_cache_bytes  # of all KV pools
         self.states = core.states  # what is reserved for recurrent states
         self.num_blocks, self.block_size = pool.num_blocks, pool.block_size
-        self.num_swap_slots = core.scheduler.config.num_swap_slots  # KV blocks that the swap space holds
+        self.scheduler_config = core.scheduler.config
+        self.num_swap_slots = self.scheduler_config.num_swap_slots  # KV blocks that the swap space holds
         self.backend = core.runner.backend
         self.created = int(time.time())  # Unix time
         self.grammars = core.grammars
@@ -37,7 +38,9 @@ class EngineInfo:
 
     @property
     def max_tokens_in_pool(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens of the longest sequence that the pool can hold."""
+        groups, chunk = self.scheduler_config.groups, self.scheduler_config.max_num_batched_tokens
+        return groups.most_tokens(self.num_blocks, chunk, max(self.context_length, self.num_blocks * self.block_size))
 
     @property
     def max_model_len(self) -> int:
@@ -59,5 +62,5 @@ class EngineInfo:
                 max_tokens,
                 self.context_length,
             )
-        check_fits(num_prompt_tokens, max_tokens, self.num_blocks, self.block_size)
+        check_fits(num_prompt_tokens, max_tokens, self.scheduler_config)
         return self.max_model_len - num_prompt_tokens if max_tokens is None else max_tokens

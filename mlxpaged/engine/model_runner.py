@@ -16,6 +16,7 @@ from mlxpaged import attention
 from mlxpaged.attention.metadata import IntArray
 from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import ServedModel, synchronize
+from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.states import StateRow
 from mlxpaged.scheduler import Batch, BlockMoves
@@ -57,7 +58,8 @@ class ModelRunner:
     """Owns the KV pools and runs the model. It belongs to the thread that made it, because MLX streams are bound to a
     thread. Calls of `forward` from other threads are refused.
 
-    tunings: by the shape of a layer; shapes that are missing have the default tuning.
+    tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
+    model's layers; by default one.
     """
 
     def __init__(
@@ -69,17 +71,18 @@ class ModelRunner:
         tunings: Mapping[attention.AttentionShape, attention.Tuning] | None = None,
         num_swap_slots: int = 0,
         swap_dir: Path | None = None,
+        layout: CacheLayout | None = None,
     ) -> None:
         self._model = served.model
         self._rows = served.rows
         self._block_size = block_size
-        self._caches = ModelCaches(served.layers, num_blocks, block_size, backend, tunings)
+        self._caches = ModelCaches(served.layers, num_blocks, block_size, backend, tunings, layout=layout)
         self.layers = self._caches.layers
+        self.pools = self._caches.pools
         self._states = self._caches.states
         self._recurrent = self._caches.recurrent
-        pools = [layer.kv for layer in self.layers]
         self.backend = attention.resolve_backend(backend)
-        self.swap = SwapSpace(pools, num_swap_slots, swap_dir) if num_swap_slots else None
+        self.swap = SwapSpace(self.pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self.thread_id = threading.get_ident()
         self.model_calls = 0
         mx.eval(self._caches.arrays)
@@ -95,7 +98,7 @@ class ModelRunner:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return sum(layer.kv.nbytes for layer in self.layers)
+        return sum(pool.nbytes for pool in self.pools)
 
     @property
     def overlaps(self) -> bool:
@@ -116,10 +119,11 @@ class ModelRunner:
     ) -> mx.array:
         """Return logits [R, V] of the R rows that sample, in the order of the batch; not yet evaluated.
 
-        Writes the keys and values of the batch's tokens into their blocks. block_tables: of the batch's rows, padded as
-        in AttentionMetadata. sampled: tokens of the step in flight, which replace the batch's pending tokens. running:
-        ids of all running sequences; recurrent states of others are dropped. Token ids and metadata go to the device in
-        one upload; a backend's plan may add a few more. If it raises, no recurrent state has changed.
+        Writes the keys and values of the batch's tokens into their blocks. block_tables[G, n, b]: of the batch's n rows
+        for each cache group, padded as in AttentionMetadata. sampled: tokens of the step in flight, which replace the
+        batch's pending tokens. running: ids of all running sequences; recurrent states of others are dropped. Token ids
+        and metadata go to the device in one upload; a backend's plan may add a few more. If it raises, no recurrent
+        state has changed.
         """
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
@@ -138,8 +142,9 @@ class ModelRunner:
         if PENDING in tokens:
             assert sampled is not None
             more.append(indices_of_pending(batch, token_ids, last, sampled))
-        meta, (ids, wanted_rows, *indices) = attention.AttentionMetadata.upload(
-            query_lens, [row.start + row.num_tokens for row in rows], block_tables, self._block_size, more
+        contexts = [row.start + row.num_tokens for row in rows]
+        metas, (ids, wanted_rows, *indices) = attention.AttentionMetadata.upload(
+            query_lens, contexts, block_tables, self._block_size, more, self._caches.views
         )
         if sampled is not None and indices:
             ids = mx.where(ids == PENDING, sampled.tokens[indices[0]], ids)
@@ -147,7 +152,7 @@ class ModelRunner:
             if self._rows is not None:
                 self._rows.rows = wanted_rows
             rows_of_states = state_rows(batch) if self._states else ()
-            logits = self._caches.run(self._model, ids, meta, rows_of_states, running)
+            logits = self._caches.run(self._model, ids, metas, rows_of_states, running)
             self.model_calls += 1
         finally:
             if self._rows is not None:
@@ -163,8 +168,8 @@ class ModelRunner:
                 self.swap.store_arrays(
                     slots, [array for state in self._recurrent for array in state.saved(sequence_id)]
                 )
-        for layer in self.layers:
-            layer.kv.copy_blocks(moves.copies)
+        for pool in self.pools:
+            pool.copy_blocks(moves.copies)
         if self.swap is not None:
             self.swap.load(moves.swap_in)
             for slots, sequence_id in moves.states_in:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,34 +16,43 @@ from mlxpaged.attention import (
     LayerKVCache,
     PagedLayer,
     StepContext,
+    TableView,
     Tuning,
 )
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
-from mlxpaged.models.layers import LayerSpec, PerSequence, Recurrent
+from mlxpaged.models.cache_groups import CacheLayout, one_group
+from mlxpaged.models.layers import LayerSpec, PerSequence, Recurrent, kv_layers
 from mlxpaged.models.states import RecurrentLayer, SequenceCaches, StateRow, StateStep
 
 
 class ModelCaches:
     """What an unmodified mlx-lm model gets as its caches: paged KV pools and recurrent states, by the specs.
 
-    layers: the KV layers. states: the layers with states or caches of single sequences.
+    layout: places the KV layers in the pools; by default each has its own. pools: the memory of all blocks. layers: the
+    KV layers. views: the block tables that they use. states: the layers with states or caches of single sequences.
     """
 
     def __init__(
         self,
-        specs: Iterable[LayerSpec],
+        specs: Sequence[LayerSpec],
         num_blocks: int,
         block_size: int = DEFAULT_BLOCK_SIZE,
         backend: str = "auto",
         tunings: Mapping[AttentionShape, Tuning] | None = None,
         layer_types: tuple[type[PagedLayer], type[LatentLayer]] = (PagedLayer, LatentLayer),
+        layout: CacheLayout | None = None,
     ) -> None:
         self.step = StepContext()
         self.state_step = StateStep()
         self.layers: list[PagedLayer] = []
         self.states: list[RecurrentLayer | SequenceCaches] = []
-        self._make_pool = partial(LayerKVCache.from_layout, num_blocks, backend=backend)
         self._block_size, self._tunings, self._types = block_size, tunings or {}, layer_types
+        layout = layout or one_group(kv_layers(specs))
+        self.pools = [
+            LayerKVCache.from_layout(num_blocks, spec.kv_layout(block_size), backend) for spec in layout.places
+        ]
+        self._places = iter(layout.layers)
+        self.views = list(dict.fromkeys(each.view for each in layout.layers)) or [TableView()]
         self.caches = [self._make(spec) for spec in specs]
 
     def _make(self, spec: LayerSpec) -> Any:
@@ -58,9 +66,10 @@ class ModelCaches:
         if isinstance(spec, PerSequence):
             self.states.append(SequenceCaches(spec.make, self.state_step))
             return self.states[-1]
+        place, view = next(self._places)
         tuning = self._tunings.get(spec.attention_shape(self._block_size), DEFAULT_TUNING)
-        pool = self._make_pool(spec.kv_layout(self._block_size), tuning=tuning)
-        self.layers.append(self._types[spec.latent](pool, self.step, spec.window, spec.chunk))
+        kv = self.pools[place].view(spec.kv_layout(self._block_size), tuning)
+        self.layers.append(self._types[spec.latent](kv, self.step, spec.window, spec.chunk, self.views.index(view)))
         return self.layers[-1]
 
     @property
@@ -71,22 +80,23 @@ class ModelCaches:
     @property
     def arrays(self) -> list[mx.array]:
         """Evaluated at the end of a step, so that its writes are done."""
-        pools = [array for layer in self.layers for array in layer.kv.arrays]
+        pools = [array for pool in self.pools for array in pool.arrays]
         return [*pools, *(array for state in self.states for array in state.arrays)]
 
     def run(
         self,
         model: Any,
         tokens: mx.array,
-        meta: AttentionMetadata,
+        metas: Sequence[AttentionMetadata],
         rows: Sequence[StateRow] = (),
         running: Container[int] = (),
     ) -> mx.array:
-        """Logits [T, 1, V] of the tokens [T]. rows: the sequences of the step, if the model has recurrent layers.
+        """Logits [T, 1, V] of the tokens [T]. metas: for each of `views`. rows: the sequences of the step, if the model
+        has recurrent layers.
 
         running: ids of all sequences that need a state; the states of others are dropped.
         """
-        self.step.begin(meta)
+        self.step.begin(metas)
         self.state_step.begin(rows if self.states else ())
         try:
             logits: mx.array = model(tokens[:, None], cache=self.caches)
@@ -101,7 +111,7 @@ class ModelCaches:
 
     def clear(self) -> None:
         """Make all pools anew and drop all states."""
-        for layer in self.layers:
-            layer.kv.clear()
+        for pool in self.pools:
+            pool.clear()
         for state in self.states:
             state.clear()

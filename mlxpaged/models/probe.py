@@ -135,7 +135,7 @@ def run(
     model: Any, caches: ModelCaches, tokens: list[int], meta: AttentionMetadata, rows: Sequence[StateRow]
 ) -> mx.array:
     try:
-        logits = caches.run(model, mx.array(tokens), meta, rows, range(3))
+        logits = caches.run(model, mx.array(tokens), [meta], rows, range(3))
         mx.eval(logits, caches.arrays)
     except UnsupportedModelError:
         raise

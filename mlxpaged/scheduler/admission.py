@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from mlxpaged.cache import blocks_for
 from mlxpaged.scheduler.block_manager import Reuse
+from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.preemption import Preemption
 from mlxpaged.scheduler.sequence import Sequence, SequenceStatus
 
@@ -24,13 +24,16 @@ class PromptTooLongError(ValueError):
         self.limit = limit
 
 
-def check_fits(num_prompt_tokens: int, max_tokens: int | None, num_blocks: int, block_size: int) -> None:
+def check_fits(num_prompt_tokens: int, max_tokens: int | None, config: SchedulerConfig) -> None:
     """Raises PromptTooLongError if the pool is too small. The last token of an answer is never run through the model,
     so it needs no room."""
-    needed, room = num_prompt_tokens + (max_tokens or 1) - 1, num_blocks * block_size
-    if needed > room:
+    groups, chunk, num_blocks = config.groups, config.max_num_batched_tokens, config.num_blocks
+    needed = num_prompt_tokens + (max_tokens or 1) - 1
+    blocks = groups.blocks_needed(needed, chunk)
+    if blocks > num_blocks:
+        room = groups.most_tokens(num_blocks, chunk, needed)
         raise PromptTooLongError(
-            f"the request needs KV memory for {needed} tokens ({blocks_for(needed, block_size)} blocks); the pool "
+            f"the request needs KV memory for {needed} tokens ({blocks} blocks); the pool "
             f"holds {room} tokens ({num_blocks} blocks): raise --kv-cache-memory",
             num_prompt_tokens,
             max_tokens,

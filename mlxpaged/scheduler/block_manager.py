@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
 from mlxpaged.cache import BlockPool, BlockTable, OutOfBlocksError, TableRows, blocks_for
 from mlxpaged.cache.checkpoints import Checkpoints
-from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache
+from mlxpaged.cache.prefix_cache import CachedBlock, Content, PrefixCache
 from mlxpaged.scheduler.batch import BlockMoves
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.junctions import Junctions
@@ -35,8 +36,9 @@ class BlockManager:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
-        self.pool: BlockPool[CachedBlock] = BlockPool(config.num_blocks, config.block_size)
-        self.prefix_cache = PrefixCache(self.pool, config.cache_seed) if config.prefix_caching else None
+        self.groups, self._longest_chunk = config.groups, config.max_num_batched_tokens
+        self.pool: BlockPool[Content] = BlockPool(config.num_blocks, config.block_size)
+        self.prefix_cache = PrefixCache(self.pool, config.cache_seed, self.groups) if config.prefix_caching else None
         self.tables = TableRows()
         self.swap: BlockPool[None] | None = None
         if config.num_swap_slots:
@@ -58,23 +60,51 @@ class BlockManager:
 
     def find(self, sequence: Sequence, fork_of: Sequence | None = None) -> Reuse:
         """Find what a sequence without blocks can reuse. Its last token is always computed, for the logits."""
-        if not self.recurrent:
-            return Reuse((), fork_of) if fork_of is not None else Reuse(self._match(sequence))
-        hit = self._match(sequence)  # a fork too: its parent's state has passed the last token of the prompt
-        if sequence.num_swapped_tokens:
-            return Reuse(hit[: sequence.num_swapped_tokens // self.block_size])
-        return Reuse(hit[: self.checkpoints.deepest(hit)])
+        if fork_of is not None and not self.recurrent:  # a parent's recurrent state has passed the end of the prompt
+            parent = fork_of.block_table
+            if parent is not None and parent.can_fork(len(sequence.token_ids) - 1):
+                return Reuse((), fork_of)
+        hit = self._match(sequence)
+        if self.recurrent and sequence.num_swapped_tokens:  # its state is in swap space
+            hit = hit[: sequence.num_swapped_tokens // self.block_size]
+            return Reuse(hit[: self._last_whole_window(hit)])
+        return Reuse(hit[: self._usable(hit)])
 
     def room_for(self, sequence: Sequence, reuse: Reuse) -> int:
         """Free blocks that a waiting sequence needs for all its tokens and the first token of its answer. If it were
         admitted with less room, it could be preempted during its prefill or right after it."""
-        wanted = blocks_for(min(len(sequence.token_ids) + 1, sequence.max_kv_tokens), self.block_size)
+        filled = blocks_for(min(len(sequence.token_ids) + 1, sequence.max_kv_tokens), self.block_size)
         if reuse.fork_of is not None:  # the partly full block is copied
-            return wanted - (len(sequence.token_ids) - 1) // self.block_size
-        in_use = sum(self.pool.ref_count(cached.block) > 0 for cached in reuse.hit)
+            filled -= (len(sequence.token_ids) - 1) // self.block_size
+            return self._most_blocks([filled] * len(self.groups))
+        cached = [0] * len(self.groups)  # found blocks that are not in use: they take a free block too
+        for group, block in self.found_blocks(reuse):
+            cached[group] += self.pool.ref_count(block) == 0
+        needed = self._most_blocks([filled - len(reuse.hit) + count for count in cached])
         gains = self.pool.num_gains, self.checkpoints.num_attached
-        sequence.last_lookup = RoomLookup(len(sequence.token_ids), wanted - in_use, *gains)
-        return wanted - in_use
+        sequence.last_lookup = RoomLookup(len(sequence.token_ids), needed, *gains)
+        return needed
+
+    def room_left_for(self, sequence: Sequence) -> int:
+        """Free blocks that a running sequence still needs for the rest of its prompt or its next token."""
+        table = sequence.block_table
+        assert table is not None
+        held, end = len(table.ids[0]), blocks_for(len(sequence.token_ids), self.block_size)
+        if end <= held:
+            return 0
+        most = (self.groups.most_blocks(group, end, self._longest_chunk) for group in range(len(self.groups)))
+        return sum(min(end - held, count - held + first) for count, first in zip(most, table.firsts, strict=True))
+
+    def _most_blocks(self, num_blocks: ListOf[int]) -> int:
+        """The most blocks that a sequence holds at once, if it takes so many in each group, one after the other."""
+        return sum(self.groups.most_blocks(group, count, self._longest_chunk) for group, count in enumerate(num_blocks))
+
+    def found_blocks(self, reuse: Reuse) -> Iterator[tuple[int, int]]:
+        """(group, block) of the blocks of a hit that its sequence will hold."""
+        for group in range(len(self.groups)):
+            first = self.groups.first_block(group, len(reuse.hit) * self.block_size)
+            for cached in reuse.hit[first:]:
+                yield group, cached.blocks[group]
 
     def least_room_for(self, sequence: Sequence) -> int:
         """A lower bound of `room_for` in O(1). It saves searching the prefix cache for long prompts in every step that
@@ -82,24 +112,31 @@ class BlockManager:
         last = sequence.last_lookup
         if last is None or last.num_tokens != len(sequence.token_ids) or sequence.fork_of is not None:
             return 0
-        if last.num_checkpoints != self.checkpoints.num_attached:
-            return 0  # a new checkpoint can make many cached blocks usable
-        return last.blocks_needed - (self.pool.num_gains - last.num_gains)
+        gains = self.pool.num_gains - last.num_gains
+        if last.num_checkpoints != self.checkpoints.num_attached or (gains and not self.groups.keeps_all):
+            return 0  # a new checkpoint, or the last block of a window, can make many cached blocks usable
+        return last.blocks_needed - gains
 
     def start(self, sequence: Sequence, reuse: Reuse) -> int:
         """Give a sequence its block table, filled with what it reuses. There must be room for it. Returns the number of
         leading tokens that need not be computed."""
-        sequence.block_table = table = BlockTable(self.pool, self.tables, self.prefix_cache)
+        sequence.block_table = table = BlockTable(self.pool, self.tables, self.prefix_cache, self.groups)
         if reuse.fork_of is not None:
             assert reuse.fork_of.block_table is not None
             computed = len(sequence.token_ids) - 1
             table.fork(reuse.fork_of.block_table, computed)
         else:
-            computed = max(len(reuse.hit) * self.block_size, sequence.num_swapped_tokens)
-            table.adopt(reuse.hit)
-            table.grow(computed)
             first = len(reuse.hit)
-            loads = list(zip(sequence.swap_slots[first:], table.block_ids[first:], strict=False))
+            computed = max(first * self.block_size, sequence.num_swapped_tokens)
+            table.adopt(reuse.hit)
+            table.grow(computed, computed)
+            loads = [
+                (slot, table.ids[group][index])
+                for slot, (group, index) in zip(
+                    sequence.swap_slots, self._kept(sequence.num_swapped_tokens), strict=True
+                )
+                if index >= first
+            ]
             self._swap_in += loads
             self.blocks_swapped_in += len(loads)
             sequence.num_swaps_in += bool(sequence.swap_slots)
@@ -112,47 +149,72 @@ class BlockManager:
             sequence.swap_slots, sequence.state_slots, sequence.num_swapped_tokens = [], [], 0
         return computed
 
+    def _kept(self, num_tokens: int) -> list[tuple[int, int]]:
+        """(group, index) of the blocks that a sequence needs to go on after `num_tokens` tokens, in order."""
+        end = blocks_for(num_tokens, self.block_size)
+        return [
+            (group, index)
+            for group in range(len(self.groups))
+            for index in range(self.groups.first_block(group, num_tokens), end)
+        ]
+
     def catch_up(self, sequence: Sequence) -> int:
         """Adopt blocks of the sequence's prompt that other sequences have computed since its last chunk, so that no
         block is computed twice. Returns the number of leading tokens in shared blocks, or 0 if none was adopted."""
         table = sequence.block_table
         assert table is not None
+        known = len(table.chain)
         hit = self._match(sequence, table.chain)
-        if self.recurrent:
-            usable = self.checkpoints.deepest([*table.chain, *hit])
-            if usable * self.block_size <= sequence.num_computed_tokens:
-                return 0
-            hit = hit[: usable - len(table.chain)]
-        if not hit:
+        if not hit and not self.recurrent:
             return 0
+        usable = self._usable([*table.chain, *hit], table)
+        if usable <= known or usable * self.block_size <= sequence.num_computed_tokens:
+            return 0
+        hit = hit[: usable - known]
         table.adopt(hit)
         if self.recurrent:
             self._restore(sequence, hit[-1])
-        return len(table.chain) * self.block_size
+        return usable * self.block_size
 
     def num_available_tokens(self, sequence: Sequence) -> int:
         """Leading tokens whose KV is in its blocks, in swap space or in the prefix cache."""
-        chain = () if sequence.block_table is None else sequence.block_table.chain
-        whole = [*chain, *self._match(sequence, chain)]
-        shared = (self.checkpoints.deepest(whole) if self.recurrent else len(whole)) * self.block_size
+        table = sequence.block_table
+        chain = () if table is None else table.chain
+        shared = self._usable([*chain, *self._match(sequence, chain)], table) * self.block_size
         return max(sequence.num_computed_tokens, sequence.num_swapped_tokens, shared)
 
+    def _usable(self, chain: ListOf[CachedBlock], table: BlockTable | None = None) -> int:
+        """The most leading blocks of a chain from which a sequence with this table can go on."""
+        length = self._last_whole_window(chain, table)
+        while self.recurrent and (deepest := self.checkpoints.deepest(chain[:length])) < length:
+            length = self._last_whole_window(chain[:deepest], table)
+        return length
+
+    def _last_whole_window(self, chain: ListOf[CachedBlock], table: BlockTable | None = None) -> int:
+        if self.prefix_cache is None or self.groups.keeps_all:
+            return len(chain)
+        own = () if table is None else (table.firsts, len(table.chain))
+        return self.prefix_cache.usable(chain, *own)
+
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take blocks for the next `num_tokens` tokens, and copy the block that they begin in if it is shared. Raises
-        OutOfBlocksError, with nothing changed, if too few are free."""
+        """Take blocks for the next `num_tokens` tokens, and copy the block that they begin in if it is shared. Blocks
+        that left a window are given back. Raises OutOfBlocksError, with nothing taken, if too few are free."""
         table = sequence.block_table
         assert table is not None
         start = sequence.num_computed_tokens
+        kept = max(0, start - 1)  # a fork may still have to compute the last token of the prompt
+        table.give_back(kept)
         shared = table.is_shared(start)
-        missing = table.blocks_missing(start + num_tokens) + shared
+        missing = table.blocks_missing(start + num_tokens, kept) + shared * len(self.groups)
         if not missing:
             return
         if missing > self.pool.num_free:
             raise OutOfBlocksError(f"{missing} blocks wanted, {self.pool.num_free} free")
         if shared:
-            self._copies.append(table.make_private(start))
-            self.blocks_copied += 1
-        table.grow(start + num_tokens)
+            copies = table.make_private(start)
+            self._copies += copies
+            self.blocks_copied += len(copies)
+        table.grow(start + num_tokens, kept)
 
     def publish(self, sequence: Sequence) -> None:
         """Publish the full blocks whose tokens are known. Every layer writes before it attends, so a sequence in the
@@ -232,7 +294,7 @@ class BlockManager:
         for position, block in sequence.recent_checkpoints:
             if position > sequence.num_committed_tokens:
                 self.checkpoints.forget(block)
-                invalid.add(block.block)  # those that started from this checkpoint share the block
+                invalid.update(block.blocks)  # those that started from this checkpoint share them
         return invalid
 
     def release(self, sequence: Sequence) -> None:
@@ -251,7 +313,8 @@ class BlockManager:
         if its state is still to be read from a checkpoint."""
         table, computed = sequence.block_table, sequence.num_computed_tokens
         assert table is not None
-        count = blocks_for(computed, self.block_size)
+        blocks = [table.ids[group][index] for group, index in self._kept(computed)]
+        count = len(blocks)
         if self.swap is None or count == 0 or count + self._slots_per_state > self.swap.num_free:
             return False
         if sequence.restore_from is not None:  # it does not have the state of its last computed token yet
@@ -259,7 +322,7 @@ class BlockManager:
         slots, state_slots = self.swap.allocate(count), self.swap.allocate(self._slots_per_state)
         if state_slots:
             self._states_out.append((sequence.sequence_id, state_slots))
-        self._swap_out += zip(table.block_ids, slots, strict=False)
+        self._swap_out += zip(blocks, slots, strict=True)
         self.blocks_swapped_out += count
         self.release(sequence)
         sequence.swap_slots, sequence.state_slots = slots, state_slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mlxpaged.cache import DEFAULT_BLOCK_SIZE
+from mlxpaged.cache import DEFAULT_BLOCK_SIZE, CacheGroups
 
 PREFILL_MODES = ("mixed", "separate")
 
@@ -25,6 +25,8 @@ class SchedulerConfig:
     """KV blocks of the pool."""
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens per KV block."""
+    windows: tuple[int | None, ...] = (None,)
+    """For each cache group, the keys that a query of its layers sees; None for all."""
     num_swap_slots: int = 0
     """KV blocks that the swap space holds. 0: no swap space."""
     recurrent: bool = False
@@ -49,6 +51,10 @@ class SchedulerConfig:
     """Whether blocks are shared between sequences with equal prefixes."""
     cache_seed: bytes = b""
     """All that KV values depend on, except the tokens: the model and the KV type."""
+
+    @property
+    def groups(self) -> CacheGroups:
+        return CacheGroups(self.windows, self.block_size)
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

@@ -48,7 +48,9 @@ class Preemption:
         if self.blocks.least_room_for(sequence) > room + most:
             return None
         reuse = self.blocks.find(sequence)
-        hit = {cached.block for cached in reuse.hit}  # `room_for` has already counted them as available
+        hit = {
+            block for _, block in self.blocks.found_blocks(reuse)
+        }  # `room_for` has already counted them as available
         missing = self.blocks.room_for(sequence, reuse) - room
         dropped: Counter[int] = Counter()
         victims: list[Sequence] = []
@@ -74,12 +76,8 @@ class Preemption:
         next token."""
         return sum(self._reserve(other, sequence) for other in self.running)
 
-    @staticmethod
-    def _reserve(other: Sequence, sequence: Sequence) -> int:
-        if may_preempt(sequence, other):
-            return 0
-        assert other.block_table is not None
-        return other.block_table.blocks_missing(len(other.token_ids))
+    def _reserve(self, other: Sequence, sequence: Sequence) -> int:
+        return 0 if may_preempt(sequence, other) else self.blocks.room_left_for(other)
 
     def preempt(self, sequence: Sequence, swap: bool) -> None:
         """Move a running sequence to the waiting queue. swap: keep its KV in swap space if there is room. Otherwise it

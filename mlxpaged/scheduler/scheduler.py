@@ -79,7 +79,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; a fork is queued once its parent's prompt is computed. Raises PromptTooLongError if the
         sequence could never run."""
-        check_fits(sequence.num_prompt_tokens, sequence.max_tokens, self.pool.num_blocks, self.pool.block_size)
+        check_fits(sequence.num_prompt_tokens, sequence.max_tokens, self.config)
         if sequence.sequence_id in self.sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
         self.sequences[sequence.sequence_id] = sequence
@@ -179,14 +179,16 @@ class Scheduler:
                 self.blocks.publish(sequence)  # the token may be the last of a block that the step in flight computes
 
     def get_block_tables(self, sequence_ids: Iterable[int]) -> IntArray:
-        """Block ids [n, b] of n sequences, in order, padded with -1. Raises KeyError for an id without blocks."""
+        """Block ids [G, n, b] of n sequences, in order, for each cache group; entries without a block are -1. Raises
+        KeyError for an id without blocks."""
         rows = []
         for sequence_id in sequence_ids:
             table = self.sequences[sequence_id].block_table
-            if table is None or table.row is None:
+            if table is None or not table.row_numbers:
                 raise KeyError(f"sequence {sequence_id} has no blocks")
-            rows.append(table.row)
-        return self.blocks.tables.select(rows)
+            rows.append(table.row_numbers)
+        selected = self.blocks.tables.select([row for group in zip(*rows, strict=True) for row in group])
+        return selected.reshape(len(self.blocks.groups), len(rows), selected.shape[1])
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -322,7 +324,8 @@ class Scheduler:
             self._prompt_tokens += sequence.num_prompt_tokens
         logger.debug("admitted %s: %s", sequence.label, sequence.describe_priority(self.clock()))
         if reuse.hit:
-            blocks, count = len(reuse.hit), max(self.pool.ref_count(cached.block) for cached in reuse.hit)
+            blocks = len(reuse.hit)
+            count = max((self.pool.ref_count(block) for _, block in self.blocks.found_blocks(reuse)), default=0)
             message = "%s: prefix_hit=true, %d blocks (%d tokens), reference counts up to %d"
             logger.debug(message, sequence.label, blocks, blocks * self.config.block_size, count)
         return True

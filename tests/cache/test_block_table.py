@@ -90,7 +90,7 @@ def test_adopted_blocks_follow_the_chain_and_replace_private_ones() -> None:
     first = BlockTable(pool, TableRows(), cache)
     fill(first, cache, tokens)
     hit = cache.match(keys, tokens, second.chain)
-    assert [cached.block for cached in hit] == first.block_ids[1:]
+    assert [cached.blocks[0] for cached in hit] == first.block_ids[1:]
     second.adopt(hit)
     assert second.block_ids[1:] == first.block_ids[1:]
     assert pool.usage().used == 5, "the private block is free again; the first is each one's own"
@@ -106,7 +106,7 @@ def test_a_fork_shares_every_block_and_copies_the_one_it_writes_into() -> None:
     assert [pool.ref_count(block) for block in before] == [2, 2, 2]
     assert fork.is_shared(9)
     assert not fork.is_shared(12), "that block is not there yet"
-    source, target = fork.make_private(9)
+    [(source, target)] = fork.make_private(9)
     assert (source, fork.block_ids) == (before[2], [*before[:2], target])
     assert parent.block_ids == before
     assert not parent.is_shared(9), "the last owner writes in place"
@@ -150,7 +150,7 @@ def test_a_private_copy_of_a_published_block_is_no_longer_part_of_the_chain() ->
     fork.fork(parent, 12)
     assert len(fork.chain) == 3
     fork.make_private(5)
-    assert [cached.block for cached in fork.chain] == parent.block_ids[:1]
+    assert [cached.blocks[0] for cached in fork.chain] == parent.block_ids[:1]
 
 
 def test_a_fork_knows_what_its_full_blocks_contain_and_no_more() -> None:
@@ -158,4 +158,4 @@ def test_a_fork_knows_what_its_full_blocks_contain_and_no_more() -> None:
     parent, fork = BlockTable(pool, TableRows(), cache), BlockTable(pool, TableRows(), cache)
     fill(parent, cache, list(range(12)))
     fork.fork(parent, 9)
-    assert [cached.block for cached in fork.chain] == parent.block_ids[:2]
+    assert [cached.blocks[0] for cached in fork.chain] == parent.block_ids[:2]

@@ -92,7 +92,7 @@ def test_with_every_hash_colliding_a_hit_still_holds_the_very_tokens(prompts: li
     contents: dict[int, Tokens] = {}
     for tokens in prompts:
         for index, cached in enumerate(cache.match(keys_of(cache, tokens), tokens)):
-            assert contents[cached.block] == tokens[: 4 * (index + 1)]
+            assert contents[cached.blocks[0]] == tokens[: 4 * (index + 1)]
         table = store(pool, cache, tokens)
         for index, block in enumerate(table.block_ids):
             contents[block] = tokens[: 4 * (index + 1)]
@@ -105,7 +105,7 @@ def test_a_block_whose_head_was_evicted_is_not_found_and_makes_room_for_its_succ
     assert hit_tokens(cache, list(range(8))) == 0
     second = store(pool, cache, list(range(8)))
     hit = cache.match(keys_of(cache, list(range(8))), list(range(8)))
-    assert [cached.block for cached in hit] == second.block_ids
+    assert [cached.blocks[0] for cached in hit] == second.block_ids
 
 
 def test_an_evicted_block_is_never_found_again() -> None:
@@ -122,7 +122,7 @@ def test_the_second_of_two_equal_blocks_stays_private() -> None:
     assert len(cache) == 1
     second.release()
     assert pool.usage().cached == 0
-    assert [c.block for c in cache.match(keys_of(cache, [1, 2, 3, 4]), [1, 2, 3, 4])] == first.block_ids
+    assert [c.blocks[0] for c in cache.match(keys_of(cache, [1, 2, 3, 4]), [1, 2, 3, 4])] == first.block_ids
 
 
 def test_clear_forgets_everything_and_leaves_running_sequences_their_blocks() -> None:

@@ -62,13 +62,13 @@ class TablesMachine(RuleBasedStateMachine):
     @rule(table=consumes(tables))
     def release(self, table: BlockTable) -> None:
         table.release()
-        assert table.row is None
+        assert not table.row_numbers
         self.all.remove(table)
 
     @invariant()
     def rows_equal_the_tables(self) -> None:
         held = [table for table in self.all if table.block_ids]
-        rows = [table.row for table in held if table.row is not None]
+        rows = [row for table in held for row in table.row_numbers]
         assert len(set(rows)) == len(held)
         width = max((len(table) for table in held), default=0)
         assert self.rows.select(rows).tolist() == [

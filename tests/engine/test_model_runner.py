@@ -50,7 +50,7 @@ LONG = [9, 8, 7, 6, 5, 4, 3, 2, 1, 2]
 
 
 def forward(runner: ModelRunner, batch: Batch, tables: list[list[int]] = TABLES) -> mx.array:
-    return runner.forward(batch, np.array(tables[: len(batch)], dtype=np.int32))
+    return runner.forward(batch, np.array([tables[: len(batch)]], dtype=np.int32))
 
 
 def test_logits_are_those_of_the_model_for_the_rows_that_sample_in_order(
@@ -75,9 +75,9 @@ def test_a_step_builds_its_metadata_once(runner: ModelRunner, monkeypatch: pytes
     built: list[AttentionMetadata] = []
     original = AttentionMetadata.upload
 
-    def upload(*args: Any) -> tuple[AttentionMetadata, list[mx.array]]:
+    def upload(*args: Any) -> tuple[list[AttentionMetadata], list[mx.array]]:
         made = original(*args)
-        built.append(made[0])
+        built.extend(made[0])
         return made
 
     monkeypatch.setattr(AttentionMetadata, "upload", upload)
@@ -113,7 +113,7 @@ def test_whatever_the_model_has_to_know_of_a_step_is_one_upload(
     seen = CountingMlx()
     monkeypatch.setattr(model_runner, "mx", seen)
     monkeypatch.setattr(metadata, "mx", seen)
-    logits = runner.forward(batch, np.array(TABLES, np.int32), sampled)
+    logits = runner.forward(batch, np.array([TABLES], np.int32), sampled)
     assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 23 + 2 + 9,)]
     np.testing.assert_allclose(np.array(logits), expected, atol=1e-4)
 

@@ -11,7 +11,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, b
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import load_model
+from mlxpaged.scheduler import Priority
 from tests.models.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, is_installed, make_architecture
 from tests.support import poison_new_blocks, quantize
 
@@ -54,14 +55,14 @@ QUANTIZED = tuple(f"{name}-4-bit" for name in ("qwen3_5", "qwen3_5_moe", "gemma4
 
 @dataclass(frozen=True)
 class Size:
-    """How much is generated. few_blocks: a pool that is too small for all prompts, and large enough for each."""
+    """How much is generated. few_blocks: a pool that is large enough for the longest prompt and not for much more."""
 
     num_prompts: int
     num_tokens: int
     few_blocks: int
 
 
-BRIEF, WHOLE = Size(6, 8, 16), Size(16, 24, 30)
+BRIEF, WHOLE = Size(6, 8, 12), Size(16, 24, 14)
 
 SERVED = [name for name, each in ARCHITECTURES.items() if name not in REFUSED and each.cannot_run is None]
 
@@ -225,8 +226,12 @@ def test_prefix_hits_and_branches_get_the_tokens_of_mlx_lm(case: Case) -> None:
 
 @pytest.mark.parametrize("swap_blocks", [0, 200], ids=["recompute", "swap"])
 def test_preempted_sequences_get_the_tokens_of_mlx_lm(case: Case, swap_blocks: int) -> None:
+    """The longest prompt has a higher class and comes last. It needs nearly the whole pool."""
     core = case.engine(num_blocks=case.size.few_blocks, swap_blocks=swap_blocks)
-    assert_same(case.generate(core, case.prompts), case.answers)
+    longest, *others = (case.request(f"request-{i}", prompt) for i, prompt in enumerate(case.prompts))
+    requests = [*others, replace(longest, priority=Priority.HIGH)]
+    answers = run(core, requests, (*[0] * len(others), 3))
+    assert_same([answers[-1], *answers[:-1]], case.answers)
     stats, layers = core.stats().scheduler, case.served.layers
     if bytes_per_token(layers):  # a model without any has room for all
         assert stats.preemptions_total > 0

@@ -98,7 +98,7 @@ class Scene:
     def logits(self, *rows: tuple[Any, ...]) -> list[list[float]]:
         """Of the last token of each row: sequence, start, num_tokens, and perhaps restore and checkpoints."""
         batch = Batch(tuple(ScheduledSequence(self.sequences[n], at, num, True, *more) for n, at, num, *more in rows))
-        tables = np.array([range(n * BLOCKS_EACH, (n + 1) * BLOCKS_EACH) for n, *_ in rows], dtype=np.int32)
+        tables = np.array([[range(n * BLOCKS_EACH, (n + 1) * BLOCKS_EACH) for n, *_ in rows]], dtype=np.int32)
         logits = self.runner.forward(batch, tables, None, set(self.sequences))
         self.runner.finish_step(logits)
         values: Any = logits.tolist()
@@ -155,7 +155,7 @@ def test_sequences_that_join_leave_skip_steps_and_change_places_keep_their_state
 
 def test_a_later_row_starts_from_a_checkpoint_that_an_earlier_row_of_the_step_takes(scene: Scene) -> None:
     scene.sequences[1].token_ids[:16] = scene.sequences[0].token_ids[:16]
-    shared = np.array([[0, 1, 2, 3], [0, 1, 6, 7]], dtype=np.int32)
+    shared = np.array([[[0, 1, 2, 3], [0, 1, 6, 7]]], dtype=np.int32)
     rows = ((0, 0, 20, True, None, ((8, 5), (16, 4))), (1, 16, 3, True, 4, ()))
     batch = Batch(tuple(ScheduledSequence(scene.sequences[n], *more) for n, *more in rows))
     first, second = scene.runner.forward(batch, shared, None, {0, 1}).tolist()  # type: ignore[misc]

@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         starvation_bound=st.sampled_from([1, 3, 64]),
         prefix_caching=st.booleans(),
         overlap=st.booleans(),
+        windows=st.sampled_from([(None,), (None,), (None, 6), (None, 3, 9), (5,), (1, 8)]),
     )
     def start(
         self,
@@ -51,12 +52,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         starvation_bound: int,
         prefix_caching: bool,
         overlap: bool,
+        windows: tuple[int | None, ...],
     ) -> None:
         self.clock = FakeClock()
         self.patch = mock.patch.object(scheduler_module, "STARVATION_BOUND", starvation_bound)
         self.patch.start()
         scheduler = make_scheduler(
-            num_blocks,
+            num_blocks * len(windows),
             4,
             self.clock,
             num_swap_slots=num_swap_slots,
@@ -65,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_mode=mode,
             decode_preference=decode_preference,
             prefix_caching=prefix_caching,
+            windows=windows,
         )
         self.simulation = Simulation(scheduler, overlap)
         self.accepted: dict[int, Sequence] = {}
