@@ -72,6 +72,7 @@ class LayerKVCache:
         self.tuning = tuning
         self._memory = self._zeros()
         self._pool = self._make_pool()
+        self._num_views = 0
 
     @classmethod
     def from_layout(
@@ -86,6 +87,8 @@ class LayerKVCache:
         ratio = self.layout.blocks_of(layout)
         if not ratio:
             raise ValueError(f"a block of {self.layout} does not consist of blocks of {layout}")
+        self._num_views += 1
+        self._memory.shared = self._num_views > 1
         other = copy.copy(self)
         other.layout, other.num_blocks, other.tuning = layout, self.num_blocks * ratio, tuning
         other._pool = other._make_pool()

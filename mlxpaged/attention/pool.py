@@ -42,11 +42,12 @@ class Options(NamedTuple):
 class Memory:
     """The arrays of a KV pool. Layers of several cache groups can have pools on the same memory, and each pool sees the
     arrays in the shapes of its own layout. values: None if the layout is latent. token: of the last read or write, for
-    a backend that writes in place."""
+    a backend that writes in place. shared: whether several layers of a step write it."""
 
     keys: mx.array
     values: mx.array | None
     token: mx.array | None
+    shared: bool = False
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
@@ -58,6 +59,8 @@ class Memory:
     def update(self, name: Literal["keys", "values"], shape: tuple[int, ...], at: Any, new: mx.array | float) -> None:
         """Write `new` at an index of the array of that name, seen in a shape. While it is written, nothing else refers
         to the array, so that MLX does not copy it."""
+        if self.shared and isinstance(new, mx.array):
+            mx.eval(new)  # the reads of layers before this one are then done; pending ones refer to the array
         array = getattr(self, name).reshape(shape)
         setattr(self, name, None)
         array[at] = new

@@ -16,7 +16,7 @@ class BlockTable:
     `grow` takes blocks when its sequence passes a boundary, not earlier, and gives back those that left a window: their
     entries are UNUSED. `publish` lets other sequences find full blocks. `release` frees all blocks; the empty table can
     grow again. firsts: for each group, the index of the first block that the table holds. row_numbers: its copies in
-    `rows`, one for each group.
+    `rows`, one for each group. prompt_end: a number of tokens after which other prompts often go on.
     """
 
     def __init__(
@@ -25,6 +25,7 @@ class BlockTable:
         rows: TableRows,
         prefix_cache: PrefixCache | None = None,
         groups: CacheGroups = ONE_GROUP,
+        prompt_end: int = 0,
     ) -> None:
         self.row_numbers: list[int] = []
         self.chain: list[CachedBlock] = []  # contents of the leading full blocks that are published or adopted
@@ -32,6 +33,7 @@ class BlockTable:
         self._rows = rows
         self._prefix_cache = prefix_cache
         self._groups = groups
+        self._prompt_end = prompt_end
         self._clear()
 
     def _clear(self) -> None:
@@ -77,7 +79,11 @@ class BlockTable:
             begin = self.firsts[group]
             end = min(len(ids), self._groups.first_block(group, position))
             if end > begin:
-                self._pool.release(ids[begin:end], passed=True)
+                kept = range(
+                    self._groups.first_block(group, self._prompt_end), self._prompt_end // self._pool.block_size
+                )
+                self._pool.release((ids[i] for i in range(begin, end) if i not in kept), passed=True)
+                self._pool.release(ids[i] for i in range(begin, end) if i in kept)
                 ids[begin:end] = [UNUSED] * (end - begin)
                 self._rows.clear(self.row_numbers[group], begin, end)
                 self.firsts[group] = end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
@@ -120,7 +120,8 @@ class BlockManager:
     def start(self, sequence: Sequence, reuse: Reuse) -> int:
         """Give a sequence its block table, filled with what it reuses. There must be room for it. Returns the number of
         leading tokens that need not be computed."""
-        sequence.block_table = table = BlockTable(self.pool, self.tables, self.prefix_cache, self.groups)
+        prompt_end = self._prompt_end(sequence)
+        sequence.block_table = table = BlockTable(self.pool, self.tables, self.prefix_cache, self.groups, prompt_end)
         if reuse.fork_of is not None:
             assert reuse.fork_of.block_table is not None
             computed = len(sequence.token_ids) - 1
@@ -196,14 +197,20 @@ class BlockManager:
         own = () if table is None else (table.firsts, len(table.chain))
         return self.prefix_cache.usable(chain, *own)
 
+    def give_back(self, sequences: Iterable[Sequence]) -> None:
+        """Release the blocks that left the windows of running sequences. A step in flight may still read them: the next
+        step writes them after it. A fork may still have to compute the token before the next one."""
+        for sequence in () if self.groups.keeps_all else sequences:
+            assert sequence.block_table is not None
+            sequence.block_table.give_back(sequence.num_computed_tokens - 1)
+
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take blocks for the next `num_tokens` tokens, and copy the block that they begin in if it is shared. Blocks
-        that left a window are given back. Raises OutOfBlocksError, with nothing taken, if too few are free."""
+        """Take blocks for the next `num_tokens` tokens, and copy the block that they begin in if it is shared. Raises
+        OutOfBlocksError, with nothing taken, if too few are free."""
         table = sequence.block_table
         assert table is not None
         start = sequence.num_computed_tokens
-        kept = max(0, start - 1)  # a fork may still have to compute the last token of the prompt
-        table.give_back(kept)
+        kept = max(0, start - 1)
         shared = table.is_shared(start)
         missing = table.blocks_missing(start + num_tokens, kept) + shared * len(self.groups)
         if not missing:
@@ -246,7 +253,7 @@ class BlockManager:
         table, taken = sequence.block_table, []
         assert table is not None
         size = self.block_size
-        prompt_end = (sequence.num_prompt_tokens - 1) // size * size
+        prompt_end = self._prompt_end(sequence)
         for position in range(start // size * size + size, start + num_tokens + 1, size):
             index = position // size - 1
             is_junction = index < len(sequence.block_keys) and sequence.block_keys[index] in self.junctions
@@ -261,6 +268,10 @@ class BlockManager:
         sequence.reserved_checkpoints += taken
         self._attach(sequence)
         return tuple(taken)
+
+    def _prompt_end(self, sequence: Sequence) -> int:
+        """Tokens up to the last whole block of a prompt: there, other prompts part from it."""
+        return (sequence.num_prompt_tokens - 1) // self.block_size * self.block_size
 
     def _attach(self, sequence: Sequence) -> None:
         """Attach reserved checkpoints to their blocks, as far as these are published."""

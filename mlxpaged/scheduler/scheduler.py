@@ -135,6 +135,7 @@ class Scheduler:
         more may be scheduled before that. It is empty only if no sequence is unfinished, or all wait for `update`."""
         builder = ScheduleBuilder()
         self._changed.clear()
+        self.blocks.give_back(self.running)
         self._preempt_for_waiting(builder)
         if self.config.prefill_mode == "mixed":
             self._add_decodes(builder)

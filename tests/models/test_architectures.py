@@ -62,7 +62,7 @@ class Size:
     few_blocks: int
 
 
-BRIEF, WHOLE = Size(6, 8, 12), Size(16, 24, 14)
+BRIEF, WHOLE = Size(6, 8, 12), Size(16, 24, 15)
 
 SERVED = [name for name, each in ARCHITECTURES.items() if name not in REFUSED and each.cannot_run is None]
 
