@@ -44,7 +44,7 @@ def request(name: str, prompt: list[int], max_tokens: int) -> Request:
 
 def test_three_times_as_many_long_sequences_fit_and_they_hold_what_their_layers_need(served: ServedModel) -> None:
     """The pool has room for one sequence that keeps the keys of all layers."""
-    core = make_engine(served, CONTEXT + 2 * BLOCK, max_step_seconds=0)
+    core = make_engine(served, CONTEXT + 2 * BLOCK, max_step_ms=0)
     for number in range(3):
         core.add(request(f"request-{number}", prompt_of(number), 50))
     most = 0
