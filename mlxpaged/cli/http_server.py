@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import uvicorn
@@ -125,7 +126,13 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) ->
     extra, slots = "", info.num_swap_slots
     if slots:
         place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
-        extra += f"  swap      {size} in {place}: {slots} blocks, {slots * info.block_size} tokens\n"
+        extra += (
+            f"  swap      {size} in {place}: {slots} blocks, {slots * info.block_size // len(info.groups)} tokens\n"
+        )
+    if not info.groups.keeps_all:
+        windows = Counter(window for window in info.groups.windows if window is not None)
+        counts = ", ".join(f"{count} with a window of {window} tokens" for window, count in windows.items())
+        extra += f"  groups    {len(info.groups)} cache groups: {counts}\n"
     if (states := info.states).bytes_per_state:
         one, total = megabytes(states.bytes_per_state), megabytes(states.nbytes)
         extra += f"  states    {one} for each sequence: {states.max_num_seqs} sequences and "

@@ -24,6 +24,7 @@ class EngineInfo:
         self.states = core.states  # what is reserved for recurrent states
         self.num_blocks, self.block_size = pool.num_blocks, pool.block_size
         self.scheduler_config = core.scheduler.config
+        self.groups = self.scheduler_config.groups
         self.num_swap_slots = self.scheduler_config.num_swap_slots  # KV blocks that the swap space holds
         self.backend = core.runner.backend
         self.created = int(time.time())  # Unix time
@@ -39,8 +40,8 @@ class EngineInfo:
     @property
     def max_tokens_in_pool(self) -> int:
         """Tokens of the longest sequence that the pool can hold."""
-        groups, chunk = self.scheduler_config.groups, self.scheduler_config.max_num_batched_tokens
-        return groups.most_tokens(self.num_blocks, chunk, max(self.context_length, self.num_blocks * self.block_size))
+        chunk, limit = self.scheduler_config.max_num_batched_tokens, self.num_blocks * self.block_size
+        return self.groups.most_tokens(self.num_blocks, chunk, max(self.context_length, limit))
 
     @property
     def max_model_len(self) -> int:
