@@ -1,8 +1,8 @@
 """Paged attention over KV pools: a step's metadata, one pool per layer, and the cache object that a model sees."""
 
 from mlxpaged.attention.kv_cache import BACKENDS, LayerKVCache, resolve_backend
+from mlxpaged.attention.latent import LatentLayer
 from mlxpaged.attention.layer import (
-    LatentLayer,
     PagedAttentionError,
     PagedLayer,
     StepContext,

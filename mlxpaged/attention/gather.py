@@ -72,7 +72,12 @@ class GatherPool:
             q, k, v = (array.swapaxes(1, 2) for array in (q, k, v))
             out = contiguous_attention(q, k, v, group.mask, options).swapaxes(1, 2)
             outputs.append(out.reshape(-1, *out.shape[2:]))
-        return mx.concatenate(outputs)[order]
+        return self._memory.has_read(mx.concatenate(outputs)[order])
+
+    def read_context(self, meta: AttentionMetadata) -> mx.array:
+        [num_keys] = meta.host_context_lens
+        slots = self._slots_of(meta.host_block_tables[0].tolist()).flatten()[:num_keys]
+        return self._memory.has_read(self._keys[slots].swapaxes(0, 1))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.write_blocks(targets, *self.read_blocks(sources))

@@ -88,7 +88,7 @@ class LayerKVCache:
         if not ratio:
             raise ValueError(f"a block of {self.layout} does not consist of blocks of {layout}")
         self._num_views += 1
-        self._memory.shared = self._num_views > 1
+        self._memory.several_writes = self._num_views > 1
         other = copy.copy(self)
         other.layout, other.num_blocks, other.tuning = layout, self.num_blocks * ratio, tuning
         other._pool = other._make_pool()
@@ -181,6 +181,17 @@ class LayerKVCache:
         if sinks is not None and not mx.issubdtype(sinks.dtype, mx.floating):
             raise ValueError(f"sinks must be of a float type, got {sinks.dtype}")
         return self._pool.attend(queries, meta, Options(scale, Locality(window, chunk), softcap, sinks))
+
+    def expect_writes(self, several: bool) -> None:
+        """Say whether a step may write several times. A backend that does not write in place needs to know."""
+        self._memory.several_writes = several
+
+    def read_context(self, meta: AttentionMetadata) -> mx.array:
+        """The keys of the context of a step's only sequence, [num_kv_heads, context_len, key_size], in order."""
+        self._check_meta(meta)
+        if len(meta.host_context_lens) != 1:
+            raise ValueError(f"metadata of one sequence is needed, not of {len(meta.host_context_lens)}")
+        return self._pool.read_context(meta)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `src` to block `dst` for every (src, dst): all reads see the pool as it was before the call."""

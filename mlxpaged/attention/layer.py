@@ -131,28 +131,6 @@ class PagedLayer:
         return self.kv.attend(queries.squeeze(2), self._meta, scale=scale, **options)[:, :, None]
 
 
-class LatentLayer(PagedLayer):
-    """Replaces mlx-lm's KVCache of a layer with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
-
-    A row of the pool is [latent | rotary part of the key]. With one token per row, mlx-lm's module multiplies the
-    queries by the key projection instead of expanding the keys, adds `scale * q_pe @ k_pe^T` as a mask, and expands the
-    output. It gets the identity matrix as k_pe, so that this mask is the scaled rotary part of the queries.
-    """
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write latents [T, 1, 1, R] and rotary parts [T, 1, 1, P]. Returns the latents and the identity [P, P]."""
-        rows = mx.concatenate([keys.squeeze(2), values.squeeze(2)], axis=-1)
-        self.kv.write(rows, None, self._meta)
-        self._step.wrote(keys, values, self)
-        return keys, mx.eye(values.shape[-1], dtype=values.dtype)
-
-    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-        """queries: [T, H, 1, R]; mask: the scaled rotary part of the queries, [T, H, 1, P]. Returns [T, H, 1, R]."""
-        if not isinstance(mask, mx.array) or sinks is not None:
-            raise PagedAttentionError("the model's latent attention is called in an unknown way")
-        return self._attend(mx.concatenate([queries, (mask / scale).astype(queries.dtype)], axis=-1), scale)
-
-
 def route_attention(model: Module) -> int:
     """Make each module that defines a layer of `model` use paged attention for PagedLayer. Returns their number."""
     names = {type(module).__module__ for _, module in model.named_modules()}

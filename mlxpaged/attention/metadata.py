@@ -56,6 +56,21 @@ class AttentionMetadata:
     def num_tokens(self) -> int:
         return int(self.positions.shape[0])
 
+    def part(
+        self, sequences: slice, tokens: slice, query_lens: list[int], context_lens: list[int]
+    ) -> AttentionMetadata:
+        """Metadata of some sequences of the step and their query tokens, or of some of the tokens of one sequence."""
+        return AttentionMetadata(
+            block_size=self.block_size,
+            positions=self.positions[tokens],
+            slot_mapping=self.slot_mapping[tokens],
+            block_tables=self.block_tables[sequences],
+            host_query_lens=query_lens,
+            host_context_lens=context_lens,
+            host_block_tables=self.host_block_tables[sequences],
+            max_block=self.max_block,
+        )
+
     @classmethod
     def build(
         cls,

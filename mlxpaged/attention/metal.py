@@ -325,30 +325,36 @@ class MetalPool:
         )
         return merged, token
 
+    def read_context(self, meta: AttentionMetadata) -> mx.array:
+        [num_keys] = meta.host_context_lens
+        keys, _, self._memory.token = self._gather(mx.array(meta.host_block_tables[0]), num_keys)
+        return keys
+
     def _attend_contiguous(
         self, queries: mx.array, meta: AttentionMetadata, options: Options, part: ContiguousPart
     ) -> tuple[mx.array, mx.array]:
         """The part's output rows, and the token of its read of the pools."""
-        layout, heads = self.layout, self.num_kv_heads
-        of_values = (1,) if layout.latent else (heads, part.num_keys, layout.value_size)
-        pool_keys, pool_values, last = self._arrays
-        keys, values, token = kernels.launch(
-            "kv_gather",
-            [pool_keys, pool_values, part.blocks(meta), last],
-            self._row_template,
-            grid=(self._vectors, part.num_keys, heads),
-            threadgroup=(self._vectors, min(8, kernels.MAX_THREADS // self._vectors, part.num_keys), 1),
-            outputs=[
-                ((heads, part.num_keys, layout.key_size), layout.dtype),
-                (of_values, layout.dtype),
-                ((1,), mx.int32),
-            ],
-        )
-        if layout.latent:
-            values = keys[..., : layout.value_size]
+        keys, values, token = self._gather(part.blocks(meta), part.num_keys)
+        if self.layout.latent:
+            values = keys[..., : self.layout.value_size]
         by_head = queries[None, part.rows].swapaxes(1, 2)
         out = contiguous_attention(by_head, keys[None], values[None], part.mask, options)
         return out[0].swapaxes(0, 1), token
+
+    def _gather(self, blocks: mx.array, num_keys: int) -> list[mx.array]:
+        """The first keys of these blocks and their values, [num_kv_heads, num_keys, size] each, and the token of the
+        read. A latent layout has no values."""
+        layout, heads = self.layout, self.num_kv_heads
+        of_values = (1,) if layout.latent else (heads, num_keys, layout.value_size)
+        pool_keys, pool_values, last = self._arrays
+        return kernels.launch(
+            "kv_gather",
+            [pool_keys, pool_values, blocks, last],
+            self._row_template,
+            grid=(self._vectors, num_keys, heads),
+            threadgroup=(self._vectors, min(8, kernels.MAX_THREADS // self._vectors, num_keys), 1),
+            outputs=[((heads, num_keys, layout.key_size), layout.dtype), (of_values, layout.dtype), ((1,), mx.int32)],
+        )
 
     def _launch_blocks(
         self, name: str, inputs: Sequence[mx.array], count: int, *outputs: tuple[tuple[int, ...], mx.Dtype]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -42,12 +42,17 @@ class Options(NamedTuple):
 class Memory:
     """The arrays of a KV pool. Layers of several cache groups can have pools on the same memory, and each pool sees the
     arrays in the shapes of its own layout. values: None if the layout is latent. token: of the last read or write, for
-    a backend that writes in place. shared: whether several layers of a step write it."""
+    a backend that writes in place.
+
+    several_writes: whether the memory may be written several times in a step. The other backends then evaluate what a
+    layer has read before the next write. MLX would copy the pool otherwise, because the read still refers to it.
+    """
 
     keys: mx.array
     values: mx.array | None
     token: mx.array | None
-    shared: bool = False
+    several_writes: bool = False
+    reads: list[mx.array] = field(default_factory=list)
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
@@ -56,11 +61,17 @@ class Memory:
     def replace(self, other: Memory) -> None:
         self.keys, self.values, self.token = other.keys, other.values, other.token
 
+    def has_read(self, result: mx.array) -> mx.array:
+        """Note that `result` is computed from the arrays. Returns it."""
+        if self.several_writes:
+            self.reads.append(result)
+        return result
+
     def update(self, name: Literal["keys", "values"], shape: tuple[int, ...], at: Any, new: mx.array | float) -> None:
         """Write `new` at an index of the array of that name, seen in a shape. While it is written, nothing else refers
         to the array, so that MLX does not copy it."""
-        if self.shared and isinstance(new, mx.array):
-            mx.eval(new)  # the reads of layers before this one are then done; pending ones refer to the array
+        mx.eval(self.reads)
+        self.reads = []
         array = getattr(self, name).reshape(shape)
         setattr(self, name, None)
         array[at] = new
@@ -73,6 +84,8 @@ class KVPool(Protocol):
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None: ...
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array: ...
+
+    def read_context(self, meta: AttentionMetadata) -> mx.array: ...
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
 

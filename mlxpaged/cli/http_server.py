@@ -126,9 +126,8 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) ->
     extra, slots = "", info.num_swap_slots
     if slots:
         place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
-        extra += (
-            f"  swap      {size} in {place}: {slots} blocks, {slots * info.block_size // len(info.groups)} tokens\n"
-        )
+        tokens = slots * info.block_size // len(info.groups)
+        extra += f"  swap      {size} in {place}: {slots} blocks, {tokens} tokens\n"
     if not info.groups.keeps_all:
         windows = Counter(window for window in info.groups.windows if window is not None)
         counts = ", ".join(f"{count} with a window of {window} tokens" for window, count in windows.items())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.cpu.attention import KV, attend
+from mlxpaged.cpu.attention import KV, attend, contiguous
 from mlxpaged.cpu.attention_plan import make_plan
 
 if TYPE_CHECKING:
@@ -52,7 +52,13 @@ class CpuPool:
             meta.derived[key] = make_plan(meta, options.locality, *heads)
         keys, values = self._keys, self._values
         kv = KV(keys, keys if values is None else values, self._num_kv_heads, self._shapes[1][2])
-        return attend(queries, kv, meta.derived[key], options)
+        return self._memory.has_read(attend(queries, kv, meta.derived[key], options))
+
+    def read_context(self, meta: AttentionMetadata) -> mx.array:
+        [num_keys] = meta.host_context_lens
+        blocks = meta.host_block_tables[0, : -(-num_keys // meta.block_size)]
+        matrices = self._matrices_of(blocks.tolist()).swapaxes(0, 1)
+        return self._memory.has_read(contiguous(self._keys, matrices)[:, :num_keys])
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.write_blocks(targets, *self.read_blocks(sources))

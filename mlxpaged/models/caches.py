@@ -69,8 +69,11 @@ class ModelCaches:
         place, view = next(self._places)
         tuning = self._tunings.get(spec.attention_shape(self._block_size), DEFAULT_TUNING)
         kv = self.pools[place].view(spec.kv_layout(self._block_size), tuning)
-        self.layers.append(self._types[spec.latent](kv, self.step, spec.window, spec.chunk, self.views.index(view)))
-        return self.layers[-1]
+        layer = self._types[spec.latent](kv, self.step, spec.window, spec.chunk, self.views.index(view))
+        if isinstance(layer, LatentLayer):
+            layer.num_heads = max(1, spec.num_query_heads)
+        self.layers.append(layer)
+        return layer
 
     @property
     def recurrent(self) -> list[RecurrentLayer]:

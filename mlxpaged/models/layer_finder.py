@@ -57,7 +57,11 @@ def layer_specs(model: Module, way: Way = Way.ROWS) -> list[LayerSpec]:
     specs = [spec_of(cache, partial(cache_of, model, i)) for i, cache in enumerate(caches)]
     if not any(True for _ in leaves(specs)):
         raise UnsupportedModelError("none of its layers keeps anything")
-    owning = [owner for owner in owners.values() if way is Way.MODULES or isinstance(owner.cache, ArraysCache)]
+    owning = [
+        owner
+        for owner in owners.values()
+        if way is Way.MODULES or isinstance(owner.cache, ArraysCache) or any(map(is_latent, owner.modules))
+    ]
     for module in [model] if way is Way.MODEL else [module for owner in owning for module in owner.modules]:
         call_in_groups(module)
     return specs
@@ -130,6 +134,11 @@ class WatchedList(list[Any]):
         return super().__getitem__(index)
 
 
+def is_latent(module: Module) -> bool:
+    """Whether it is mlx-lm's module of multi-head latent attention."""
+    return hasattr(module, "embed_q") and hasattr(module, "unembed_out")
+
+
 def kv_spec(cache: Any, owners: Sequence[Module]) -> KV | None:
     keys, values = cache.keys, cache.values
     if keys is None or values is None:
@@ -140,7 +149,7 @@ def kv_spec(cache: Any, owners: Sequence[Module]) -> KV | None:
             f"it keeps {heads} heads of {key_size} {keys.dtype} as keys, and {value_heads} of {value_size} "
             f"{values.dtype} as values"
         )
-    if any(hasattr(owner, "embed_q") and hasattr(owner, "unembed_out") for owner in owners):
+    if any(map(is_latent, owners)):
         return KV(1, key_size + value_size, key_size, keys.dtype, latent=True)
     window = int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
     chunk = int(cache.chunk_size) if isinstance(cache, ChunkedKVCache) else None

@@ -42,7 +42,9 @@ class ProbedLayer(PagedLayer):
 
 
 class ProbedLatentLayer(ProbedLayer, LatentLayer):
-    """Records how the model calls its latent attention."""
+    """Records how the model calls its latent attention. Short chunks are expanded too, so that both paths run."""
+
+    expand_from = 5
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def probe(
     if rows is not None:
         rows.rows = None
     calls, wanted = caches.step.attention_calls, len(steps) * reference.attention_calls
-    if calls != wanted and not is_per_sequence(specs):
+    if calls < wanted and not is_per_sequence(specs):
         raise UnsupportedModelError(f"only {calls} of {wanted} attention calls went through the paged KV cache")
     got = mx.concatenate([results[1][1:], results[2]])[:, 0].astype(mx.float32)
     cosine = (got @ expected) / (mx.linalg.norm(got, axis=-1) * mx.linalg.norm(expected))

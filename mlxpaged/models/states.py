@@ -18,6 +18,9 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList
 
+from mlxpaged.attention import LatentLayer
+from mlxpaged.attention.token_groups import Masks, TokenGroup
+
 State = list[mx.array | None]
 """The arrays of one layer, [n, ...] each for n sequences. An entry that the layer never sets is None."""
 
@@ -37,37 +40,19 @@ class StateRow(NamedTuple):
 
 
 @dataclass
-class Group:
-    """Tokens `first` to `last` of the step that one call of a module computes: all decoding rows, one token each, or a
-    piece of one prompt chunk.
+class Group(TokenGroup):
+    """All decoding rows of a step, one token each, or a piece of one prompt chunk.
 
     previous: index of the group of the same step whose states these continue. restore: the checkpoint that they start
     from. If both are None, they start from the sequences' own states, or from nothing if the group is fresh. taken:
     (index of the sequence in the group, id) of the checkpoints to take after it.
     """
 
-    first: int
-    last: int
     sequence_ids: list[int]
-    is_decode: bool = False
     is_fresh: bool = False
     previous: int | None = None
     restore: int | None = None
     taken: list[tuple[int, int]] = field(default_factory=list)
-
-    def select(self, array: Any, num_tokens: int) -> Any:
-        """The group's part of an argument with one row per token: [T, 1, ...] -> [B, 1, ...] or [1, n, ...]; offsets
-        [T] -> [B] or [1]. Other arguments are returned as they are."""
-        if not isinstance(array, mx.array) or array.ndim == 0 or array.shape[0] != num_tokens:
-            return array
-        if array.ndim == 1:
-            return array[self.first : self.last if self.is_decode else self.first + 1]
-        part = array[self.first : self.last]
-        return part if self.is_decode else part.swapaxes(0, 1)
-
-    def as_rows(self, array: mx.array) -> mx.array:
-        """A result of the module for this group as rows, [n, 1, ...]."""
-        return array if self.is_decode else array.swapaxes(0, 1)
 
 
 def make_groups(rows: Iterable[StateRow], stack: bool = True) -> list[Group]:
@@ -79,14 +64,14 @@ def make_groups(rows: Iterable[StateRow], stack: bool = True) -> list[Group]:
     for row in rows:
         last = first + row.num_tokens
         decodes = stack and row.num_tokens == 1 and row.start > 0 and row.restore is None
-        if decodes and (not groups or (len(groups) == 1 and groups[0].is_decode)):
+        if decodes and (not groups or (len(groups) == 1 and groups[0].is_rows)):
             if not groups:
-                groups.append(Group(first, last, [], is_decode=True))
+                groups.append(Group(first, last, True, []))
             groups[0].taken += [(len(groups[0].sequence_ids), checkpoint) for _, checkpoint in row.checkpoints]
             groups[0].sequence_ids.append(row.sequence_id)
             groups[0].last = last
         else:
-            begin = Group(first, last, [row.sequence_id], is_fresh=row.start == 0, restore=row.restore)
+            begin = Group(first, last, False, [row.sequence_id], is_fresh=row.start == 0, restore=row.restore)
             begin.previous = None if row.restore is None else taken_by.get(row.restore)
             groups.append(begin)
             for position, checkpoint in row.checkpoints:
@@ -95,7 +80,7 @@ def make_groups(rows: Iterable[StateRow], stack: bool = True) -> list[Group]:
                 groups[-1].taken = [(0, checkpoint)]
                 taken_by[checkpoint] = len(groups) - 1
                 if end < last:
-                    groups.append(Group(end, last, [row.sequence_id], previous=len(groups) - 1))
+                    groups.append(Group(end, last, False, [row.sequence_id], previous=len(groups) - 1))
         first = last
     return groups
 
@@ -149,6 +134,10 @@ class RecurrentLayer(ArraysCache):
         return self.step.alone if self.alone else self.step.groups
 
     @property
+    def num_tokens(self) -> int:
+        return self.step.num_tokens
+
+    @property
     def arrays(self) -> list[mx.array]:
         """Evaluated with each step: otherwise a step would begin with the computation of all earlier ones."""
         states = [self._stacked, *self._single.values(), *self._checkpoints.values()]
@@ -177,7 +166,7 @@ class RecurrentLayer(ArraysCache):
         those of others are dropped."""
         for index, group in enumerate(self.groups):
             after = self._after[index]
-            if group.is_decode:
+            if group.is_rows:
                 for i in self._batch:
                     if i in running and i not in group.sequence_ids and i not in self._single:
                         self._single[i] = self.get(i)
@@ -187,7 +176,7 @@ class RecurrentLayer(ArraysCache):
             else:
                 self._single[group.sequence_ids[0]] = after
             for i, checkpoint in group.taken:
-                self._checkpoints[checkpoint] = take(after, [i]) if group.is_decode else after
+                self._checkpoints[checkpoint] = take(after, [i]) if group.is_rows else after
         self._single = {i: state for i, state in self._single.items() if i in running}
         if not any(i in running for i in self._batch):
             self._batch, self._stacked = [], []
@@ -220,7 +209,7 @@ class RecurrentLayer(ArraysCache):
         group = self.groups[index]
         if group.previous is not None:
             return list(self._after[group.previous])
-        if group.is_decode:
+        if group.is_rows:
             return self._stack(group.sequence_ids)
         if group.is_fresh:
             return [None] * len(self._entries)  # the module makes its own zeros
@@ -244,12 +233,6 @@ def take(state: State, indices: list[int]) -> State:
     """A copy of some sequences' states: a slice would keep the whole stack in memory."""
     chosen = mx.array(indices)
     return [None if array is None else mx.take(array, chosen, axis=0) for array in state]
-
-
-class Masks(NamedTuple):
-    """The masks that mlx-lm makes for the groups of a step, before its layers run."""
-
-    by_group: list[Any]
 
 
 class SequenceCaches:
@@ -278,6 +261,10 @@ class SequenceCaches:
         return self.step.alone
 
     @property
+    def num_tokens(self) -> int:
+        return self.step.num_tokens
+
+    @property
     def arrays(self) -> list[mx.array]:
         leaves: Any = tree_flatten([cache.state for cache in self._caches.values()])
         return [array for _, array in leaves if isinstance(array, mx.array)]
@@ -303,8 +290,8 @@ class SequenceCaches:
 
 
 def call_in_groups(module: Module) -> None:
-    """Make a module that owns recurrent states or caches of single sequences run once for each group of a step,
-    instead of on [T, 1] rows."""
+    """Make a module that owns recurrent states, latents or caches of single sequences run once for each group of a
+    step, instead of on [T, 1] rows."""
     base = type(module)
     if getattr(base, "runs_in_groups", False):
         return
@@ -313,12 +300,12 @@ def call_in_groups(module: Module) -> None:
         owned = [layer for layer in layers_in((*args, *kwargs.values())) if layer.groups]
         if not owned:
             return base.__call__(self, *args, **kwargs)
-        groups, num_tokens = owned[0].groups, owned[0].step.num_tokens
+        groups, num_tokens = owned[0].groups, owned[0].num_tokens
         results = []
         for index, group in enumerate(groups):
             caches = {id(layer): layer.load(index) for layer in owned}
 
-            def own(value: Any, index: int = index, group: Group = group, caches: dict[int, Any] = caches) -> Any:
+            def own(value: Any, index: int = index, group: TokenGroup = group, caches: dict[int, Any] = caches) -> Any:
                 if isinstance(value, CacheList):
                     return CacheList(*map(own, value.caches))
                 if isinstance(value, list):
@@ -335,15 +322,15 @@ def call_in_groups(module: Module) -> None:
     module.__class__ = type(base.__name__, (base,), {"__call__": run, "runs_in_groups": True})
 
 
-def layers_in(values: Iterable[Any]) -> Iterator[RecurrentLayer | SequenceCaches]:
+def layers_in(values: Iterable[Any]) -> Iterator[RecurrentLayer | SequenceCaches | LatentLayer]:
     for value in values:
-        if isinstance(value, (RecurrentLayer, SequenceCaches)):
+        if isinstance(value, (RecurrentLayer, SequenceCaches, LatentLayer)):
             yield value
         elif isinstance(value, (CacheList, list)):
             yield from layers_in(value.caches if isinstance(value, CacheList) else value)
 
 
-def join(groups: Sequence[Group], results: Sequence[Any]) -> Any:
+def join(groups: Sequence[TokenGroup], results: Sequence[Any]) -> Any:
     """Put the groups' results together to [T, 1, ...]. Tuples are joined entry by entry."""
     if isinstance(results[0], (tuple, list)):
         return type(results[0])(join(groups, entries) for entries in zip(*results, strict=True))

@@ -34,7 +34,7 @@ def test_decoding_rows_are_one_group_and_each_chunk_is_alone() -> None:
     rows = [StateRow(3, 7, 1), StateRow(5, 9, 1), StateRow(1, 0, 6), StateRow(2, 4, 3)]
     groups = make_groups(rows)
     assert spans(groups) == [(0, 2, [3, 5]), (2, 8, [1]), (8, 11, [2])]
-    assert [group.is_decode for group in groups] == [True, False, False]
+    assert [group.is_rows for group in groups] == [True, False, False]
     assert [group.is_fresh for group in groups] == [False, True, False]
 
 
@@ -59,7 +59,7 @@ def test_a_row_of_one_token_that_starts_or_restores_does_not_decode_with_the_oth
     rows = [StateRow(1, 5, 1), StateRow(2, 0, 1), StateRow(3, 8, 1, restore=0), StateRow(4, 5, 1)]
     groups = make_groups(rows)
     assert spans(groups) == [(0, 1, [1]), (1, 2, [2]), (2, 3, [3]), (3, 4, [4])]
-    assert [group.is_decode for group in groups] == [True, False, False, False]
+    assert [group.is_rows for group in groups] == [True, False, False, False]
 
 
 def test_a_decoding_row_takes_its_checkpoint_from_the_group() -> None:
