@@ -20,7 +20,7 @@ def fresh_server() -> Iterator[RunningServer]:
 
 
 def watched(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[list[int]], int]]:
-    """(batch, block tables, blocks in use) of every forward pass."""
+    """(batch, block tables of the groups, blocks in use) of every forward pass."""
     passes: list[tuple[Any, list[list[int]], int]] = []
     runner, pool = server.core.runner, server.core.scheduler.pool
     forward = runner.forward
@@ -51,7 +51,7 @@ def test_one_request_moves_every_counter(fresh_server: RunningServer, monkeypatc
     assert moved["mlxpaged_prompt_tokens_total"] == 100
     # 129 tokens have keys and values in the end: five blocks, taken as they were needed.
     assert [used for _, _, used in passes] == [2, 4] + [4] * 28 + [5]
-    tables = [table for _, (table,), _ in passes]
+    tables = [table for _, ((table,),), _ in passes]
     assert all(len(table) == used for table, (_, _, used) in zip(tables, passes, strict=True))
     assert all(later[: len(table)] == table for table, later in itertools.pairwise(tables))
     assert moved["mlxpaged_kv_blocks|cached"] == 4
@@ -63,7 +63,7 @@ def test_one_request_moves_every_counter(fresh_server: RunningServer, monkeypatc
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
     assert metrics(fresh_server)["mlxpaged_prefix_hit_tokens_total"] - after["mlxpaged_prefix_hit_tokens_total"] == 96
     assert [batch.num_tokens for batch, _, _ in passes] == [4] + [1] * 29
-    assert passes[0][1][0][:3] == tables[0][:2] + tables[1][2:3]
+    assert passes[0][1][0][0][:3] == tables[0][:2] + tables[1][2:3]
 
 
 def test_a_batch_decodes_one_token_per_sequence_and_step(

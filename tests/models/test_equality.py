@@ -124,7 +124,7 @@ class Case:
         core = build_engine(
             EngineConfig(str(self.path), kv_cache_bytes=size, block_size=block_size, **config), self.served
         )
-        assert core.scheduler.pool.num_blocks == num_blocks
+        assert core.scheduler.pool.num_blocks == num_blocks * len(core.scheduler.blocks.groups)
         poison_new_blocks(core)
         return core
 
