@@ -38,7 +38,6 @@ class LatentGroup(TokenGroup):
         if context_len:
             self.mask = mx.arange(context_len) <= mx.arange(context_len - lens[0], context_len)[:, None]
 
-
     def select(self, array: Any, num_tokens: int) -> Any:
         """As for other groups; a factor of the queries, [T, 1, 1, 1], becomes [1, 1, n, 1] (Mistral 4)."""
         part = super().select(array, num_tokens)

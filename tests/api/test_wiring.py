@@ -19,9 +19,9 @@ def fresh_server() -> Iterator[RunningServer]:
         yield server
 
 
-def watched(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[list[int]], int]]:
+def watched(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[list[list[int]]], int]]:
     """(batch, block tables of the groups, blocks in use) of every forward pass."""
-    passes: list[tuple[Any, list[list[int]], int]] = []
+    passes: list[tuple[Any, list[list[list[int]]], int]] = []
     runner, pool = server.core.runner, server.core.scheduler.pool
     forward = runner.forward
 

@@ -18,25 +18,9 @@ from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, Sa
 from mlxpaged.models import load_model
 from mlxpaged.models.layers import bytes_per_token, state_bytes
 from mlxpaged.scheduler import Batch, Priority
+from tests.answers import Answer, greedy_answer
 from tests.models.architectures import QWEN3_5, VOCAB_SIZE, nested, random_weights
 from tests.support import make_tiny_model, poison_new_blocks
-
-TIE = 1e-4
-"""If mlx-lm's two best logits are closer, float32 rounding alone may choose either, and the answers go apart."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What mlx-lm generates. margins: distance of the two best logits, for each token."""
-
-    tokens: list[int]
-    margins: list[float]
-
-    def equals(self, tokens: list[int]) -> bool:
-        """Token for token, up to a tie."""
-        pairs = zip(tokens, self.tokens, self.margins, strict=False)
-        differs = next((margin for token, right, margin in pairs if token != right), None)
-        return len(tokens) == len(self.tokens) and (differs is None or differs < TIE)
 
 
 @dataclass
@@ -79,29 +63,15 @@ class Hybrid:
         """Greedy, with mlx-lm's own caches. banned: tokens that are never chosen."""
         known = self._answers.get((tuple(prompt), banned))
         if known is None or len(known.tokens) < num_tokens:
-            known = self._answers[tuple(prompt), banned] = self._continue(
-                make_prompt_cache(self.plain), prompt, num_tokens, banned
-            )
+            known = greedy_answer(self.plain, make_prompt_cache(self.plain), prompt, num_tokens, banned)
+            self._answers[tuple(prompt), banned] = known
         return Answer(known.tokens[:num_tokens], known.margins[:num_tokens])
 
     def answers_after(self, prefix: list[int], suffixes: list[list[int]], num_tokens: int) -> list[Answer]:
         """Those of prompts that all begin with `prefix`, which is computed once."""
         cache = make_prompt_cache(self.plain)
         mx.eval(self.plain(mx.array([prefix]), cache=cache))
-        return [self._continue(deepcopy(cache), suffix, num_tokens) for suffix in suffixes]
-
-    def _continue(self, cache: list[Any], prompt: list[int], num_tokens: int, banned: tuple[int, ...] = ()) -> Answer:
-        answer, tokens = Answer([], []), mx.array([prompt])
-        bias = mx.zeros(VOCAB_SIZE)
-        if banned:
-            bias[mx.array(banned)] = -mx.inf
-        for _ in range(num_tokens):
-            logits = self.plain(tokens, cache=cache)[0, -1, :VOCAB_SIZE].astype(mx.float32) + bias
-            second, best = (float(logit) for logit in mx.sort(logits)[-2:])
-            answer.tokens.append(int(mx.argmax(logits)))
-            answer.margins.append(best - second)
-            tokens = mx.array([answer.tokens[-1:]])
-        return answer
+        return [greedy_answer(self.plain, deepcopy(cache), suffix, num_tokens) for suffix in suffixes]
 
     def engine(
         self, num_blocks: int = 256, swap_blocks: int = 0, num_checkpoints: int | None = None, **options: Any

@@ -25,12 +25,12 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler import Priority
+from tests.answers import TIE, Answer, greedy_answer
 from tests.models.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, is_installed, make_architecture
 from tests.support import poison_new_blocks, quantize
 
 BLOCK_SIZE = 8
 LENGTHS = (80, 1, 35, 9, 57, 16, 2, 40, 64, 24, 5, 48, 17, 71, 8, 31)
-TIE = 1e-4
 """If mlx-lm's two best logits are closer, float32 rounding alone may choose either, and the answers go apart."""
 
 SAMPLE = (
@@ -67,14 +67,6 @@ BRIEF, WHOLE = Size(6, 8, 12), Size(16, 24, 15)
 SERVED = [name for name, each in ARCHITECTURES.items() if name not in REFUSED and each.cannot_run is None]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What mlx-lm generates. margins: distance of the two best logits, for each token."""
-
-    tokens: list[int]
-    margins: list[float]
-
-
 class Case:
     """One architecture: prompts, mlx-lm's answers to them, and the model as it is served."""
 
@@ -101,18 +93,7 @@ class Case:
 
     def answer(self, prompt: list[int], banned: tuple[int, ...] = ()) -> Answer:
         """Greedy, one prompt at a time, with mlx-lm's own caches."""
-        cache = make_prompt_cache(self.plain)
-        answer, tokens = Answer([], []), mx.array([prompt])
-        bias = mx.zeros(VOCAB_SIZE)
-        if banned:
-            bias[mx.array(banned)] = -mx.inf
-        for _ in range(self.size.num_tokens):
-            logits = self.plain(tokens, cache=cache)[0, -1, :VOCAB_SIZE].astype(mx.float32) + bias
-            second, best = (float(logit) for logit in mx.sort(logits)[-2:])
-            answer.tokens.append(int(mx.argmax(logits)))
-            answer.margins.append(best - second)
-            tokens = mx.array([answer.tokens[-1:]])
-        return answer
+        return greedy_answer(self.plain, make_prompt_cache(self.plain), prompt, self.size.num_tokens, banned)
 
     def engine(self, num_blocks: int = 256, swap_blocks: int = 0, **config: Any) -> EngineCore:
         block = BLOCK_SIZE * bytes_per_token(self.served.layers)
@@ -179,11 +160,8 @@ def assert_same(answers: list[list[int]], expected: list[Answer]) -> None:
     assert len(answers) == len(expected)
     for i, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
         assert len(answer) == len(wanted.tokens)
-        for at, (token, right) in enumerate(zip(answer, wanted.tokens, strict=True)):
-            if token != right:
-                margin = wanted.margins[at]
-                assert margin < TIE, f"answer {i}: token {at} is {token}, not {right} (margin {margin:.5f})"
-                break
+        at = wanted.first_difference(answer)
+        assert at is None, f"answer {i}: token {at} is {answer[at]}, not {wanted.tokens[at]}"
 
 
 def test_answers_depend_on_the_prompt_and_are_mostly_no_ties(case: Case) -> None:
