@@ -134,12 +134,19 @@ class LatentLayer(PagedLayer):
     output. It gets the identity matrix as k_pe, so that this mask is the scaled rotary part of the queries.
     """
 
+    def __init__(
+        self, kv: LayerKVCache, step: StepContext, window: int | None = None, chunk: int | None = None
+    ) -> None:
+        super().__init__(kv, step, window, chunk)
+        # Made once: in a step it would be seven more operations of each layer.
+        self._identity = mx.eye(kv.layout.key_size - kv.layout.value_size, dtype=kv.layout.dtype)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write latents [T, 1, 1, R] and rotary parts [T, 1, 1, P]. Returns the latents and the identity [P, P]."""
         rows = mx.concatenate([keys.squeeze(2), values.squeeze(2)], axis=-1)
         self.kv.write(rows, None, self._step.meta)
         self._step.wrote(keys, values, self)
-        return keys, mx.eye(values.shape[-1], dtype=values.dtype)
+        return keys, self._identity
 
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """queries: [T, H, 1, R]; mask: the scaled rotary part of the queries, [T, H, 1, P]. Returns [T, H, 1, R]."""
