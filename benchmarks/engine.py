@@ -1,46 +1,54 @@
-"""The cost of an engine step beside the bare forward pass of the same model, and the parts of the rest.
+"""The cost of an engine step beside mlx-lm's own with the same model, and the parts of the rest.
 
-    python benchmarks/engine.py [--model DIR] [--batch 1 4 16] [--context 128] [--steps 64]
+    python benchmarks/engine.py [--model llama hybrid latent] [--batch 1 4 16] [--context 128] [--steps 64]
 
-Decode: a step of the engine and a step of plain mlx-lm (its own KV cache, a static batch, greedy) on the same weights,
-in turn, so that other load on the machine falls on both. Prefill: one prompt, in turn as well. Attention: one layer of
-the pool beside MLX's attention over contiguous keys. The figure to quote is the median of the ratios; above 1 the
-engine is faster. The profile has the parts of a decode step at the largest batch. The host's work alone is given in CPU
-time, which other load hardly changes. The last table has the cost of bringing that many streams their tokens over HTTP,
-with clients in another process, and all that a server adds to the forward pass. Without --model: the model of the
-comparison with other servers (80 million parameters, float32), which is made if it is missing.
+Decode: a step of the engine and a bare forward pass of mlx-lm (its own cache, one static batch, greedy) on the same
+weights, in turn, so that other load on the machine falls on both. Batched: the same beside mlx-lm's own continuous
+batching, at the largest batch. Prefill: one prompt, in turn as well. Attention: one layer of the pool beside MLX's
+attention over contiguous keys. The figure to quote is the median of the ratios; above 1 the engine is faster. The
+profile has the parts of a decode step at the largest batch.
+
+Then, for the first model: the host's work alone in CPU time, which other load hardly changes, and the cost of bringing
+that many streams their tokens over HTTP, with clients in another process, with all that a server adds to the forward
+pass.
+
+Models are directories, repositories, or names of models that are made if they are missing, random, in float32: `llama`,
+which the comparison with other servers has (81 million parameters), `hybrid` and `latent` (engine_models.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from mlxpaged.attention import AttentionMetadata, LayerKVCache
-from mlxpaged.cpu import blas, streams  # before mlx: it loads the fast BLAS
-from mlxpaged.cpu.optimize import swiglu_by_exp2, swiglu_of_mlx_lm
+from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
-from mlxpaged.models.layers import KV, bytes_per_token
+from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
 from mlxpaged.models.loader import resolve_model
 
 # isort: split
 import mlx.core as mx
+from baselines import Bare, Batched, blas_threads
 from comparison.environments import CACHE
 from comparison.model import benchmark_model
 from delivery import ENDING_STEPS, delivery_seconds
+from engine_models import hybrid_model, latent_model
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_weights
 
 
@@ -48,65 +56,6 @@ def make_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     """They differ in their first token, so that the prefix cache is of no help."""
     rng = random.Random(0)
     return [[i % vocab_size, *(rng.randrange(vocab_size) for _ in range(length - 1))] for i in range(count)]
-
-
-def stay_awake(seconds: float) -> None:
-    """A virtual machine that sleeps is slow for a while after."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
-
-
-@contextmanager
-def blas_threads() -> Iterator[None]:
-    """Lets MLX's own operations use the BLAS on all cores; mlxpaged splits its work among CPU streams instead."""
-    blas.use_threads(streams.cores())
-    try:
-        yield
-    finally:
-        blas.use_threads(1)
-        stay_awake(0.03)  # as long as the BLAS's threads keep their cores busy
-
-
-class Bare:
-    """mlx-lm's model with mlx-lm's cache, and the BLAS on all cores."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._modules: list[Any] = [
-            sys.modules[name] for name in {type(module).__module__ for module in model.modules()}
-        ]
-
-    def _logits(self, tokens: mx.array) -> mx.array:
-        """Uses mlx-lm's own activation, which loading the engine's model has replaced."""
-        routed = [module for module in self._modules if getattr(module, "swiglu", None) is swiglu_by_exp2]
-        for module in routed:
-            module.swiglu = swiglu_of_mlx_lm
-        try:
-            logits: mx.array = self._model(tokens, cache=self._cache)
-            return logits
-        finally:
-            for module in routed:
-                module.swiglu = swiglu_by_exp2
-
-    def prefill(self, prompts: list[list[int]]) -> float:
-        """Seconds."""
-        self._cache = make_prompt_cache(self._model)
-        start = time.perf_counter()
-        logits = self._logits(mx.array(prompts))
-        self._tokens = mx.argmax(logits[:, -1], axis=-1)
-        with blas_threads():
-            mx.eval(self._tokens, [layer.state for layer in self._cache])
-            return time.perf_counter() - start
-
-    def step(self) -> float:
-        """Seconds of one token for every sequence."""
-        start = time.perf_counter()
-        logits = self._logits(self._tokens[:, None])
-        self._tokens = mx.argmax(logits[:, -1], axis=-1)
-        with blas_threads():
-            self._tokens.tolist()
-            return time.perf_counter() - start
 
 
 class Engine:
@@ -147,10 +96,11 @@ FORWARD_PASS = ("device", "making the graph", "metadata")
 """Parts of a step that any server has: all else is what this one adds."""
 
 
-class Profile:
-    """Seconds by part of the step; what a part calls is counted with that other part only."""
+class Profile(ExitStack):
+    """Seconds by part of the steps inside `with`; what a part calls is counted with that other part only."""
 
     def __init__(self, core: EngineCore) -> None:
+        super().__init__()
         self.seconds: dict[str, float] = defaultdict(float)
         self._inner = [0.0]
         for owner, name, part in (
@@ -166,7 +116,7 @@ class Profile:
             (core, "_process", "detokenizer and outputs"),
             (core, "stats", "statistics"),
         ):
-            setattr(owner, name, self._timed(getattr(owner, name), part))
+            self.enter_context(patch.object(owner, name, self._timed(getattr(owner, name), part)))
 
     def _timed(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -204,7 +154,8 @@ class NoModel(Module):
 
 def host_times(served: ServedModel, batch: int, context: int, steps: int) -> list[float]:
     """Seconds of CPU time that the engine's thread spends on each of some decode steps."""
-    served = replace(served, model=NoModel(served.vocab_size), rows=None, layers=served.layers[:1])
+    layers: list[LayerSpec] = [*served.kv_layers[:1]]
+    served = replace(served, model=NoModel(served.vocab_size), rows=None, layers=layers)
     kv_bytes = bytes_per_token(served.layers) * batch * (context + steps + 64)
     core = build_engine(EngineConfig(model="nothing", max_num_seqs=batch, kv_cache_bytes=kv_bytes), served)
     engine = Engine(core)
@@ -268,67 +219,88 @@ def line(name: str, measured: list[tuple[float, float]], tokens: int) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--prefill", type=int, nargs="+", default=[512])
-    parser.add_argument("--attention", type=int, nargs="+", default=[2000], help="keys of a sequence (default 2000)")
-    parser.add_argument("--host", type=int, nargs="+", default=[16, 64], help="batches (default 16 64)")
-    parser.add_argument("--steps", type=int, default=64)
-    args = parser.parse_args()
-    if min(*args.batch, *args.prefill, *args.attention, args.context, args.steps) < 1:
-        parser.error("all numbers must be at least 1")
-    model = args.model or str(benchmark_model(CACHE))
-    served = load_model(model)
-    plain, _ = load_weights(resolve_model(model))
-    useful = max(args.batch) * (args.context + args.steps + 64) + max(args.prefill) + 64
-    kv_bytes = bytes_per_token(served.layers) * useful
-    config = EngineConfig(
-        model=model,
-        max_num_seqs=max(args.batch),
-        # All prompts in one step: who was ready first would be at the end of its answer before the last began.
-        max_num_batched_tokens=max(*args.prefill, max(args.batch) * args.context),
-        max_step_ms=0,
-        kv_cache_bytes=kv_bytes,
-    )
-    core = build_engine(config, served)
-    bare, engine = Bare(plain), Engine(core)
-    print(f"{model}, {served.weight_bytes / 1e6:.1f} MB of weights, {mx.default_device()}, {blas.describe()}\n")
-    print(f"{'':22} {'bare ms':>9} {'ours ms':>9} {'bare tok/s':>10} {'ours tok/s':>10}   ratio (10 % to 90 %)")
-    for length in args.prefill:
-        prompt = make_prompts(1, length, served.vocab_size)
-        bare.prefill(prompt), engine.prefill(prompt, 2)
-        measured = list(pairs(partial(bare.prefill, prompt), partial(engine.prefill, prompt, 2), 8))
-        print(line(f"prefill of {length}", measured, length))
-    for context in args.attention:
-        layer = AttentionLayer(served.kv_layers[0], config.block_size, max(args.batch), context)
-        layer.ours(), layer.contiguous()
-        measured = list(pairs(layer.contiguous, layer.ours, 20))
-        print(line(f"attention, {max(args.batch)} x {context}", measured, max(args.batch)))
-        del layer
-    for batch in args.batch:
-        prompts = make_prompts(batch, args.context, served.vocab_size)
-        bare.prefill(prompts), engine.prefill(prompts, args.steps + 16)
-        list(pairs(bare.step, engine.step, 4))
-        print(line(f"decode, batch {batch}", list(pairs(bare.step, engine.step, args.steps)), batch))
-    profile = Profile(core)
-    batch = max(args.batch)
-    prompts = make_prompts(batch, args.context, served.vocab_size)
-    engine.prefill(prompts, args.steps + 16)
-    profile.seconds.clear()
-    step = sum(engine.step() for _ in range(args.steps)) / args.steps
-    parts = profile.parts(step * args.steps, args.steps)
-    print(f"\nprofile of a decode step at batch {batch}: {1e3 * step:.2f} ms")
-    for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
-        print(share(part, seconds, step))
+MADE: dict[str, Callable[[Path], Path]] = {"llama": benchmark_model, "hybrid": hybrid_model, "latent": latent_model}
+"""Models by the names of the option."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured; the options of the same names."""
+
+    batch: list[int]
+    context: int
+    prefill: list[int]
+    attention: list[int]
+    host: list[int]
+    steps: int
+
+
+class Measurement:
+    """One model, loaded twice: by the engine and by mlx-lm."""
+
+    def __init__(self, name: str, sizes: Sizes) -> None:
+        path = str(MADE[name](CACHE) if name in MADE else name)
+        self._sizes, self._largest = sizes, max(sizes.batch)
+        self.served = load_model(path)
+        self._plain: Any = load_weights(resolve_model(path))[0]
+        useful = self._largest * (sizes.context + sizes.steps + 64) + max(sizes.prefill) + 64
+        self.config = EngineConfig(
+            model=path,
+            max_num_seqs=self._largest,
+            # All prompts in one step: who was ready first would be at the end of its answer before the last began.
+            max_num_batched_tokens=max(*sizes.prefill, self._largest * sizes.context),
+            max_step_ms=0,
+            kv_cache_bytes=bytes_per_token(self.served.layers) * useful,
+        )
+        self._engine = Engine(build_engine(self.config, self.served))
+
+    def _prompts(self, batch: int) -> list[list[int]]:
+        return make_prompts(batch, self._sizes.context, self.served.vocab_size)
+
+    def rows(self) -> Iterator[str]:
+        """The lines of the table."""
+        bare, batched, engine = Bare(self._plain), Batched(self._plain), self._engine
+        largest, steps = self._largest, self._sizes.steps
+        for length in self._sizes.prefill:
+            prompt = make_prompts(1, length, self.served.vocab_size)
+            bare.prefill(prompt), engine.prefill(prompt, 2)
+            measured = list(pairs(partial(bare.prefill, prompt), partial(engine.prefill, prompt, 2), 8))
+            yield line(f"prefill of {length}", measured, length)
+        for context in self._sizes.attention if self.served.kv_layers else []:
+            layer = AttentionLayer(self.served.kv_layers[0], self.config.block_size, largest, context)
+            layer.ours(), layer.contiguous()
+            yield line(f"attention, {largest} x {context}", list(pairs(layer.contiguous, layer.ours, 20)), largest)
+            del layer
+        for batch in self._sizes.batch:
+            prompts = self._prompts(batch)
+            bare.prefill(prompts), engine.prefill(prompts, steps + 16)
+            list(pairs(bare.step, engine.step, 4))
+            yield line(f"decode, batch {batch}", list(pairs(bare.step, engine.step, steps)), batch)
+        prompts = self._prompts(largest)
+        batched.prefill(prompts, steps + 16)
+        engine.prefill(prompts, steps + 16)
+        list(pairs(batched.step, engine.step, 4))
+        yield line(f"batched, {largest}", list(pairs(batched.step, engine.step, steps)), largest)
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part of a decode step at the largest batch."""
+        engine, steps = self._engine, self._sizes.steps
+        with Profile(engine.core) as profile:
+            engine.prefill(self._prompts(self._largest), steps + 16)
+            profile.seconds.clear()
+            total = sum(engine.step() for _ in range(steps))
+            return profile.parts(total, steps)
+
+
+def print_server_costs(measurement: Measurement, parts: dict[str, float], sizes: Sizes) -> None:
+    """parts: seconds by part of a decode step at the largest batch."""
     print("\nCPU time of the engine's thread, with a model that computes nothing:")
-    for size in args.host:
-        median = statistics.median(host_times(served, size, args.context, args.steps))
+    for size in sizes.host:
+        median = statistics.median(host_times(measurement.served, size, sizes.context, sizes.steps))
         print(f"  decode, batch {size:<10} {1e3 * median:8.3f} ms")
-    room = bytes_per_token(served.layers) * batch * (args.steps + 2 * ENDING_STEPS)
-    delivery = delivery_seconds(replace(config, kv_cache_bytes=room), batch, args.steps)
+    step, batch = sum(parts.values()), max(sizes.batch)
+    room = bytes_per_token(measurement.served.layers) * batch * (sizes.steps + 2 * ENDING_STEPS)
+    delivery = delivery_seconds(replace(measurement.config, kv_cache_bytes=room), batch, sizes.steps)
     print(f"\ndelivery of a decode step's tokens to {batch} streams over HTTP, in shares of the step above:")
     for part, seconds in zip(("hand-over", "event loop, CPU time"), delivery, strict=True):
         print(share(part, seconds, step))
@@ -336,5 +308,36 @@ def main() -> None:
     print(share("with all above but", added, step) + f": {', '.join(FORWARD_PASS)}")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=list(MADE), help=f"default: {' '.join(MADE)}")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--prefill", type=int, nargs="+", default=[512])
+    parser.add_argument("--attention", type=int, nargs="+", default=[2000], help="keys of a sequence (default 2000)")
+    parser.add_argument("--host", type=int, nargs="+", default=[16, 64], help="batches (default 16 64)")
+    parser.add_argument("--steps", type=int, default=64)
+    args = vars(parser.parse_args())
+    models, sizes = args.pop("model"), Sizes(**args)
+    if min(*sizes.batch, *sizes.prefill, *sizes.attention, sizes.context, sizes.steps) < 1:
+        parser.error("all numbers must be at least 1")
+    print(f"{mx.default_device()}, {blas.describe()}")
+    for name in models:
+        measurement = Measurement(name, sizes)
+        print(f"\n{name}, {measurement.served.weight_bytes / 1e6:.1f} MB of weights\n")
+        print(f"{'':22} {'mlx-lm ms':>9} {'ours ms':>9} {'tok/s':>10} {'ours tok/s':>10}   ratio (10 % to 90 %)")
+        for row in measurement.rows():
+            print(row, flush=True)
+        parts = measurement.parts()
+        step, batch = sum(parts.values()), max(sizes.batch)
+        print(f"\nprofile of a decode step at batch {batch}: {1e3 * step:.2f} ms")
+        for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+            print(share(part, seconds, step))
+        if name == models[0]:
+            print_server_costs(measurement, parts, sizes)
+
+
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # as in mlxpaged/cli/exit.py: the server of the last table had an engine thread

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -34,22 +35,40 @@ def test_the_benchmark_of_the_scheduler_measures() -> None:
     ]
 
 
-def test_the_benchmark_of_the_engine_measures() -> None:
-    sizes = ("--batch", "1", "4", "--context", "200", "--prefill", "16", "--attention", "40", "--steps", "4")
-    table, profile, alone, delivery = run("engine.py", "--model", "demo", "--host", "1", "3", *sizes).split("\n\n")[1:]
-    rows = table.splitlines()[1:]
-    assert [row[:22].strip() for row in rows] == [
-        "prefill of 16",
-        "attention, 4 x 40",
-        "decode, batch 1",
-        "decode, batch 4",
-    ]
-    for row in rows:
-        theirs_ms, ours_ms, theirs, ours, ratio = (float(text) for text in row[22:].split()[:5])
-        assert min(theirs_ms, ours_ms, theirs, ours, ratio) > 0
-    parts, brought = shares(profile), shares(delivery)
-    assert {"device", "scheduler", "sampler", "metadata", "statistics", "other"} <= set(parts)
-    assert sum(parts.values()) == pytest.approx(100, abs=0.1)
+@pytest.fixture
+def made_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The hybrid and the latent model of the engine's benchmark, with small layers."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    made = import_module("engine_models")
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
+    configs = {"hybrid": made.HYBRID | small, "latent": made.LATENT | small}
+    return [made.make_model(tmp_path / name, config) for name, config in configs.items()]
+
+
+def test_the_benchmark_of_the_engine_measures(made_models: list[Path]) -> None:
+    sizes = ("--batch", "1", "4", "--context", "40", "--prefill", "16", "--attention", "40", "--steps", "4")
+    models = ["demo", *map(str, made_models)]
+    _, *sections = run("engine.py", "--model", *models, "--host", "1", "3", *sizes).split("\n\n")
+    alone, delivery = sections[3:5]
+    del sections[3:5]
+    tables = {title.split(",")[0].strip(): parts for title, *parts in zip(*[iter(sections)] * 3, strict=True)}
+    assert list(tables) == models
+    for table, profile in tables.values():
+        rows = table.splitlines()[1:]
+        assert [row[:22].strip() for row in rows] == [
+            "prefill of 16",
+            "attention, 4 x 40",
+            "decode, batch 1",
+            "decode, batch 4",
+            "batched, 4",
+        ]
+        for row in rows:
+            theirs_ms, ours_ms, theirs, ours, ratio = (float(text) for text in row[22:].split()[:5])
+            assert min(theirs_ms, ours_ms, theirs, ours, ratio) > 0
+        parts = shares(profile)
+        assert {"device", "scheduler", "sampler", "metadata", "statistics", "other"} <= set(parts)
+        assert sum(parts.values()) == pytest.approx(100, abs=0.1)
+    parts, brought = shares(tables["demo"][1]), shares(delivery)
     assert min(brought["hand-over"], brought["event loop, CPU time"]) > 0
     forward_pass = sum(parts[name] for name in ("device", "making the graph", "metadata"))
     added = 100 - forward_pass + brought["hand-over"] + brought["event loop, CPU time"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,17 @@ def make_weights(config: dict[str, Any], num_fixed: int, seed: int) -> dict[str,
     return weights
 
 
+MakeWeights = Callable[[dict[str, Any], int, int], dict[str, Any]]
+"""From a config, the number of ids before the words, and a seed: float32 arrays by their names in a checkpoint."""
+
+
 def make_model(directory: Path, seed: int = 0, **overrides: Any) -> Path:
-    """The model's directory, written at once or not at all; `overrides` replace entries of its config."""
+    """A Llama in `directory`, made if it is not there; `overrides` replace entries of its config."""
+    return write_model(directory, CONFIG | overrides, make_weights, seed)
+
+
+def write_model(directory: Path, config: dict[str, Any], weights: MakeWeights, seed: int = 0) -> Path:
+    """The model's directory, written at once or not at all. The config needs no token ids."""
     if (directory / "model.safetensors").exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -121,7 +131,7 @@ def make_model(directory: Path, seed: int = 0, **overrides: Any) -> Path:
         "eos_token_id": tokenizer.token_to_id(END),
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
-    config = CONFIG | ids | overrides
+    config = ids | config
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config["max_position_embeddings"],
@@ -142,9 +152,9 @@ def make_model(directory: Path, seed: int = 0, **overrides: Any) -> Path:
         ("tokenizer_config.json", tokenizer_config | {"chat_template": CHAT_TEMPLATE}),
     ):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    weights = make_weights(config, tokenizer.get_vocab_size() - len(WORDS), seed)
+    arrays = weights(config, tokenizer.get_vocab_size() - len(WORDS), seed)
     unfinished = directory / "model.safetensors.part"
-    save_file(weights, str(unfinished), metadata={"format": "pt"})
+    save_file(arrays, str(unfinished), metadata={"format": "pt"})
     unfinished.rename(directory / "model.safetensors")
     return directory
 

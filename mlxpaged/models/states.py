@@ -122,6 +122,7 @@ class RecurrentLayer(ArraysCache):
         self._stacked: State = []
         self._single: dict[int, State] = {}  # by sequence, [1, ...] each; they replace those in the stack
         self._checkpoints: dict[int, State] = {}
+        self._taken: list[int] = []  # checkpoints of the last step
         self._written: dict[int, dict[int, mx.array | None]] = {}  # by group: the arrays that its modules have set
         self._after: dict[int, State] = {}  # by group: all arrays after it
         self._loaded: State = []  # what `load` has put into `cache`
@@ -139,8 +140,10 @@ class RecurrentLayer(ArraysCache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Evaluated with each step: otherwise a step would begin with the computation of all earlier ones."""
-        states = [self._stacked, *self._single.values(), *self._checkpoints.values()]
+        """Evaluated with each step: otherwise a step would begin with the computation of all earlier ones.
+
+        Checkpoints of earlier steps are left out. There may be thousands, and MLX takes 0.5 us for each array."""
+        states = [self._stacked, *self._single.values(), *(self._checkpoints[i] for i in self._taken)]
         return [array for state in states for array in state if array is not None]
 
     def load(self, index: int) -> RecurrentLayer:
@@ -164,6 +167,7 @@ class RecurrentLayer(ArraysCache):
     def commit(self, running: Container[int]) -> None:
         """Replace the states of the step's sequences by the pending ones. running: all sequences that need a state;
         those of others are dropped."""
+        self._taken = [checkpoint for group in self.groups for _, checkpoint in group.taken]
         for index, group in enumerate(self.groups):
             after = self._after[index]
             if group.is_rows:
@@ -202,7 +206,7 @@ class RecurrentLayer(ArraysCache):
         self._single[sequence_id] = [None if like is None else next(arrays) for like in self._entries]
 
     def clear(self) -> None:
-        self._batch, self._stacked, self._single, self._checkpoints = [], [], {}, {}
+        self._batch, self._stacked, self._single, self._checkpoints, self._taken = [], [], {}, {}, []
         self.discard()
 
     def _before(self, index: int) -> State:

@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models import ServedModel, load_model
-from mlxpaged.models.states import Group, StateRow, make_groups
+from mlxpaged.models.states import Group, RecurrentLayer, StateRow, StateStep, make_groups
 from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
 from tests.models.architectures import make_architecture
 
@@ -78,6 +78,28 @@ def test_a_group_selects_its_part_of_what_has_a_row_per_token() -> None:
     assert chunk.select(None, 6) is None
     assert chunk.select(mx.zeros((3, 2)), 6).shape == (3, 2)
     assert mx.concatenate([g.as_rows(g.select(rows, 6)) for g in (decoding, chunk)]).tolist() == rows.tolist()
+
+
+def test_a_step_evaluates_the_states_of_its_sequences_and_no_checkpoint_of_an_earlier_step() -> None:
+    step = StateStep()
+    layer = RecurrentLayer([((2,), mx.float32)], step)
+
+    def run(*rows: StateRow) -> list[Any]:
+        """One step of a module that adds one to its state. Returns what is evaluated."""
+        step.begin(rows)
+        for index, group in enumerate(layer.groups):
+            cache = layer.load(index)
+            before = mx.zeros((len(group.sequence_ids), 2)) if cache[0] is None else cache[0]
+            cache[0] = before + 1
+            layer.store(index)
+        layer.commit({1, 2})
+        step.end()
+        return [array[:, 0].tolist() for array in layer.arrays]
+
+    assert run(StateRow(1, 0, 8, checkpoints=[(4, 0), (6, 1)])) == [[3.0], [1.0], [2.0]]
+    assert run(StateRow(1, 8, 1)) == [[4.0]]
+    assert run(StateRow(1, 9, 1), StateRow(2, 6, 2, restore=1)) == [[5.0], [3.0]]
+    assert run(StateRow(1, 10, 1), StateRow(2, 8, 1, checkpoints=[(9, 0)])) == [[6.0, 4.0], [4.0]]
 
 
 # -- states ----------------------------------------------------------------------------------------------------------
