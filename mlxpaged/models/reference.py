@@ -90,7 +90,7 @@ def make_prompt(vocab_size: int, region: int, length: int) -> list[int]:
 
 
 def forward(model: Any, tokens: Sequence[int], positions: Sequence[int]) -> mx.array:
-    logits = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
+    logits: mx.array = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
     return logits[mx.array(list(positions))].astype(mx.float32)
 
 
