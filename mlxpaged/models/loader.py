@@ -25,7 +25,8 @@ from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers
 from mlxpaged.models.preflight import GGUF_ADVICE, WEIGHTS, FileSizes, check_directory, hub_file_sizes, local_file_sizes
-from mlxpaged.models.probe import Reference, make_reference, probe
+from mlxpaged.models.probe import probe, selects_rows
+from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -131,10 +132,11 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
     model.eval()
     try:
-        reference = make_reference(model)
+        longest = context_length(config)
+        reference = make_reference(model, longest)
         optimize_for_cpu(model)
-        layers, vocab_size = find_layers(model, reference), int(reference.logits.shape[0])
-        rows = select_rows_before_head(model, vocab_size, lambda rows: is_head(model, layers, reference, rows))
+        layers, vocab_size = find_layers(model, reference), int(reference.logits.shape[1])
+        rows = select_rows_before_head(model, vocab_size, lambda rows: selects_rows(model, layers, reference, rows))
     except UnsupportedModelError as error:
         kind = config.get("model_type", "this")
         raise UnsupportedModelError(
@@ -148,7 +150,7 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         layers=layers,
         rows=rows,
         vocab_size=vocab_size,
-        context_length=context_length(config),
+        context_length=longest,
         weight_bytes=tree_reduce(lambda total, array: total + int(array.nbytes), model.parameters(), 0),
     )
 
@@ -204,15 +206,6 @@ def find_layers(model: Module, reference: Reference) -> list[LayerSpec]:
             return layers
     assert reason is not None
     raise reason
-
-
-def is_head(model: Module, layers: list[LayerSpec], reference: Reference, rows: RowSelection) -> bool:
-    """Whether the model still computes the same logits, for the selected rows only."""
-    try:
-        probe(model, layers, reference, rows)
-    except UnsupportedModelError:
-        return False
-    return True
 
 
 def context_length(config: dict[str, Any]) -> int:

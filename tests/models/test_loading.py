@@ -45,8 +45,8 @@ def test_a_model_that_no_way_of_running_reproduces_is_refused_with_the_reason(
 def test_a_model_whose_masks_and_caches_disagree_about_the_window_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As mlx-lm's plamo3 does: prompt and answer see different windows, so the answer depends on the prompt's chunks. A
-    probe of a few tokens does not reach any window."""
+    """As mlx-lm's plamo3 does: prompt and answer see different windows, so the answer depends on the prompt's chunks.
+    The prompt of the probe does not pass the windows of large models."""
     path = make_tiny_model(tmp_path / "m", "gemma3_text", sliding_window=16, sliding_window_pattern=2)
     make_cache = gemma3_text.Model.make_cache
 
@@ -331,7 +331,7 @@ def test_another_model_of_the_same_module_goes_on_with_mlx_lms_own_attention(tmp
     cache = make_prompt_cache(plain)
     stepwise = [plain(tokens[:, :3], cache=cache), plain(tokens[:, 3:], cache=cache)]
     assert mx.allclose(mx.concatenate(stepwise, axis=1), before, atol=1e-4)
-    assert mx.array_equal(plain(tokens), before)
+    assert mx.allclose(plain(tokens), before, atol=1e-5)
     assert core.runner.attention_calls == 0
     assert type(plain.lm_head) is nn.Linear
 
