@@ -63,8 +63,10 @@ class Memory:
             mx.eval(new)  # the reads of layers before this one are then done; pending ones refer to the array
         array = getattr(self, name).reshape(shape)
         setattr(self, name, None)
-        array[at] = new
-        setattr(self, name, array)
+        try:
+            array[at] = new
+        finally:
+            setattr(self, name, array)
 
 
 class KVPool(Protocol):

@@ -183,3 +183,18 @@ def test_unpublished_blocks_are_those_of_every_group_and_no_one_elses() -> None:
     assert cache.hit(TOKENS[:32]) == 32
     assert cache.hit([*TOKENS[:16], *range(8)]) == 16
     first.release()
+
+
+@pytest.mark.parametrize("windows", [(6,), (6, 9), (None, 6)])
+def test_blocks_that_left_a_window_are_unpublished_too(windows: tuple[int | None, ...]) -> None:
+    """A step that writes them may fail after the next one has given them back."""
+    cache = Cache(*windows)
+    table = cache.table()
+    table.grow(64, 0)
+    table.publish(TOKENS, 64, cache.keys(TOKENS))
+    written = {block for ids in table.ids for block in ids[2:]}
+    table.grow(64, 63)
+    assert len(table) < 16 * len(windows)
+    assert cache.hit(TOKENS[:40]) == 40
+    assert set(table.unpublish(2)) == written
+    assert [cache.hit(TOKENS[:length]) for length in (8, 12, 40, 64)] == [8, 8, 8, 8]

@@ -1,7 +1,7 @@
 """Random requests to models whose layers slide: whatever happens around a request, its answer is that of the request
 alone.
 
-60 requests run by default, 3,000 with `make test-models`.
+80 requests run by default, 3,200 with `make test-models`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import pytest
 from mlxpaged.cache import CacheGroups
 from mlxpaged.engine import EngineCore
 from mlxpaged.models.cache_groups import cache_layout
-from tests.engine.fuzz import LONGEST, MOST_TOKENS, play_all
+from tests.engine.fuzz import LONGEST, MOST_TOKENS, play, play_all
 from tests.engine.hybrid import TinyModel
 from tests.models.architectures import make_architecture
 
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     # changes of the configuration, groups
     "gemma3_text": ({"sliding_window": 5}, 3),
-    "gemma4_text": ({}, 4),
+    "gemma4_text": ({}, 5),
     "recurrent_gemma": ({}, 1),
     "gpt_oss": ({}, 2),
 }
@@ -52,6 +52,7 @@ def make_engine(model: TinyModel, rng: random.Random) -> EngineCore:
         num_checkpoints=rng.choice((0, 1, 4, 30)),
         max_num_seqs=rng.choice((2, 6, 10)),
         max_num_batched_tokens=chunk,
+        max_step_ms=0,
         prefill_mode=rng.choice(("mixed", "mixed", "separate")),
         prefix_caching=rng.random() < 0.9,
         block_size=block_size,
@@ -60,7 +61,7 @@ def make_engine(model: TinyModel, rng: random.Random) -> EngineCore:
 
 
 def test_answers_among_random_requests_are_those_of_requests_alone(model: TinyModel) -> None:
-    play_all(model, make_engine, range(2), 12)
+    assert sum(play(model, make_engine, seed, 10)["preemptions"] for seed in (11, 12)) > 0
 
 
 @pytest.mark.models
