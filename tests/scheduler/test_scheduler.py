@@ -106,7 +106,7 @@ def test_block_tables_name_the_exact_blocks_of_each_sequence() -> None:
     scheduler.add(sequence(2, 4))
     batch = scheduler.schedule()
     assert scheduler.get_block_tables(batch.sequence_ids).tolist() == [[[0, 1, 2], [3, -1, -1]]]
-    assert scheduler.get_block_tables([2]).tolist() == [[3]]
+    assert scheduler.get_block_tables([2]).tolist() == [[[3]]]
     assert scheduler.get_block_tables([]).size == 0
 
 
