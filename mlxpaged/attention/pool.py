@@ -74,8 +74,10 @@ class Memory:
         self.reads = []
         array = getattr(self, name).reshape(shape)
         setattr(self, name, None)
-        array[at] = new
-        setattr(self, name, array)
+        try:
+            array[at] = new
+        finally:
+            setattr(self, name, array)
 
 
 class KVPool(Protocol):

@@ -163,11 +163,16 @@ class BlockTable:
     def unpublish(self, num_full_blocks: int) -> list[int]:
         """Undo the publication of the blocks from `num_full_blocks` on, because their contents were not computed.
 
-        Returns their ids. Other tables may have adopted them and must not keep them.
+        Blocks that have already left a window are included. The table no longer knows which these were, so a block of
+        another sequence may be unpublished in their place. Returns their ids. Other tables may have adopted them and
+        must not keep them.
         """
-        own = {block for ids in self.ids for block in ids[num_full_blocks:]}
-        unpublished = [block for cached in self.chain[num_full_blocks:] for block in cached.blocks if block in own]
-        unpublished = [block for block in unpublished if block != UNUSED]
+        unpublished = [
+            block
+            for index, cached in enumerate(self.chain[num_full_blocks:], num_full_blocks)
+            for ids, block in zip(self.ids, cached.blocks, strict=True)
+            if block != UNUSED and ids[index] in (block, UNUSED)
+        ]
         for block in unpublished:
             self._pool.forget(block)
         del self.chain[num_full_blocks:]

@@ -66,6 +66,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._by_key)
 
+    def __contains__(self, record: CachedBlock) -> bool:
+        return self._by_key.get(record.key) is record
+
     def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], num_tokens: int) -> None:
         """Append to `keys` until it has the hashes of all full blocks of the first `num_tokens` tokens."""
         size = self._pool.block_size
@@ -133,7 +136,7 @@ class PrefixCache:
         return record
 
     def _reachable(self, parent: CachedBlock | None) -> bool:
-        return parent is None or self._by_key.get(parent.key) is parent
+        return parent is None or parent in self
 
     def _drop(self, _block: int, content: Content) -> None:
         """A block of a record was evicted."""
@@ -148,7 +151,7 @@ class PrefixCache:
 
     def _remove(self, record: CachedBlock) -> None:
         """Forget a record and the blocks that it still has."""
-        if self._by_key.get(record.key) is not record:
+        if record not in self:
             return
         del self._by_key[record.key]
         if record.parent is not None:

@@ -274,13 +274,17 @@ class BlockManager:
         return (sequence.num_prompt_tokens - 1) // self.block_size * self.block_size
 
     def _attach(self, sequence: Sequence) -> None:
-        """Attach reserved checkpoints to their blocks, as far as these are published."""
+        """Attach reserved checkpoints to their blocks, as far as these are published. A block that the prefix cache has
+        dropped since then gets none: no prompt could find it."""
         table = sequence.block_table
         assert table is not None
         published = len(table.chain) * self.block_size
         for position, checkpoint in sequence.reserved_checkpoints:
             if position <= published:
                 block = table.chain[position // self.block_size - 1]
+                if self.prefix_cache is None or block not in self.prefix_cache:
+                    self.checkpoints.release(checkpoint)
+                    continue
                 self.checkpoints.attach(checkpoint, block)
                 sequence.recent_checkpoints.append((position, block))
         sequence.reserved_checkpoints = [each for each in sequence.reserved_checkpoints if each[0] > published]

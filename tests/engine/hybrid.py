@@ -1,4 +1,4 @@
-"""A tiny model with recurrent and attention layers, mlx-lm's own answers, and engines that serve it."""
+"""Tiny models, mlx-lm's own answers, and engines that serve them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
 from mlxpaged.models import load_model
-from mlxpaged.models.layers import bytes_per_token, state_bytes
+from mlxpaged.models.cache_groups import cache_layout
+from mlxpaged.models.layers import state_bytes
 from mlxpaged.scheduler import Batch, Priority
 from tests.answers import Answer, greedy_answer
 from tests.models.architectures import QWEN3_5, VOCAB_SIZE, nested, random_weights
@@ -46,13 +47,11 @@ class Run:
         return sum(row.num_tokens for row in rows if request_id in (None, row.sequence.request_id))
 
 
-class Hybrid:
-    """Half of the layers are gated delta nets, the others attend. block_size: of every engine."""
+class TinyModel:
+    """A tiny model of any architecture. block_size: of its engines, by default."""
 
-    def __init__(self, path: Path, num_layers: int = 4, block_size: int = 8) -> None:
-        config = nested(model_type="qwen3_5_text", **QWEN3_5 | {"num_hidden_layers": num_layers})
-        make_weights = partial(random_weights, embedding=1.0)
-        self.path = make_tiny_model(path, "qwen3_5", 0, make_weights, vocab_size=VOCAB_SIZE, **config)
+    def __init__(self, path: Path, block_size: int = 8) -> None:
+        self.path = path
         self.block_size = block_size
         self.plain: Any = load_plain_model(self.path)[0]
         self.plain.eval()
@@ -77,18 +76,30 @@ class Hybrid:
         self, num_blocks: int = 256, swap_blocks: int = 0, num_checkpoints: int | None = None, **options: Any
     ) -> EngineCore:
         """New blocks are filled with NaN."""
-        block = self.block_size * bytes_per_token(self.served.layers)
+        options = {"block_size": self.block_size, "attention_backend": "gather", "max_num_seqs": 16} | options
+        layout = cache_layout(self.served.kv_layers, self.served.context_length)
+        block = options["block_size"] * layout.bytes_per_token
         checkpoints = None if num_checkpoints is None else num_checkpoints * state_bytes(self.served.layers)
         config = EngineConfig(
             str(self.path),
             kv_cache_bytes=num_blocks * block,
             swap_space_bytes=swap_blocks * block,
             state_cache_bytes=checkpoints,
-            **{"block_size": self.block_size, "attention_backend": "gather", "max_num_seqs": 16} | options,
+            **options,
         )
         core = build_engine(config, self.served)
         poison_new_blocks(core)
         return core
+
+
+class Hybrid(TinyModel):
+    """Half of the layers are gated delta nets, the others attend."""
+
+    def __init__(self, path: Path, num_layers: int = 4, block_size: int = 8) -> None:
+        config = nested(model_type="qwen3_5_text", **QWEN3_5 | {"num_hidden_layers": num_layers})
+        make_weights = partial(random_weights, embedding=1.0)
+        make_tiny_model(path, "qwen3_5", 0, make_weights, vocab_size=VOCAB_SIZE, **config)
+        super().__init__(path, block_size)
 
 
 def request(

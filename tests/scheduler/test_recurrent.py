@@ -101,3 +101,16 @@ def test_an_evicted_block_takes_its_checkpoint_along() -> None:
     assert len(checkpoints) == 1
     scheduler.pool.allocate(16)
     assert len(checkpoints) == checkpoints.num_reserved == 0
+
+
+def test_blocks_that_the_prefix_cache_has_dropped_get_no_checkpoints() -> None:
+    """No prompt could find them, and nothing but newer checkpoints would replace them."""
+    scheduler = make(max_num_batched_tokens=32)
+    scheduler.add(sequence(0, *range(10, 60)))
+    run_step(scheduler)
+    assert scheduler.prefix_cache is not None
+    scheduler.prefix_cache.clear()
+    run_step(scheduler)
+    scheduler.finish(0, FinishReason.ABORT)
+    checkpoints = scheduler.blocks.checkpoints
+    assert len(checkpoints) == checkpoints.num_reserved == 0
