@@ -125,13 +125,13 @@ class AttentionMetadata:
         """Do the same as `build` for each view, without most checks, for the scheduler's numbers.
 
         block_tables[G, S, b]: of each cache group. Entries without a block are UNUSED. more: vectors that go to the
-        device in the same upload. They are returned in order. Raises ValueError if a table is too short for its
-        context: the tokens would be written into blocks of other sequences.
+        device in the same upload. They are returned in order. Raises ValueError if a query token has no block: it would
+        be written into a block of another sequence.
         """
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
         last = (context - 1) // block_size
-        if last.max() >= block_tables.shape[2] or block_tables[:, np.arange(len(last)), last].min() < 0:
+        if last.max() >= block_tables.shape[2]:
             raise ValueError(f"block tables are too short for contexts of {context_lens} tokens")
         owner = np.repeat(np.arange(len(query)), query)
         starts = np.cumsum(query) - query
@@ -139,6 +139,8 @@ class AttentionMetadata:
         index, offset = positions // block_size, positions % block_size
         tables = [blocks_of(block_tables[view.group], view) for view in views]
         slots = [(table[owner, index] * block_size + offset).astype(np.int32) for table in tables]
+        if min(int(each.min()) for each in slots) < 0:
+            raise ValueError(f"block tables lack blocks for contexts of {context_lens} tokens")
         parts = [positions, *slots, *(table.reshape(-1) for table in tables), *more]
         ends = np.cumsum([part.size for part in parts[:-1]]).tolist()
         uploaded = list(mx.split(mx.array(np.concatenate(parts)), ends))

@@ -20,7 +20,8 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 @dataclass(frozen=True)
 class CacheGroups:
-    """windows: for each group, the keys that a query sees, its own included; None for all. Groups may be alike."""
+    """windows: for each group, the keys that a query sees, its own included; None for all. Several groups may have
+    the same window."""
 
     windows: tuple[int | None, ...] = (None,)
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -44,8 +45,8 @@ class CacheGroups:
 
     def most_blocks(self, group: int, num_blocks: int, chunk: int) -> int:
         """The most blocks of a group that a sequence holds at once, if it fills `num_blocks` blocks in steps of up to
-        `chunk` tokens: those of the step, which writes all its keys before it reads any, and `window` tokens before
-        them. The block manager keeps one more token than the step sees."""
+        `chunk` tokens. A step writes all its keys before it reads any, so the sequence holds its blocks and those of
+        the `window` tokens before it."""
         window = self.windows[group]
         if window is None:
             return num_blocks

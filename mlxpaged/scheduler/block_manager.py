@@ -199,7 +199,8 @@ class BlockManager:
 
     def give_back(self, sequences: Iterable[Sequence]) -> None:
         """Release the blocks that left the windows of running sequences. A step in flight may still read them: the next
-        step writes them after it. A fork may still have to compute the token before the next one."""
+        step writes them after it. One more token is kept than the next step sees, because a fork computes the last
+        token of the prompt again."""
         for sequence in () if self.groups.keeps_all else sequences:
             assert sequence.block_table is not None
             sequence.block_table.give_back(sequence.num_computed_tokens - 1)
