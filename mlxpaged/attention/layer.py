@@ -128,7 +128,9 @@ class PagedLayer:
     def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> mx.array:
         self._step.attention_calls += 1
         options: dict[str, Any] = {"window": self.window, "chunk": self.chunk, "sinks": sinks}
-        return self.kv.attend(queries.squeeze(2), self._meta, scale=scale, **options)[:, :, None]
+        # Phi and StableLM attend in float32 with queries of the keys' type. The pools compute in float32 anyway.
+        rows = queries.squeeze(2).astype(self.kv.layout.dtype)
+        return self.kv.attend(rows, self._meta, scale=scale, **options)[:, :, None].astype(queries.dtype)
 
 
 def route_attention(model: Module) -> int:

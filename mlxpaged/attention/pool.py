@@ -70,8 +70,9 @@ class Memory:
     def update(self, name: Literal["keys", "values"], shape: tuple[int, ...], at: Any, new: mx.array | float) -> None:
         """Write `new` at an index of the array of that name, seen in a shape. While it is written, nothing else refers
         to the array, so that MLX does not copy it."""
-        mx.eval(self.reads)
-        self.reads = []
+        if self.reads:
+            mx.eval(self.reads)
+            self.reads = []
         array = getattr(self, name).reshape(shape)
         setattr(self, name, None)
         try:

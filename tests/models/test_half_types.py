@@ -16,14 +16,15 @@ from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.engine import EngineConfig, Request, SamplingParams, TokenLogprobs, build_engine
 from mlxpaged.models import load_model
+from mlxpaged.models.layers import is_per_sequence
 from tests.models.architectures import VOCAB_SIZE, make_architecture
 from tests.support import cast, poison_new_blocks
 
 CASES = [
     pytest.param(name, dtype, id=f"{name}-{str(dtype).rpartition('.')[2]}", marks=marks)
-    for name in ("lfm2", "qwen3_5", "gemma4", "deepseek_v3")
+    for name in ("lfm2", "qwen3_5", "gemma4", "deepseek_v3", "phi", "stablelm")
     for dtype in (mx.float16, mx.bfloat16)
-    for marks in [() if (name, dtype) == ("lfm2", mx.bfloat16) else pytest.mark.models]
+    for marks in [() if name in ("lfm2", "phi") and dtype == mx.bfloat16 else pytest.mark.models]
 ]
 
 NO_EXPERTS = {"deepseek_v3": {"first_k_dense_replace": 3}}
@@ -44,7 +45,9 @@ def logprobs(logits: mx.array) -> npt.NDArray[np.float32]:
 def generate(path: Path, prompts: list[list[int]]) -> list[list[TokenLogprobs]]:
     """The engine's greedy answers, with chunks and decoding tokens in the same steps."""
     config = EngineConfig(str(path), kv_cache_bytes=2_000_000, block_size=8, max_num_seqs=8, max_num_batched_tokens=29)
-    core = build_engine(config, load_model(str(path)))
+    served = load_model(str(path))
+    assert not is_per_sequence(served.layers), "all run as one batch"
+    core = build_engine(config, served)
     poison_new_blocks(core)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=TOP)
     for i, prompt in enumerate(prompts):
