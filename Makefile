@@ -9,8 +9,11 @@ STAMP := $(VENV)/.installed
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
 
-test: lint types
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+# Types are checked beside the tests. Their errors are printed after the tests.
+test: lint
+	@($(BIN)/mypy && $(BIN)/mypy --config-file tests/mypy.ini) > $(VENV)/types.log 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile; tests=$$?; \
+	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tests
 
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/attention tests/metal_on_cpu

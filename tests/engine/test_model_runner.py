@@ -135,7 +135,7 @@ def test_the_plan_of_a_decode_step_is_uploaded_once_for_all_layers(
 def test_a_table_that_is_too_short_for_its_context_is_refused(runner: ModelRunner) -> None:
     """A token after its end would be written into block -1."""
     for tables in ([[5, -1]], [[5]]):
-        with pytest.raises(ValueError, match="too short|lack blocks"):
+        with pytest.raises(ValueError, match=r"too short|lack blocks"):
             forward(runner, rows((LONG, 0, 10)), tables)
     assert runner.model_calls == 0
 
