@@ -119,9 +119,11 @@ class LatentLayer(PagedLayer):
         self._step.wrote(keys, values, self)
         return keys, self._identity
 
-    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    def attend(
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None, softcap: float | None = None
+    ) -> mx.array:
         """queries: [T, H, 1, R]; mask: the scaled rotary part of the queries, [T, H, 1, P]. Returns [T, H, 1, R]."""
-        if not isinstance(mask, mx.array) or sinks is not None:
+        if not isinstance(mask, mx.array) or sinks is not None or softcap is not None:
             raise PagedAttentionError("the model's latent attention is called in an unknown way")
         return self._attend(mx.concatenate([queries, (mask / scale).astype(queries.dtype)], axis=-1), scale)
 

@@ -119,15 +119,24 @@ class PagedLayer:
         """What `update_and_fetch` has returned: a layer without keys of its own attends with them (Gemma 3n)."""
         return self._step.written_by(self)
 
-    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    def attend(
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None, softcap: float | None = None
+    ) -> mx.array:
         """[T, Hq, 1, D] -> [T, Hq, 1, Dv]"""
         if mask is not None:
             raise PagedAttentionError("the model passes an attention mask of its own")
-        return self._attend(queries, scale, sinks)
+        return self._attend(queries, scale, sinks, softcap)
 
-    def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> mx.array:
+    def _attend(
+        self, queries: mx.array, scale: float, sinks: mx.array | None = None, softcap: float | None = None
+    ) -> mx.array:
         self._step.attention_calls += 1
-        options: dict[str, Any] = {"window": self.window, "chunk": self.chunk, "sinks": sinks}
+        options: dict[str, Any] = {
+            "window": self.window,
+            "chunk": self.chunk,
+            "sinks": sinks,
+            "softcap": softcap,
+        }
         # Phi and StableLM attend in float32 with queries of the keys' type. The pools compute in float32 anyway.
         rows = queries.squeeze(2).astype(self.kv.layout.dtype)
         return self.kv.attend(rows, self._meta, scale=scale, **options)[:, :, None].astype(queries.dtype)

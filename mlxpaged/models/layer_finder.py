@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import KV, LayerSpec, PerSequence, Recurrent, leaves
+from mlxpaged.models.softcap import attend_with_softcap
 from mlxpaged.models.states import call_in_groups
 
 
@@ -62,6 +63,9 @@ def layer_specs(model: Module, way: Way = Way.ROWS) -> list[LayerSpec]:
         for owner in owners.values()
         if way is Way.MODULES or isinstance(owner.cache, ArraysCache) or any(map(is_latent, owner.modules))
     ]
+    for owner in owners.values() if way is Way.ROWS else ():
+        for module in owner.modules:
+            attend_with_softcap(module)
     for module in [model] if way is Way.MODEL else [module for owner in owning for module in owner.modules]:
         call_in_groups(module)
     return specs

@@ -56,10 +56,12 @@ class ProbedLayer(PagedLayer):
     num_query_heads = 0
     sinks = False
 
-    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    def attend(
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None, softcap: float | None = None
+    ) -> mx.array:
         self.num_query_heads = int(queries.shape[1])
         self.sinks = sinks is not None
-        return super().attend(queries, scale, mask, sinks)
+        return super().attend(queries, scale, mask, sinks, softcap)
 
 
 class ProbedLatentLayer(ProbedLayer, LatentLayer):

@@ -35,6 +35,7 @@ LENGTHS = (80, 1, 35, 9, 57, 16, 2, 40, 64, 24, 5, 48, 17, 71, 8, 31)
 
 SAMPLE = (
     "llama",
+    "gemma2",
     "gemma3",
     "gpt_oss",
     "qwen3_moe",
