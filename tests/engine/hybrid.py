@@ -76,7 +76,8 @@ class TinyModel:
         self, num_blocks: int = 256, swap_blocks: int = 0, num_checkpoints: int | None = None, **options: Any
     ) -> EngineCore:
         """New blocks are filled with NaN."""
-        options = {"block_size": self.block_size, "attention_backend": "gather", "max_num_seqs": 16} | options
+        defaults: dict[str, Any] = {"attention_backend": "gather", "max_num_seqs": 16}
+        options = {"block_size": self.block_size} | defaults | options
         layout = cache_layout(self.served.kv_layers, self.served.context_length)
         block = options["block_size"] * layout.bytes_per_token
         checkpoints = None if num_checkpoints is None else num_checkpoints * state_bytes(self.served.layers)
