@@ -43,14 +43,14 @@ class StateRow(NamedTuple):
 class Group(TokenGroup):
     """All decoding rows of a step, one token each, or a piece of one prompt chunk.
 
-    previous: index of the group of the same step whose states these continue. restore: the checkpoint that they start
-    from. If both are None, they start from the sequences' own states, or from nothing if the group is fresh. taken:
-    (index of the sequence in the group, id) of the checkpoints to take after it.
+    previous: index of the group of the same step whose states these continue, and of the sequence in it. restore: the
+    checkpoint that they start from. If both are None, they start from the sequences' own states, or from nothing if the
+    group is fresh. taken: (index of the sequence in the group, id) of the checkpoints to take after it.
     """
 
     sequence_ids: list[int]
     is_fresh: bool = False
-    previous: int | None = None
+    previous: tuple[int, int] | None = None
     restore: int | None = None
     taken: list[tuple[int, int]] = field(default_factory=list)
 
@@ -59,7 +59,7 @@ def make_groups(rows: Iterable[StateRow], stack: bool = True) -> list[Group]:
     """The calls of a step, in the order of its tokens. The leading rows of one token that continue a sequence decode
     together if `stack`. Every other row is alone, and cut at its checkpoints."""
     groups: list[Group] = []
-    taken_by: dict[int, int] = {}  # checkpoint -> the group of this step that takes it
+    taken_by: dict[int, tuple[int, int]] = {}  # checkpoint -> the group of this step that takes it, and the sequence
     first = 0
     for row in rows:
         last = first + row.num_tokens
@@ -67,7 +67,9 @@ def make_groups(rows: Iterable[StateRow], stack: bool = True) -> list[Group]:
         if decodes and (not groups or (len(groups) == 1 and groups[0].is_rows)):
             if not groups:
                 groups.append(Group(first, last, True, []))
-            groups[0].taken += [(len(groups[0].sequence_ids), checkpoint) for _, checkpoint in row.checkpoints]
+            for _, checkpoint in row.checkpoints:
+                taken_by[checkpoint] = 0, len(groups[0].sequence_ids)
+                groups[0].taken.append((len(groups[0].sequence_ids), checkpoint))
             groups[0].sequence_ids.append(row.sequence_id)
             groups[0].last = last
         else:
@@ -78,9 +80,9 @@ def make_groups(rows: Iterable[StateRow], stack: bool = True) -> list[Group]:
                 end = first + position - row.start
                 groups[-1].last = end
                 groups[-1].taken = [(0, checkpoint)]
-                taken_by[checkpoint] = len(groups) - 1
+                taken_by[checkpoint] = len(groups) - 1, 0
                 if end < last:
-                    groups.append(Group(end, last, False, [row.sequence_id], previous=len(groups) - 1))
+                    groups.append(Group(end, last, False, [row.sequence_id], previous=(len(groups) - 1, 0)))
         first = last
     return groups
 
@@ -212,7 +214,9 @@ class RecurrentLayer(ArraysCache):
     def _before(self, index: int) -> State:
         group = self.groups[index]
         if group.previous is not None:
-            return list(self._after[group.previous])
+            before, sequence = group.previous
+            after = self._after[before]
+            return take(after, [sequence]) if self.groups[before].is_rows else list(after)
         if group.is_rows:
             return self._stack(group.sequence_ids)
         if group.is_fresh:

@@ -185,6 +185,18 @@ def test_a_later_row_starts_from_a_checkpoint_that_an_earlier_row_of_the_step_ta
     assert second == pytest.approx(scene.expected(1, 19), abs=2e-3)
 
 
+def test_a_row_starts_from_a_checkpoint_that_a_decoding_row_of_the_same_step_takes(scene: Scene) -> None:
+    """The id had another state before. Of the decoding rows, the second one takes it."""
+    scene.sequences[2].token_ids[:16] = scene.sequences[1].token_ids[:16]
+    scene.check((0, 0, 8, None, ((8, 4),)), (1, 0, 15))
+    tables = np.array([[[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 10, 11]]], dtype=np.int32)
+    rows = ((0, 8, 1, True), (1, 15, 1, True, None, ((16, 4),)), (2, 16, 3, True, 4, ()))
+    batch = Batch(tuple(ScheduledSequence(scene.sequences[n], *more) for n, *more in rows))
+    logits: Any = scene.runner.forward(batch, tables, None, {0, 1, 2}).tolist()
+    for row, number, length in zip(logits, (0, 1, 2), (9, 16, 19), strict=True):
+        assert row == pytest.approx(scene.expected(number, length), abs=2e-3)
+
+
 def test_a_checkpoint_is_not_changed_by_what_its_sequence_computes_after_it(scene: Scene) -> None:
     scene.check((0, 0, 12, None, ((8, 0),)), (1, 0, 7))
     scene.check((1, 7, 1, None, ((8, 1),)), (0, 12, 9))
