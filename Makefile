@@ -76,11 +76,12 @@ train-demo: $(STAMP)
 clean:
 	rm -rf $(VENV) dist site
 
+# Python compiles a module when it is first imported. To compile all of them here would take half a minute.
 $(STAMP): pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then \
 		rm -rf $(VENV) && uv venv --quiet --python '>=3.10' $(VENV) && uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \
 	else \
 		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mlxpaged needs Python 3.10 or newer: make PYTHON=...")' && \
-		$(PYTHON) -m venv --clear $(VENV) && $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'; \
+		$(PYTHON) -m venv --clear $(VENV) && $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[dev]'; \
 	fi
 	@touch $(STAMP)

@@ -15,7 +15,7 @@ from typing import Any
 import uvloop
 from comparison.client import Client
 
-from mlxpaged.api import create_app
+from mlxpaged.api.app import create_app
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.cli.serve import listen
 from mlxpaged.engine import AsyncEngine, EngineConfig

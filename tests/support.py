@@ -24,7 +24,8 @@ from mlx_lm.utils import load_model as load_plain_model
 from openai import OpenAI
 from starlette.applications import Starlette
 
-from mlxpaged.api import HttpConfig, create_app
+from mlxpaged.api.app import create_app
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.serve import listen
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineCore, EngineState, Request, SamplingParams

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlxpaged.api import DataDirInUseError, HttpConfig, KeyFileError, create_app
+from mlxpaged.api.access.key_file import KeyFileError
+from mlxpaged.api.app import create_app
+from mlxpaged.api.batches import DataDirInUseError
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import flags
 from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config
 from mlxpaged.cli.http_server import HttpServer

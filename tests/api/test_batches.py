@@ -16,11 +16,12 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Batch
 
-from mlxpaged.api import DataDirInUseError, HttpConfig, create_app
 from mlxpaged.api.access import key_file, key_ring
-from mlxpaged.api.batches import Store
+from mlxpaged.api.app import create_app
+from mlxpaged.api.batches import DataDirInUseError, Store
 from mlxpaged.api.batches import lines as batch_lines
 from mlxpaged.api.batches.records import BatchRecord, OutputLine
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation import prompt
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import (

@@ -22,7 +22,7 @@ import pytest
 from mlx_lm.utils import load_model as load_plain_model
 from openai import AsyncOpenAI, OpenAI
 
-from mlxpaged.api import HttpConfig
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine import EngineConfig, EngineState
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models.loader import DEMO_PATH

@@ -16,8 +16,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from mlxpaged.api import HttpConfig, KeyFileError, create_app
-from mlxpaged.api.access.key_file import KeyEntry, digest, make_key
+from mlxpaged.api.access.key_file import KeyEntry, KeyFileError, digest, make_key
+from mlxpaged.api.app import create_app
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import (
     DEADLINE,

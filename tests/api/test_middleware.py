@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.api import HttpConfig, body
+from mlxpaged.api import body
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.server import Server
 from mlxpaged.cli import http_protocol
 from mlxpaged.engine import EngineConfig

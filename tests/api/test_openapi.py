@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from mlxpaged.api import HttpConfig
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.endpoints import ENDPOINTS
 from mlxpaged.api.openai.schema import SamplingFields
 from tests.api.helpers import ask, bearer, raw, run_on, write_keys

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from mlxpaged.api import HttpConfig
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import write_keys
 from tests.support import RunningServer, running_server, wait_until

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlxpaged import __version__
-from mlxpaged.api import HttpConfig
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import main, serve
 from mlxpaged.engine import EngineConfig, Priority
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.api import create_app
+from mlxpaged.api.app import create_app
 from mlxpaged.cli import serve
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer
