@@ -96,7 +96,7 @@ class Batched:
 
     def _next(self) -> list[Any]:
         """The sequences' tokens. The generator has started its next step by then: it is waited for, or it would take
-        time from whoever is measured after it."""
+        time from what is measured next."""
         with own_activation(self._model):
             _, responses = self._generator.next()
         mx.synchronize(self._generator.stream)

@@ -43,32 +43,19 @@ class GatherPool:
         self._shapes = (-1, layout.num_kv_heads, layout.key_size), (-1, layout.num_kv_heads, layout.value_size)
         self._memory = memory
 
-    @property
-    def _keys(self) -> mx.array:
-        return self._memory.keys.reshape(self._shapes[0])
-
-    @property
-    def _values(self) -> mx.array | None:
-        return None if self._memory.values is None else self._memory.values.reshape(self._shapes[1])
-
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
-        self._update(meta.slot_mapping, keys, values)
-
-    def _update(self, slots: mx.array, keys: mx.array, values: mx.array | None) -> None:
-        of_keys, of_values = self._shapes
-        self._memory.update("keys", of_keys, slots, keys)
-        if values is not None and self._memory.values is not None:
-            self._memory.update("values", of_values, slots, values)
+        self._memory.write(self._shapes, meta.slot_mapping, keys, values)
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         key = ("gather", options.locality)
         if key not in meta.derived:
             meta.derived[key] = make_groups(meta, options.locality)
         groups, order = meta.derived[key]
+        keys, values = self._memory.seen_as(self._shapes)
         outputs = []
         for group in groups:
-            q, k = queries[group.rows], self._keys[group.slots]
-            v = k[..., : self._shapes[1][2]] if self._values is None else self._values[group.slots]
+            q, k = queries[group.rows], keys[group.slots]
+            v = k[..., : self._shapes[1][2]] if values is None else values[group.slots]
             q, k, v = (array.swapaxes(1, 2) for array in (q, k, v))
             out = contiguous_attention(q, k, v, group.mask, options).swapaxes(1, 2)
             outputs.append(out.reshape(-1, *out.shape[2:]))
@@ -77,20 +64,21 @@ class GatherPool:
     def read_context(self, meta: AttentionMetadata) -> mx.array:
         [num_keys] = meta.host_context_lens
         slots = self._slots_of(meta.host_block_tables[0].tolist()).flatten()[:num_keys]
-        return self._memory.has_read(self._keys[slots].swapaxes(0, 1))
+        return self._memory.has_read(self._memory.seen_as(self._shapes)[0][slots].swapaxes(0, 1))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.write_blocks(targets, *self.read_blocks(sources))
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         slots = self._slots_of(ids)
-        keys = self._keys[slots].swapaxes(1, 2)
-        values = keys[..., :0] if self._values is None else self._values[slots].swapaxes(1, 2)
+        pool_keys, pool_values = self._memory.seen_as(self._shapes)
+        keys = pool_keys[slots].swapaxes(1, 2)
+        values = keys[..., :0] if pool_values is None else pool_values[slots].swapaxes(1, 2)
         mx.eval(keys, values)  # if a read were still pending, the next write would copy the whole pool
         return keys, values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
-        self._update(self._slots_of(ids), keys.swapaxes(1, 2), values.swapaxes(1, 2))
+        self._memory.write(self._shapes, self._slots_of(ids), keys.swapaxes(1, 2), values.swapaxes(1, 2))
 
     def _slots_of(self, ids: Sequence[int]) -> mx.array:
         """[block, slot] of whole blocks."""

@@ -72,7 +72,6 @@ class LayerKVCache:
         self.tuning = tuning
         self._memory = self._zeros()
         self._pool = self._make_pool()
-        self._num_views = 0
 
     @classmethod
     def from_layout(
@@ -87,8 +86,6 @@ class LayerKVCache:
         ratio = self.layout.blocks_of(layout)
         if not ratio:
             raise ValueError(f"a block of {self.layout} does not consist of blocks of {layout}")
-        self._num_views += 1
-        self._memory.several_writes = self._num_views > 1
         other = copy.copy(self)
         other.layout, other.num_blocks, other.tuning = layout, self.num_blocks * ratio, tuning
         other._pool = other._make_pool()
@@ -182,9 +179,9 @@ class LayerKVCache:
             raise ValueError(f"sinks must be of a float type, got {sinks.dtype}")
         return self._pool.attend(queries, meta, Options(scale, Locality(window, chunk), softcap, sinks))
 
-    def expect_writes(self, several: bool) -> None:
-        """Say whether a step may write several times. A backend that does not write in place needs to know."""
-        self._memory.several_writes = several
+    def end_step(self) -> None:
+        """Forget what was read in a step: all of it is evaluated before the next step writes."""
+        self._memory.reads = []
 
     def read_context(self, meta: AttentionMetadata) -> mx.array:
         """The keys of the context of a step's only sequence, [num_kv_heads, context_len, key_size], in order."""

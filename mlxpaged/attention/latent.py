@@ -106,11 +106,14 @@ class LatentLayer(PagedLayer):
 
     def load(self, index: int) -> LatentLayer | ExpandedChunk:
         """What the module gets as its cache for a group."""
-        self.kv.expect_writes(several=len(self.groups) > 1)
         self._group = self.groups[index]
         return self if self._group.is_rows else ExpandedChunk(self.kv, self._step, self._group)
 
     def store(self, _index: int) -> None:
+        self._group = None
+
+    def discard(self) -> None:
+        """Forget the group: its call may have raised."""
         self._group = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

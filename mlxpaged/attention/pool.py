@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -38,20 +38,22 @@ class Options(NamedTuple):
     sinks: mx.array | None
 
 
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of the keys and the values of a pool, as its backend sees them."""
+
+
 @dataclass
 class Memory:
     """The arrays of a KV pool. Layers of several cache groups can have pools on the same memory, and each pool sees the
     arrays in the shapes of its own layout. values: None if the layout is latent. token: of the last read or write, for
     a backend that writes in place.
 
-    several_writes: whether the memory may be written several times in a step. The other backends then evaluate what a
-    layer has read before the next write. MLX would copy the pool otherwise, because the read still refers to it.
+    reads: what layers have read since the last write of the running step, for the other backends.
     """
 
     keys: mx.array
     values: mx.array | None
     token: mx.array | None
-    several_writes: bool = False
     reads: list[mx.array] = field(default_factory=list)
 
     @property
@@ -60,19 +62,33 @@ class Memory:
 
     def replace(self, other: Memory) -> None:
         self.keys, self.values, self.token = other.keys, other.values, other.token
+        self.reads = []
 
     def has_read(self, result: mx.array) -> mx.array:
         """Note that `result` is computed from the arrays. Returns it."""
-        if self.several_writes:
-            self.reads.append(result)
+        self.reads.append(result)
         return result
 
-    def update(self, name: Literal["keys", "values"], shape: tuple[int, ...], at: Any, new: mx.array | float) -> None:
-        """Write `new` at an index of the array of that name, seen in a shape. While it is written, nothing else refers
-        to the array, so that MLX does not copy it."""
+    def seen_as(self, shapes: Shapes) -> tuple[mx.array, mx.array | None]:
+        """Keys and values in these shapes."""
+        of_keys, of_values = shapes
+        return self.keys.reshape(of_keys), None if self.values is None else self.values.reshape(of_values)
+
+    def write(self, shapes: Shapes, at: Any, keys: mx.array | float, values: mx.array | float | None) -> None:
+        """Write at an index of the arrays, seen in these shapes.
+
+        A step with several writes evaluates what was read before each of them. MLX would copy the arrays otherwise,
+        because a pending read still refers to them.
+        """
         if self.reads:
             mx.eval(self.reads)
             self.reads = []
+        self._update("keys", shapes[0], at, keys)
+        if values is not None and self.values is not None:
+            self._update("values", shapes[1], at, values)
+
+    def _update(self, name: str, shape: tuple[int, ...], at: Any, new: mx.array | float) -> None:
+        """While the array is written, nothing else refers to it."""
         array = getattr(self, name).reshape(shape)
         setattr(self, name, None)
         try:

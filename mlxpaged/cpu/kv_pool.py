@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -25,32 +25,18 @@ class CpuPool:
         self._shapes = (-1, layout.block_size, layout.key_size), (-1, layout.block_size, layout.value_size)
         self._memory = memory
 
-    @property
-    def _keys(self) -> mx.array:
-        return self._memory.keys.reshape(self._shapes[0])
-
-    @property
-    def _values(self) -> mx.array | None:
-        return None if self._memory.values is None else self._memory.values.reshape(self._shapes[1])
-
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         slots, unused = slot_indices(meta, self._num_kv_heads)
-        self._update(slots, keys, values)
+        self._memory.write(self._shapes, slots, keys, values)
         if unused is not None:
-            self._update(unused, 0.0, 0.0)
-
-    def _update(self, at: Any, keys: mx.array | float, values: mx.array | float | None) -> None:
-        of_keys, of_values = self._shapes
-        self._memory.update("keys", of_keys, at, keys)
-        if values is not None and self._memory.values is not None:
-            self._memory.update("values", of_values, at, values)
+            self._memory.write(self._shapes, unused, 0.0, 0.0)
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         heads = queries.shape[1], self._num_kv_heads
         key = ("plan", options.locality, heads)
         if key not in meta.derived:
             meta.derived[key] = make_plan(meta, options.locality, *heads)
-        keys, values = self._keys, self._values
+        keys, values = self._memory.seen_as(self._shapes)
         kv = KV(keys, keys if values is None else values, self._num_kv_heads, self._shapes[1][2])
         return self._memory.has_read(attend(queries, kv, meta.derived[key], options))
 
@@ -58,20 +44,21 @@ class CpuPool:
         [num_keys] = meta.host_context_lens
         blocks = meta.host_block_tables[0, : -(-num_keys // meta.block_size)]
         matrices = self._matrices_of(blocks.tolist()).swapaxes(0, 1)
-        return self._memory.has_read(contiguous(self._keys, matrices)[:, :num_keys])
+        return self._memory.has_read(contiguous(self._memory.seen_as(self._shapes)[0], matrices)[:, :num_keys])
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.write_blocks(targets, *self.read_blocks(sources))
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         matrices = self._matrices_of(ids)
-        keys = self._keys[matrices]
-        values = keys[..., :0] if self._values is None else self._values[matrices]
+        pool_keys, pool_values = self._memory.seen_as(self._shapes)
+        keys = pool_keys[matrices]
+        values = keys[..., :0] if pool_values is None else pool_values[matrices]
         mx.eval(keys, values)  # if a read were still pending, the next write would copy the whole pool
         return keys, values
 
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
-        self._update(self._matrices_of(ids), keys, values)
+        self._memory.write(self._shapes, self._matrices_of(ids), keys, values)
 
     def _matrices_of(self, ids: Sequence[int]) -> mx.array:
         """[block, kv_head]"""

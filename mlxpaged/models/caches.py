@@ -51,6 +51,7 @@ class ModelCaches:
         self.pools = [
             LayerKVCache.from_layout(num_blocks, spec.kv_layout(block_size), backend) for spec in layout.places
         ]
+        self._latent: list[LatentLayer] = []
         self._places = iter(layout.layers)
         self.views = list(dict.fromkeys(each.view for each in layout.layers)) or [TableView()]
         self.caches = [self._make(spec) for spec in specs]
@@ -72,6 +73,7 @@ class ModelCaches:
         layer = self._types[spec.latent](kv, self.step, spec.window, spec.chunk, self.views.index(view))
         if isinstance(layer, LatentLayer):
             layer.num_heads = max(1, spec.num_query_heads)
+            self._latent.append(layer)
         self.layers.append(layer)
         return layer
 
@@ -107,8 +109,10 @@ class ModelCaches:
                 state.commit(running)
             return logits
         finally:
-            for state in self.states:
-                state.discard()
+            for layer in (*self.states, *self._latent):
+                layer.discard()
+            for pool in self.pools:
+                pool.end_step()
             self.step.end()
             self.state_step.end()
 

@@ -12,6 +12,7 @@ import pytest
 
 from mlxpaged.attention import AttentionMetadata, LatentLayer, latent
 from mlxpaged.attention.latent import ExpandedChunk, make_latent_groups
+from mlxpaged.scheduler import Batch
 from tests.metal_on_cpu.fixtures import metal, metal_on_cpu
 from tests.models.architectures import is_installed, make_architecture
 from tests.models.test_architectures import BRIEF, WHOLE, Case, assert_same
@@ -108,6 +109,30 @@ def test_expanded_chunks_give_the_tokens_of_mlx_lm(case: Case, expanded: list[in
     assert min(expanded) >= 9
     assert len(set(expanded)) > 2
     assert_same(case.generate(core, case.branches), case.branch_answers)
+
+
+def test_after_a_step_that_failed_in_a_chunk_the_others_go_on(
+    case: Case, expanded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failed call leaves nothing behind that a later step would take for its own."""
+    core = case.engine(max_num_batched_tokens=39)
+    update_and_fetch, forward = ExpandedChunk.update_and_fetch, core.runner.forward
+    rows, failures = [0], []
+
+    def noting(batch: Batch, *args: Any) -> mx.array:
+        rows[0] = len(batch)
+        return forward(batch, *args)
+
+    def failing(self: ExpandedChunk, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if rows[0] > 1 and not failures:  # a request that fails alone would end
+            failures.append(rows[0])
+            raise ValueError("injected")
+        return update_and_fetch(self, keys, values)
+
+    monkeypatch.setattr(core.runner, "forward", noting)
+    monkeypatch.setattr(ExpandedChunk, "update_and_fetch", failing)
+    assert_same(case.generate(core, case.prompts), case.answers)
+    assert failures
 
 
 def test_expanded_chunks_give_the_tokens_of_mlx_lm_on_metal(metal: None, tmp_path: Path, expanded: list[int]) -> None:
