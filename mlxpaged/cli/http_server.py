@@ -128,6 +128,8 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) ->
         place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
         tokens = slots * info.block_size // len(info.groups)
         extra += f"  swap      {size} in {place}: {slots} blocks, {tokens} tokens\n"
+    if slow := info.num_layers_per_sequence:
+        extra += f"  slower    {slow} of {info.num_layers} layers run once per sequence, without a prefix cache\n"
     if not info.groups.keeps_all:
         windows = Counter(window for window in info.groups.windows if window is not None)
         counts = ", ".join(f"{count} with a window of {window} tokens" for window, count in windows.items())

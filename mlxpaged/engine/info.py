@@ -6,6 +6,7 @@ import time
 
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.models import EmbeddingModel
+from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
 
 
@@ -19,6 +20,7 @@ class EngineInfo:
         self.vocab_size = served.vocab_size
         self.context_length = served.context_length
         self.num_layers = len(served.layers)
+        self.num_layers_per_sequence = sum(is_per_sequence([spec]) for spec in served.layers)  # called for each alone
         self.weight_bytes = served.weight_bytes
         self.kv_cache_bytes = core.runner.kv_cache_bytes  # of all KV pools
         self.states = core.states  # what is reserved for recurrent states

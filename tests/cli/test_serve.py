@@ -20,9 +20,12 @@ import pytest
 from mlxpaged.api.app import create_app
 from mlxpaged.cli import serve
 from mlxpaged.cli.http_protocol import HttpProtocol
-from mlxpaged.cli.http_server import HttpServer
+from mlxpaged.cli.http_server import HttpServer, banner
+from mlxpaged.engine import EngineConfig, EngineInfo, build_engine
+from mlxpaged.models import load_model
 from mlxpaged.models.loader import DEMO_PATH
 from tests.cli.helpers import DEADLINE, Command, Result, hub, mlxpaged, question, serving
+from tests.models.architectures import make_architecture
 from tests.support import make_embedding_model, make_tiny_model, wait_until
 
 
@@ -80,6 +83,19 @@ def test_the_banner_tells_of_the_memory_for_recurrent_states(tmp_path: Path) -> 
         # Two layers of 96 x 512 and 96 x 3 float32
         line = r"states +0\.4 MB for each sequence: 7 sequences and 3 checkpoints, 4\.0 MB reserved\n"
         assert re.search(line, command.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("internlm3", "  slower    2 of 2 layers run once per sequence, without a prefix cache\n"),
+        ("gemma3_text", "  groups    3 cache groups: 2 with a window of 12 tokens\n"),
+    ],
+)
+def test_the_banner_tells_of_slower_layers_and_of_cache_groups(tmp_path: Path, name: str, line: str) -> None:
+    config = EngineConfig(str(make_architecture(tmp_path / "model", name)), kv_cache_bytes=2_000_000)
+    info = EngineInfo(build_engine(config, load_model(config.model)))
+    assert line in banner(info, config, "http://127.0.0.1:1", needs_key=False)
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
