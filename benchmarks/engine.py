@@ -34,6 +34,7 @@ from typing import Any
 from unittest.mock import patch
 
 from mlxpaged.attention import AttentionMetadata, LayerKVCache
+from mlxpaged.attention.metadata import HostStep
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
 from mlxpaged.engine.step import InFlightStep
@@ -107,7 +108,7 @@ class Profile(ExitStack):
             (core.scheduler, "schedule", "scheduler"),
             (core.scheduler, "update", "scheduler"),
             (core.scheduler, "get_block_tables", "scheduler"),
-            (AttentionMetadata, "upload", "metadata"),
+            (HostStep, "build", "metadata"),
             (core.runner, "forward", "making the graph"),
             (core.sampler, "sample", "sampler"),
             (core.runner, "start_step", "device"),

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxpaged.attention import kernels
 from mlxpaged.attention.gather import GatherPool
 from mlxpaged.attention.layout import KVLayout
-from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.metadata import AttentionMetadata, Planner
 from mlxpaged.attention.metal import MetalPool
 from mlxpaged.attention.pool import KVPool, Locality, Memory, Options
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
@@ -108,6 +108,11 @@ class LayerKVCache:
         self._memory.replace(self._zeros())
 
     @property
+    def memory(self) -> Memory:
+        """What it shares with its views."""
+        return self._memory
+
+    @property
     def arrays(self) -> tuple[mx.array, ...]:
         """Evaluated at the end of a step, so that its reads and writes are done."""
         return self._memory.arrays
@@ -179,6 +184,12 @@ class LayerKVCache:
             raise ValueError(f"sinks must be of a float type, got {sinks.dtype}")
         return self._pool.attend(queries, meta, Options(scale, Locality(window, chunk), softcap, sinks))
 
+    def planner(self, num_query_heads: int, window: int | None, chunk: int | None) -> Planner | None:
+        """What plans the attention with these arguments. None if the backend's plan is no part of a step's upload."""
+        if not isinstance(self._pool, MetalPool):
+            return None
+        return self._pool.planner(num_query_heads, Locality(window, chunk))
+
     def end_step(self) -> None:
         """Forget what was read in a step: all of it is evaluated before the next step writes."""
         self._memory.reads = []
@@ -223,8 +234,12 @@ class LayerKVCache:
         block_size = self.layout.block_size
         if meta.block_size != block_size:
             raise ValueError(f"metadata for blocks of {meta.block_size} tokens, but the pool's have {block_size}")
-        if meta.max_block >= self.num_blocks:
-            raise ValueError(f"block id {meta.max_block} is out of range: the pool has {self.num_blocks} blocks")
+        self.check_block(meta.max_block)
+
+    def check_block(self, block: int) -> None:
+        """Raises ValueError if the pool has no block of that number, or none that large."""
+        if block >= self.num_blocks:
+            raise ValueError(f"block id {block} is out of range: the pool has {self.num_blocks} blocks")
 
     def _check_targets(self, ids: Sequence[int]) -> None:
         self._check_blocks(ids)

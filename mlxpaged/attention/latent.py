@@ -88,12 +88,12 @@ class LatentLayer(PagedLayer):
 
     @property
     def num_tokens(self) -> int:
-        return self._step.meta(self._view).num_tokens
+        return self._step.meta(self.view).num_tokens
 
     @property
     def groups(self) -> list[LatentGroup]:
         """The calls of the running step; empty if one call takes all its rows."""
-        meta = self._step.meta(self._view)
+        meta = self._step.meta(self.view)
         key = ("latent groups", self.num_heads, self.expand_from)
         if key not in meta.derived:
             meta.derived[key] = make_latent_groups(meta, self.num_heads, self.expand_from)

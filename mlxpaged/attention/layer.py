@@ -88,11 +88,11 @@ class PagedLayer:
         self.window = window
         self.chunk = chunk
         self._step = step
-        self._view = view
+        self.view = view
 
     @property
     def _meta(self) -> AttentionMetadata:
-        return self._step.meta(self._view)
+        return self._step.meta(self.view)
 
     @property
     def offset(self) -> mx.array:

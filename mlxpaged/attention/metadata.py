@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlxpaged.attention.buckets import LEAST, table_width
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 
 IntArray = npt.NDArray[np.int32]
@@ -30,31 +32,90 @@ class TableView(NamedTuple):
     part: int = 0
 
 
-@dataclass(frozen=True)
-class AttentionMetadata:
-    """A ragged batch of S sequences and T query tokens. All arrays are int32 on the device.
+class Upload:
+    """Collects int32 arrays, so that they go to the device as one vector. first: how many arrays are there already."""
 
-    positions[T]: position of each query token in its sequence. slot_mapping[T]: the slot of each token's key and value,
-    `block * block_size + offset`. block_tables[S, max_blocks]: block ids, then UNUSED. Fields named `host_` are lists
-    and NumPy arrays; host_context_lens include the step's query tokens.
-    """
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
+        self._arrays: list[IntArray] = []
+
+    def add(self, array: IntArray) -> int:
+        """Returns the index of the array among those on the device."""
+        self._arrays.append(array)
+        return self._first + len(self._arrays) - 1
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(array.shape for array in self._arrays)
+
+    @property
+    def vector(self) -> IntArray:
+        return np.concatenate([array.reshape(-1) for array in self._arrays], dtype=np.int32, casting="same_kind")
+
+
+def split(vector: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
+    """The arrays of an upload, on the device."""
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes[:-1]]).tolist()
+    parts = mx.split(vector, ends) if ends else [vector]
+    return [part if len(shape) == 1 else part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class Planner(NamedTuple):
+    """Makes what a backend computes once for a step, for all layers with the same key. `make` puts the arrays of the
+    plan into the upload. The plan itself is static: of two steps with equal shapes and plans, the graphs are equal."""
+
+    key: Hashable
+    make: Callable[[HostMetadata, Upload], Any]
+
+
+@dataclass(frozen=True)
+class HostMetadata:
+    """The lengths of a step's sequences. host_context_lens include the step's query tokens."""
 
     block_size: int
-    positions: mx.array
-    slot_mapping: mx.array
-    block_tables: mx.array
     host_query_lens: list[int]
     host_context_lens: list[int]
+
+
+@dataclass(frozen=True)
+class AttentionMetadata(HostMetadata):
+    """A ragged batch of S sequences and T query tokens. All arrays are int32 on the device.
+
+    positions[T]: position of each query token in its sequence. padded_slots[max(T, 8)]: the slot of each token's key
+    and value, `block * block_size + offset`, then UNUSED. block_tables[S, b]: block ids, then UNUSED; b is a bucket.
+    host_block_tables: as they were given.
+    """
+
+    positions: mx.array
+    padded_slots: mx.array
+    block_tables: mx.array
     host_block_tables: IntArray
     max_block: int
     derived: dict[Any, Any] = field(default_factory=dict)
     """Data that a backend computes once for this step and reuses in every layer with these block tables."""
-    shared: dict[Any, Any] = field(default_factory=dict)
-    """Data of the same kind that do not depend on block tables: layers with other tables reuse them too."""
+    plans: dict[Hashable, Any] = field(default_factory=dict)
+    """By the keys of the planners. They do not depend on block tables: layers with other tables reuse them too."""
+    arrays: list[mx.array] = field(default_factory=list)
+    """All arrays of the step's upload. Plans refer to them by index."""
+    is_planned: bool = False
+    """Whether all plans were made with the step."""
 
     @property
     def num_tokens(self) -> int:
-        return int(self.positions.shape[0])
+        return len(self.positions)
+
+    @functools.cached_property
+    def slot_mapping(self) -> mx.array:
+        """[T]"""
+        return self.padded_slots[: self.num_tokens]
+
+    def plan(self, planner: Planner) -> Any:
+        """The step's plan of that planner, made now if the step was built without plans: that is one more upload."""
+        if planner.key not in self.plans and not self.is_planned:
+            upload = Upload(len(self.arrays))
+            self.plans[planner.key] = planner.make(self, upload)
+            self.arrays.extend(split(mx.array(upload.vector), upload.shapes))
+        return self.plans[planner.key]
 
     def part(
         self, sequences: slice, tokens: slice, query_lens: list[int], context_lens: list[int]
@@ -63,7 +124,7 @@ class AttentionMetadata:
         return AttentionMetadata(
             block_size=self.block_size,
             positions=self.positions[tokens],
-            slot_mapping=self.slot_mapping[tokens],
+            padded_slots=padded(self.padded_slots[tokens]),
             block_tables=self.block_tables[sequences],
             host_query_lens=query_lens,
             host_context_lens=context_lens,
@@ -109,11 +170,27 @@ class AttentionMetadata:
             if blocks.max() > MAX_SLOT // block_size:
                 raise ValueError(f"sequence {i}: block id {blocks.max()} is out of range")
             tables[i, : len(table)] = blocks
-        [meta], _ = cls.upload(list(query_lens), list(context_lens), tables[None], block_size)
+        step = HostStep.build(list(query_lens), list(context_lens), tables[None], block_size)
+        [meta], _ = step.on_device(step.upload())
         return meta
 
+
+@dataclass(frozen=True)
+class HostStep:
+    """A step before its upload. vector: all that goes to the device. tables[S, b]: of each view. plans: by key.
+
+    num_more: how many vectors beside the metadata are in the upload.
+    """
+
+    lengths: HostMetadata
+    tables: Sequence[IntArray]
+    plans: dict[Hashable, Any]
+    num_more: int
+    vector: IntArray
+    shapes: tuple[tuple[int, ...], ...]
+
     @classmethod
-    def upload(
+    def build(
         cls,
         query_lens: list[int],
         context_lens: list[int],
@@ -121,12 +198,13 @@ class AttentionMetadata:
         block_size: int,
         more: Sequence[IntArray] = (),
         views: Sequence[TableView] = (TableView(),),
-    ) -> tuple[list[AttentionMetadata], list[mx.array]]:
-        """Do the same as `build` for each view, without most checks, for the scheduler's numbers.
+        planners: Sequence[Planner] = (),
+    ) -> HostStep:
+        """The metadata of each view, without most checks of `AttentionMetadata.build`, for the scheduler's numbers.
 
         block_tables[G, S, b]: of each cache group. Entries without a block are UNUSED. more: vectors that go to the
-        device in the same upload. They are returned in order. Raises ValueError if a query token has no block: it would
-        be written into a block of another sequence.
+        device in the same upload. planners: of the plans that will be needed. Raises ValueError if a query token has
+        no block: it would be written into a block of another sequence.
         """
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
@@ -138,28 +216,70 @@ class AttentionMetadata:
         positions = (np.arange(len(owner)) - starts[owner] + (context - query)[owner]).astype(np.int32)
         index, offset = positions // block_size, positions % block_size
         tables = [blocks_of(block_tables[view.group], view) for view in views]
-        slots = [(table[owner, index] * block_size + offset).astype(np.int32) for table in tables]
-        if min(int(each.min()) for each in slots) < 0:
-            raise ValueError(f"block tables lack blocks for contexts of {context_lens} tokens")
-        parts = [positions, *slots, *(table.reshape(-1) for table in tables), *more]
-        ends = np.cumsum([part.size for part in parts[:-1]]).tolist()
-        uploaded = list(mx.split(mx.array(np.concatenate(parts)), ends))
-        shared: dict[Any, Any] = {}
+        upload = Upload()
+        upload.add(positions)
+        for table in tables:
+            slots = np.full(max(LEAST, len(positions)), UNUSED, np.int32)
+            slots[: len(positions)] = table[owner, index] * block_size + offset
+            if slots[: len(positions)].min() < 0:
+                raise ValueError(f"block tables lack blocks for contexts of {context_lens} tokens")
+            upload.add(slots)
+        for table in tables:
+            sequences, width = table.shape
+            wide = np.full((sequences, table_width(width)), UNUSED, np.int32)
+            wide[:, :width] = table
+            upload.add(wide)
+        for vector in more:
+            upload.add(vector)
+        lengths = HostMetadata(block_size, query_lens, context_lens)
+        plans = {planner.key: planner.make(lengths, upload) for planner in planners}
+        return cls(lengths, tables, plans, len(more), upload.vector, upload.shapes)
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for steps with equal graphs. None if the step has no plans, or a sequence several query tokens: such
+        steps differ."""
+        if not self.plans or max(self.lengths.host_query_lens) > 1:
+            return None
+        return self.shapes, tuple(self.plans.items())
+
+    @functools.cached_property
+    def max_blocks(self) -> list[int]:
+        """The largest block id of each view."""
+        return [int(table.max()) for table in self.tables]
+
+    def upload(self) -> mx.array:
+        """Copy all of it to the device."""
+        return mx.array(self.vector)
+
+    def on_device(self, vector: mx.array) -> tuple[list[AttentionMetadata], list[mx.array]]:
+        """The metadata of each view, and `more` in order. vector: what `upload` has returned for this step, or for one
+        of the same signature."""
+        arrays = split(vector, self.shapes)
+        plans, views = dict(self.plans), len(self.tables)
         metas = [
-            cls(
-                block_size=block_size,
-                positions=uploaded[0],
-                slot_mapping=uploaded[1 + i],
-                block_tables=uploaded[1 + len(views) + i].reshape(table.shape),
-                host_query_lens=query_lens,
-                host_context_lens=context_lens,
+            AttentionMetadata(
+                block_size=self.lengths.block_size,
+                positions=arrays[0],
+                padded_slots=arrays[1 + i],
+                block_tables=arrays[1 + views + i],
+                host_query_lens=self.lengths.host_query_lens,
+                host_context_lens=self.lengths.host_context_lens,
                 host_block_tables=table,
-                max_block=int(table.max()),
-                shared=shared,
+                max_block=max_block,
+                plans=plans,
+                arrays=arrays,
+                is_planned=bool(plans),
             )
-            for i, table in enumerate(tables)
+            for i, (table, max_block) in enumerate(zip(self.tables, self.max_blocks, strict=True))
         ]
-        return metas, uploaded[1 + 2 * len(views) :]
+        first = 1 + 2 * views
+        return metas, arrays[first : first + self.num_more]
+
+
+def padded(array: mx.array) -> mx.array:
+    """The vector, with UNUSED at its end if it is shorter than LEAST."""
+    return mx.pad(array, (0, max(0, LEAST - len(array))), constant_values=UNUSED) if len(array) < LEAST else array
 
 
 def blocks_of(table: IntArray, view: TableView) -> IntArray:

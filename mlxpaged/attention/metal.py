@@ -20,7 +20,7 @@ import numpy as np
 from mlxpaged.attention import kernels
 from mlxpaged.attention.gather import contiguous_attention
 from mlxpaged.attention.layout import KVLayout
-from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, Planner, Upload, padded
 from mlxpaged.attention.pool import Locality, Memory, Options
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class
@@ -89,7 +89,7 @@ class AttentionVariant:
             lanes *= 2
         return lanes
 
-    @property
+    @functools.cached_property
     def threadgroup_memory(self) -> int:
         """Bytes: the query tile, the scores (later the splits' sums in the same place), three numbers per row."""
         layout = self.layout
@@ -132,22 +132,38 @@ class PagedPart:
 
 @dataclass(frozen=True)
 class ContiguousPart:
-    """One sequence: query tokens `rows` over the first num_keys keys of its blocks from `first_block` on, which are
-    copied."""
+    """One sequence: query tokens from first_row on, over the first num_keys keys of its blocks from `first_block` on,
+    which are copied. masked: whether a query does not see all keys up to itself."""
 
-    rows: slice
+    first_row: int
+    num_rows: int
     sequence: int
     first_block: int
     num_keys: int
-    mask: mx.array | Literal["causal"]
+    masked: bool
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_rows)
 
     def blocks(self, meta: AttentionMetadata) -> mx.array:
         key = ("metal blocks", self.sequence, self.first_block)
         if key not in meta.derived:
-            end = self.first_block - (-self.num_keys // meta.block_size)
-            meta.derived[key] = mx.array(meta.host_block_tables[self.sequence, self.first_block : end])
+            meta.derived[key] = padded(meta.block_tables[self.sequence, self.first_block :])
         blocks: mx.array = meta.derived[key]
         return blocks
+
+    def mask(self, meta: AttentionMetadata, locality: Locality) -> mx.array | Literal["causal"]:
+        if not self.masked:
+            return "causal"
+        key = ("metal mask", self, locality)
+        if key not in meta.derived:
+            context_len = self.first_block * meta.block_size + self.num_keys
+            keys = np.arange(context_len - self.num_keys, context_len)
+            queries = np.arange(context_len - self.num_rows, context_len)[:, None]
+            meta.derived[key] = mx.array((keys <= queries) & (keys >= locality.first_key(queries)))
+        mask: mx.array = meta.derived[key]
+        return mask
 
 
 @dataclass(frozen=True)
@@ -155,11 +171,12 @@ class Plan:
     """How the query tokens of a step attend: one launch for the decoding sequences, one for the chunks of each
     partition, and one contiguous part for each sequence whose keys are copied.
 
-    order: puts the parts' outputs back in the order of the query tokens; None if there is one part.
+    order: index in the step's upload of what puts the parts' outputs back in the order of the query tokens; None if
+    there is one part.
     """
 
-    parts: list[PagedPart | ContiguousPart]
-    order: mx.array | None
+    parts: tuple[PagedPart | ContiguousPart, ...]
+    order: int | None
 
 
 class MetalPool:
@@ -176,6 +193,8 @@ class MetalPool:
         self.tuning = tuning
         self._memory = memory
         self._variant = functools.cache(functools.partial(choose_variant, layout))
+        self.planner = functools.cache(self._planner)
+        self._sinks: tuple[mx.array, mx.array] | None = None
         self._vectors = max(layout.key_size, layout.stored_value_size) // VECTOR
         self._row_template: kernels.Template = [
             ("T", layout.dtype),
@@ -195,7 +214,7 @@ class MetalPool:
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         (self._memory.token,) = kernels.launch(
             "kv_write",
-            [keys, keys if values is None else values, meta.slot_mapping, *self._arrays],
+            [keys, keys if values is None else values, meta.padded_slots, *self._arrays],
             self._row_template,
             grid=(self._vectors, self.num_kv_heads, meta.num_tokens),
             threadgroup=(self._vectors, 1, 1),
@@ -203,11 +222,7 @@ class MetalPool:
         )
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
-        tile = self._variant(queries.shape[1] // self.num_kv_heads, False).queries
-        key = ("metal", options.locality, tile, id(self.tuning))  # one plan for all layers with these
-        if key not in meta.shared:
-            meta.shared[key] = self._make_plan(meta, options.locality, tile)
-        plan: Plan = meta.shared[key]
+        plan: Plan = meta.plan(self.planner(queries.shape[1], options.locality))
         outputs, tokens = [], []
         for part in plan.parts:
             if isinstance(part, PagedPart):
@@ -217,13 +232,19 @@ class MetalPool:
             outputs.append(out)
             tokens.append(token)
         self._memory.token = functools.reduce(mx.add, tokens)  # the next writer waits for all readers
-        return outputs[0] if plan.order is None else mx.concatenate(outputs)[plan.order]
+        return outputs[0] if plan.order is None else mx.concatenate(outputs)[meta.arrays[plan.order]]
+
+    def _planner(self, num_query_heads: int, locality: Locality) -> Planner:
+        """What plans the attention of these layers. The result is kept as `planner`."""
+        tile = self._variant(num_query_heads // self.num_kv_heads, False).queries
+        make = functools.partial(self._make_plan, locality=locality, tile=tile)
+        return Planner(("metal", locality, tile, id(self.tuning)), make)  # one plan for all layers with these
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if set(sources) & set(targets):  # a thread might read a block that another one has already overwritten
             self.write_blocks(targets, *self.read_blocks(sources))
             return
-        pairs = mx.array(list(zip(sources, targets, strict=True)), mx.int32)
+        pairs = padded(mx.array([*zip(sources, targets, strict=True)], mx.int32).flatten())
         self._launch_blocks("block_copy", [pairs, *self._arrays], len(sources))
 
     def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
@@ -232,7 +253,7 @@ class MetalPool:
         of_keys, of_values = (*shape, layout.key_size), (*shape, layout.stored_value_size)
         if not ids:
             return mx.zeros(of_keys, layout.dtype), mx.zeros(of_values, layout.dtype)
-        blocks = mx.array(list(ids), mx.int32)
+        blocks = padded(mx.array(list(ids), mx.int32))
         pool_keys, pool_values, token = self._arrays
         inputs = [pool_keys, pool_values, blocks, token]
         outputs = [(shape, layout.dtype) for shape in (of_keys, (1,) if layout.latent else of_values)]
@@ -242,11 +263,11 @@ class MetalPool:
     def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
         if not ids:
             return
-        blocks = mx.array(list(ids), mx.int32)
+        blocks = padded(mx.array(list(ids), mx.int32))
         new = [keys, keys if self.layout.latent else values]
         self._launch_blocks("block_write", [*new, blocks, *self._arrays], len(ids))
 
-    def _make_plan(self, meta: AttentionMetadata, locality: Locality, tile: int) -> Plan:
+    def _make_plan(self, meta: HostMetadata, upload: Upload, locality: Locality, tile: int) -> Plan:
         """All decoding sequences together are one shape class with one choice. Every chunk has its own choice."""
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
@@ -265,12 +286,13 @@ class MetalPool:
             if partition is None:
                 parts += [contiguous_part(meta, i, int(starts[i]), locality) for i in sequences]
             else:
-                schedule = make_schedule(meta, np.asarray(sequences), locality, 1 if single else tile, partition)
+                queries = 1 if single else tile
+                schedule = make_schedule(meta, np.asarray(sequences), locality, queries, partition, upload)
                 parts.append(PagedPart(schedule, single))
         if len(parts) == 1:
-            return Plan(parts, None)
+            return Plan(tuple(parts), None)
         rows = [np.arange(starts[i], starts[i + 1]) for i in itertools.chain(*members.values())]
-        return Plan(parts, mx.array(np.argsort(np.concatenate(rows)).astype(np.int32)))
+        return Plan(tuple(parts), upload.add(np.argsort(np.concatenate(rows)).astype(np.int32)))
 
     def _attend_paged(
         self, queries: mx.array, meta: AttentionMetadata, options: Options, part: PagedPart
@@ -288,7 +310,7 @@ class MetalPool:
             options.locality.chunk is not None,
         )
         pool_keys, pool_values, last = self._arrays
-        sinks = last if options.sinks is None else options.sinks.astype(mx.float32)
+        sinks = last if options.sinks is None else self._float_sinks(options.sinks)
         dtype, size = self.layout.dtype, self.layout.value_size
         width = size + 4 if partial else size
         window = min(options.locality.chunk or options.locality.window or NO_WINDOW, NO_WINDOW)
@@ -299,7 +321,7 @@ class MetalPool:
                 pool_keys,
                 pool_values,
                 meta.block_tables,
-                schedule.items,
+                meta.arrays[schedule.items],
                 sinks,
                 float(options.scale),
                 window,
@@ -316,7 +338,7 @@ class MetalPool:
             return out, token
         (merged,) = kernels.launch(
             "merge_partials",
-            [out, schedule.ranges, sinks],
+            [out, meta.arrays[schedule.ranges], sinks],
             [("T", dtype), ("D", size), ("HEADS", heads), ("SINKS", options.sinks is not None)],
             grid=(MERGE_THREADS, heads, schedule.num_rows),
             threadgroup=(MERGE_THREADS, 1, 1),
@@ -325,9 +347,15 @@ class MetalPool:
         )
         return merged, token
 
+    def _float_sinks(self, sinks: mx.array) -> mx.array:
+        """A model passes the same array in every step, so it is converted once."""
+        if self._sinks is None or self._sinks[0] is not sinks:
+            self._sinks = sinks, sinks.astype(mx.float32)
+        return self._sinks[1]
+
     def read_context(self, meta: AttentionMetadata) -> mx.array:
         [num_keys] = meta.host_context_lens
-        keys, _, self._memory.token = self._gather(mx.array(meta.host_block_tables[0]), num_keys)
+        keys, _, self._memory.token = self._gather(meta.block_tables[0], num_keys)
         return keys
 
     def _attend_contiguous(
@@ -338,7 +366,7 @@ class MetalPool:
         if self.layout.latent:
             values = keys[..., : self.layout.value_size]
         by_head = queries[None, part.rows].swapaxes(1, 2)
-        out = contiguous_attention(by_head, keys[None], values[None], part.mask, options)
+        out = contiguous_attention(by_head, keys[None], values[None], part.mask(meta, options.locality), options)
         return out[0].swapaxes(0, 1), token
 
     def _gather(self, blocks: mx.array, num_keys: int) -> list[mx.array]:
@@ -373,18 +401,14 @@ class MetalPool:
         return results
 
 
-def contiguous_part(meta: AttentionMetadata, sequence: int, first_row: int, locality: Locality) -> ContiguousPart:
+def contiguous_part(meta: HostMetadata, sequence: int, first_row: int, locality: Locality) -> ContiguousPart:
     """Copies only the blocks with keys that at least one query token of the sequence sees."""
     query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
     first_keys = locality.first_key(np.arange(context_len - query_len, context_len))
     first_block = int(first_keys[0]) // meta.block_size
     num_keys = context_len - first_block * meta.block_size
-    mask: mx.array | Literal["causal"] = "causal"
-    first_keys -= first_block * meta.block_size
-    if first_keys[-1] > 0:
-        key, query = np.arange(num_keys), np.arange(num_keys - query_len, num_keys)[:, None]
-        mask = mx.array((key <= query) & (key >= first_keys[:, None]))
-    return ContiguousPart(slice(first_row, first_row + query_len), sequence, first_block, num_keys, mask)
+    masked = int(first_keys[-1]) > first_block * meta.block_size
+    return ContiguousPart(first_row, query_len, sequence, first_block, num_keys, masked)
 
 
 def check_supported(layout: KVLayout) -> None:

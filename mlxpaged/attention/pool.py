@@ -60,6 +60,17 @@ class Memory:
     def arrays(self) -> tuple[mx.array, ...]:
         return tuple(array for array in (self.keys, self.values, self.token) if array is not None)
 
+    @property
+    def bindings(self) -> list[mx.array]:
+        """The inputs of a step's graph, for a backend that writes in place."""
+        assert self.token is not None
+        return [self.token, self.keys, *(() if self.values is None else (self.values,))]
+
+    def bind(self, arrays: list[mx.array]) -> None:
+        """Replace what `bindings` has returned, while a graph is traced."""
+        self.token, self.keys, *values = arrays
+        self.values = values[0] if values else None
+
     def replace(self, other: Memory) -> None:
         self.keys, self.values, self.token = other.keys, other.values, other.token
         self.reads = []

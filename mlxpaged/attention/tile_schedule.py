@@ -4,31 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.buckets import work_items
+from mlxpaged.attention.metadata import HostMetadata, Upload
 from mlxpaged.attention.pool import Locality
 
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """items[num_items, 8] and ranges[max(num_rows, 2), 4] are laid out as the kernels' headers say.
+    """items[num_items, 8] and ranges[max(num_rows, 2), 4] are laid out as the kernels' headers say. Here are their
+    indices in the step's upload.
 
     ranges is None if each tile has all its keys in one item: then nothing is merged. num_rows: query tokens.
-    num_partials: rows before merging.
+    num_partials: rows before merging. If all query tiles are one token, numbers of ranges are rounded up: items without
+    keys have rows of their own, which are not merged.
     """
 
-    items: mx.array
-    ranges: mx.array | None
+    items: int
+    ranges: int | None
     num_items: int
     num_rows: int
     num_partials: int
 
 
 def make_schedule(
-    meta: AttentionMetadata, members: npt.NDArray[np.int64], locality: Locality, queries: int, partition: int
+    meta: HostMetadata,
+    members: npt.NDArray[np.int64],
+    locality: Locality,
+    queries: int,
+    partition: int,
+    upload: Upload,
 ) -> TileSchedule:
     """Tiles of up to `queries` tokens of the sequences `members`, and ranges of up to `partition` keys of each tile."""
     query_lens = np.asarray(meta.host_query_lens)
@@ -60,18 +67,22 @@ def make_schedule(
         ],
         axis=1,
     )
-    num_rows = int(lens.sum())
-    ranges = None
-    if parts.max() > 1:
-        row_tile = np.repeat(np.arange(len(sequence)), count)
-        table = np.zeros(
-            (max(num_rows, 2), 4), np.int32
-        )  # MLX passes fewer than 8 elements in the constant address space
-        table[:num_rows, 0] = first_partial[row_tile] + counts_from_zero(count)
-        table[:num_rows, 1] = count[row_tile]
-        table[:num_rows, 2] = parts[row_tile]
-        ranges = mx.array(table)
-    return TileSchedule(mx.array(items.astype(np.int32)), ranges, len(items), num_rows, int((parts * count).sum()))
+    num_rows, num_partials = int(lens.sum()), int((parts * count).sum())
+    if parts.max() == 1:
+        return TileSchedule(upload.add(items.astype(np.int32)), None, len(items), num_rows, num_partials)
+    row_tile = np.repeat(np.arange(len(sequence)), count)
+    ranges = np.zeros((max(num_rows, 2), 4), np.int32)  # MLX passes fewer than 8 elements in the constant address space
+    ranges[:num_rows, 0] = first_partial[row_tile] + counts_from_zero(count)
+    ranges[:num_rows, 1] = count[row_tile]
+    ranges[:num_rows, 2] = parts[row_tile]
+    if queries == 1:
+        empty = np.zeros((work_items(len(items)) - len(items), 8), items.dtype)
+        empty[:, 2] = 1
+        empty[:, 6] = num_partials + np.arange(len(empty))
+        items = np.concatenate([items, empty])
+        num_partials += len(empty)
+    indices = upload.add(items.astype(np.int32)), upload.add(ranges)
+    return TileSchedule(*indices, len(items), num_rows, num_partials)
 
 
 def counts_from_zero(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged import attention
-from mlxpaged.attention.metadata import IntArray
+from mlxpaged.attention.metadata import HostStep, IntArray
+from mlxpaged.engine.step_graphs import StepGraphs
 from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import ServedModel, synchronize
 from mlxpaged.models.cache_groups import CacheLayout
@@ -85,6 +86,7 @@ class ModelRunner:
         self.swap = SwapSpace(self.pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self.thread_id = threading.get_ident()
         self.model_calls = 0
+        self._graphs = StepGraphs(self._logits, self._caches)
         mx.eval(self._caches.arrays)
 
     @property
@@ -121,9 +123,9 @@ class ModelRunner:
 
         Writes the keys and values of the batch's tokens into their blocks. block_tables[G, n, b]: of the batch's n rows
         for each cache group, padded as in AttentionMetadata. sampled: tokens of the step in flight, which replace the
-        batch's pending tokens. running: ids of all running sequences; recurrent states of others are dropped. Token ids
-        and metadata go to the device in one upload; a backend's plan may add a few more. If it raises, no recurrent
-        state has changed.
+        batch's pending tokens. running: ids of all running sequences; recurrent states of others are dropped. Token
+        ids, metadata and the plan of the Metal backend go to the device in one upload. If it raises, no recurrent state
+        has changed.
         """
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
@@ -143,17 +145,40 @@ class ModelRunner:
             assert sampled is not None
             more.append(indices_of_pending(batch, token_ids, last, sampled))
         contexts = [row.start + row.num_tokens for row in rows]
-        metas, (ids, wanted_rows, *indices) = attention.AttentionMetadata.upload(
-            query_lens, contexts, block_tables, self._block_size, more, self._caches.views
+        step = HostStep.build(
+            query_lens,
+            contexts,
+            block_tables,
+            self._block_size,
+            more,
+            self._caches.views,
+            self._caches.planners,
         )
-        if sampled is not None and indices:
-            ids = mx.where(ids == PENDING, sampled.tokens[indices[0]], ids)
+        vector, tokens_in_flight = step.upload(), None if sampled is None or len(more) < 3 else sampled.tokens
+        if self._states or not self.overlaps:
+            rows_of_states = state_rows(batch) if self._states else ()
+            logits = self._logits(step, vector, tokens_in_flight, rows_of_states, running)
+        else:
+            logits = self._graphs.run(step, vector, tokens_in_flight)
+        self.model_calls += 1
+        return logits
+
+    def _logits(
+        self,
+        step: HostStep,
+        vector: mx.array,
+        sampled: mx.array | None,
+        rows: Sequence[StateRow] = (),
+        running: Container[int] = (),
+    ) -> mx.array:
+        """The graph of a step. vector: its upload. sampled: tokens that replace the pending ones."""
+        metas, (ids, wanted_rows, *indices) = step.on_device(vector)
+        if sampled is not None:
+            ids = mx.where(ids == PENDING, sampled[indices[0]], ids)
         try:
             if self._rows is not None:
                 self._rows.rows = wanted_rows
-            rows_of_states = state_rows(batch) if self._states else ()
-            logits = self._caches.run(self._model, ids, metas, rows_of_states, running)
-            self.model_calls += 1
+            logits = self._caches.run(self._model, ids, metas, rows, running)
         finally:
             if self._rows is not None:
                 self._rows.rows = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +19,7 @@ from mlxpaged.attention import (
     TableView,
     Tuning,
 )
+from mlxpaged.attention.metadata import HostStep, Planner
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.models.cache_groups import CacheLayout, one_group
 from mlxpaged.models.layers import LayerSpec, PerSequence, Recurrent, kv_layers
@@ -52,6 +53,7 @@ class ModelCaches:
             LayerKVCache.from_layout(num_blocks, spec.kv_layout(block_size), backend) for spec in layout.places
         ]
         self._latent: list[LatentLayer] = []
+        self._planners: dict[Hashable, Planner | None] = {}
         self._places = iter(layout.layers)
         self.views = list(dict.fromkeys(each.view for each in layout.layers)) or [TableView()]
         self.caches = [self._make(spec) for spec in specs]
@@ -70,12 +72,25 @@ class ModelCaches:
         place, view = next(self._places)
         tuning = self._tunings.get(spec.attention_shape(self._block_size), DEFAULT_TUNING)
         kv = self.pools[place].view(spec.kv_layout(self._block_size), tuning)
+        planner = kv.planner(spec.num_query_heads, spec.window, spec.chunk) if spec.num_query_heads else None
+        self._planners[planner and planner.key] = planner
         layer = self._types[spec.latent](kv, self.step, spec.window, spec.chunk, self.views.index(view))
         if isinstance(layer, LatentLayer):
             layer.num_heads = max(1, spec.num_query_heads)
             self._latent.append(layer)
         self.layers.append(layer)
         return layer
+
+    @property
+    def planners(self) -> list[Planner]:
+        """Of all plans that the layers will ask for in a step. Empty if some are unknown."""
+        known = [planner for planner in self._planners.values() if planner is not None]
+        return known if len(known) == len(self._planners) else []
+
+    def check_blocks(self, step: HostStep) -> None:
+        """Raises ValueError if a layer's pool does not have a block of its table."""
+        for layer in self.layers:
+            layer.kv.check_block(step.max_blocks[layer.view])
 
     @property
     def recurrent(self) -> list[RecurrentLayer]:

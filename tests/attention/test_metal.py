@@ -320,14 +320,14 @@ def test_slot_minus_one_leaves_the_pool_untouched(metal: None) -> None:
     kv = LayerKVCache(5, 2, 64, mx.float32, backend="metal")
     meta = AttentionMetadata.build([8], [8], [[4]])
     skipping = mx.where(mx.arange(8) == 3, -1, meta.slot_mapping)
-    object.__setattr__(meta, "slot_mapping", skipping)
+    object.__setattr__(meta, "padded_slots", skipping)
     rows = mx.ones((8, 2, 64))
     kv.write(rows, rows, meta)
     keys, values = kv.read_blocks(range(5))
     assert float(keys.sum().item()) == float(values.sum().item()) == rows.size * 7 / 8  # type: ignore[arg-type]
     assert not keys[4, :, 3].any().item()
     everything = mx.full((8,), -1, dtype=mx.int32)
-    object.__setattr__(meta, "slot_mapping", everything)
+    object.__setattr__(meta, "padded_slots", everything)
     kv.write(-rows, -rows, meta)
     assert mx.array_equal(kv.read_blocks(range(5))[0], keys)
 

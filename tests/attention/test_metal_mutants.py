@@ -151,7 +151,7 @@ def write() -> bool:
     kv = LayerKVCache(4, 2, 32, mx.float32, block_size=8, backend="metal")
     rows = mx.random.normal((8, 2, 32))
     meta = AttentionMetadata.build([8], [12], [[3, 1]], block_size=8)
-    object.__setattr__(meta, "slot_mapping", mx.where(mx.arange(8) == 2, -1, meta.slot_mapping))
+    object.__setattr__(meta, "padded_slots", mx.where(mx.arange(8) == 2, -1, meta.slot_mapping))
     kv.write(rows, -rows, meta)
     expected = np.zeros((4, 2, 8, 32), np.float32)
     for row in (0, 1, 3, 4, 5, 6, 7):

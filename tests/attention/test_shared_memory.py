@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, TableView
-from mlxpaged.attention.metadata import IntArray
+from mlxpaged.attention import KVLayout, LayerKVCache, TableView
+from mlxpaged.attention.metadata import HostStep, IntArray
 
 LARGE = KVLayout(2, 32, 16, mx.float32, block_size=8)
 SMALL = KVLayout(1, 32, 16, mx.float32, block_size=8)
@@ -37,7 +37,8 @@ def run_layers(caches: list[LayerKVCache], views: tuple[TableView, ...], tables:
     outputs: list[mx.array] = []
     for lens, contexts in ((earlier, earlier), (LENS, CONTEXTS)):
         held = np.where(tables == 5, -1, tables) if contexts is CONTEXTS else tables
-        metas, _ = AttentionMetadata.upload(lens, contexts, held, 8, views=views)
+        step = HostStep.build(lens, contexts, held, 8, views=views)
+        metas, _ = step.on_device(step.upload())
         mx.random.seed(len(outputs))
         last = mx.zeros((sum(lens), 1, 1))
         for cache, meta, window in zip(caches, (metas * len(caches))[: len(caches)], WINDOWS, strict=True):

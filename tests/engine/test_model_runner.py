@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mlxpaged.attention import AttentionMetadata, metadata
+from mlxpaged.attention.metadata import HostStep
 from mlxpaged.cpu import attention as cpu_attention
 from mlxpaged.cpu import attention_plan, kv_pool
 from mlxpaged.cpu.split_linear import LinearByInput
@@ -73,14 +74,14 @@ def test_a_step_calls_the_model_once_and_attention_once_per_layer(runner: ModelR
 
 def test_a_step_builds_its_metadata_once(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[AttentionMetadata] = []
-    original = AttentionMetadata.upload
+    original = HostStep.on_device
 
-    def upload(*args: Any) -> tuple[list[AttentionMetadata], list[mx.array]]:
+    def on_device(*args: Any) -> tuple[list[AttentionMetadata], list[mx.array]]:
         made = original(*args)
         built.extend(made[0])
         return made
 
-    monkeypatch.setattr(AttentionMetadata, "upload", upload)
+    monkeypatch.setattr(HostStep, "on_device", on_device)
     mx.eval(forward(runner, rows((LONG, 8, 2), ([4, 5, 6], 2, 1))))
     (meta,) = built
     assert meta.positions.tolist() == [8, 9, 2]
@@ -114,7 +115,7 @@ def test_whatever_the_model_has_to_know_of_a_step_is_one_upload(
     monkeypatch.setattr(model_runner, "mx", seen)
     monkeypatch.setattr(metadata, "mx", seen)
     logits = runner.forward(batch, np.array([TABLES], np.int32), sampled)
-    assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 23 + 2 + 9,)]
+    assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 23 + 2 + 3 * 8,)]
     np.testing.assert_allclose(np.array(logits), expected, atol=1e-4)
 
 

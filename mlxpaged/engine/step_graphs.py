@@ -1,0 +1,108 @@
+"""Replays the graphs of decode steps.
+
+Building the graph of a step in Python costs a microsecond or two for each of its hundreds of operations. A decode step
+differs from an earlier one of the same signature in its inputs only: the uploaded vector, the sampled tokens, and the
+arrays of the KV pools. `mx.compile` keeps the graph and puts new inputs into it, in a fifth of the time or less.
+
+It is safe with pools that are written in place. The tokens that order reads and writes are inputs and outputs of the
+graph, so the order is that of the step that was traced. What MLX simplifies and fuses are its own elementwise
+operations. It never merges two kernels of `mx.fast.metal_kernel` (mlx/compile.cpp, mlx/fast_primitives.h).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpaged.attention.metadata import HostStep
+from mlxpaged.attention.pool import Memory
+from mlxpaged.models.caches import ModelCaches
+
+logger = logging.getLogger(__name__)
+
+TRACE_AT = 4
+"""Steps of one signature after which it is traced. Tracing costs about as much as four steps without a graph."""
+
+MAX_GRAPHS = 64
+"""Most signatures that are kept. The graph of a 28-layer model takes about half a megabyte."""
+
+Build = Callable[[HostStep, mx.array, mx.array | None], mx.array]
+"""Makes the logits of a step from its upload and from the tokens of the step in flight."""
+
+
+@dataclass
+class StepGraph:
+    """steps: how many steps had this signature. replay: None until it is traced. attention_calls: of one step."""
+
+    steps: int = 0
+    replay: Callable[..., Any] | None = None
+    attention_calls: int = 0
+
+
+class StepGraphs:
+    """The graphs of the last signatures. build: the step without a graph. If MLX cannot trace it, `build` makes every
+    step."""
+
+    def __init__(self, build: Build, caches: ModelCaches) -> None:
+        self._build = build
+        self._caches = caches
+        self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
+        self._can_trace = True
+
+    def run(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> mx.array:
+        """The logits of a step. vector: its upload. sampled: tokens of the step in flight."""
+        signature = step.signature if self._can_trace else None
+        graph = None if signature is None else self._graph((signature, None if sampled is None else sampled.shape))
+        if graph is None or graph.steps < TRACE_AT:
+            return self._build(step, vector, sampled)
+        self._caches.check_blocks(step)
+        if graph.replay is None:
+            graph.replay = mx.compile(self._traced(graph, step))
+        try:
+            logits, tokens = graph.replay(vector, sampled, [memory.bindings for memory in self._memories])
+        except Exception:
+            logger.warning("MLX cannot trace a step of this model: every step builds its graph", exc_info=True)
+            self._can_trace = False
+            self._graphs.clear()
+            return self._build(step, vector, sampled)
+        for memory, token in zip(self._memories, tokens, strict=True):
+            memory.token = token
+        self._caches.step.attention_calls += graph.attention_calls
+        result: mx.array = logits
+        return result
+
+    @property
+    def _memories(self) -> list[Memory]:
+        return [pool.memory for pool in self._caches.pools]
+
+    def _graph(self, signature: Hashable) -> StepGraph:
+        graph = self._graphs.setdefault(signature, StepGraph())
+        self._graphs.move_to_end(signature)
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        graph.steps += 1
+        return graph
+
+    def _traced(self, graph: StepGraph, step: HostStep) -> Callable[..., Any]:
+        """What `mx.compile` calls once, with placeholders for its inputs."""
+
+        def run(vector: mx.array, sampled: mx.array | None, bindings: list[list[mx.array]]) -> Any:
+            real = [memory.bindings for memory in self._memories]
+            calls = self._caches.step.attention_calls
+            for memory, arrays in zip(self._memories, bindings, strict=True):
+                memory.bind(arrays)
+            try:
+                logits = self._build(step, vector, sampled)
+                graph.attention_calls = self._caches.step.attention_calls - calls
+                return logits, [memory.token for memory in self._memories]
+            finally:
+                self._caches.step.attention_calls = calls
+                for memory, arrays in zip(self._memories, real, strict=True):
+                    memory.bind(arrays)
+
+        return run
