@@ -1,0 +1,116 @@
+"""Decode steps whose graphs are replayed: the same tokens as without, in a growing context, after errors too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.attention import kernels, metadata, metal
+from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine, model_runner
+from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.step import InFlightStep
+from mlxpaged.models import ServedModel, load_model
+from mlxpaged.models.layers import bytes_per_token
+from tests.engine.test_model_runner import CountingMlx
+from tests.lazy_kernels import LazyKernels, no_fusion
+from tests.support import make_tiny_model, run_requests
+
+LAYERS = 2
+PROMPTS = [list(range(3, 33)), [5, 6, 7], list(range(40, 100))]
+"""Their decode steps begin with one, two and three blocks, in different slots."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    directory = tmp_path_factory.mktemp("model") / "m"
+    return load_model(str(make_tiny_model(directory, "llama", num_hidden_layers=LAYERS)))
+
+
+@pytest.fixture
+def lazy() -> Iterator[LazyKernels]:
+    """Without fusion, for which MLX would call a C++ compiler here."""
+    with no_fusion(), LazyKernels().installed() as lazy:
+        yield lazy
+
+
+def make_core(served: ServedModel, backend: str, tuning: str = "default", **options: Any) -> EngineCore:
+    cache = 40 * 32 * bytes_per_token(served.layers)
+    config = EngineConfig(kv_cache_bytes=cache, attention_backend=backend, attention_tuning=tuning, **options)
+    return build_engine(config, served)
+
+
+def add(core: EngineCore, max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    core.add(Request("one", PROMPTS[0], params, 0.0))
+
+
+@pytest.mark.parametrize("tuning", ["paged:64", "default"])
+def test_replayed_steps_give_the_tokens_of_the_gather_backend(
+    served: ServedModel, lazy: LazyKernels, tuning: str
+) -> None:
+    """paged:64 merges ranges of 64 keys, whose number grows with the contexts."""
+    expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=80)
+    core = make_core(served, "metal", tuning)
+    assert run_requests(core, PROMPTS, max_tokens=80) == expected
+    steps = core.stats().model_calls_total
+    assert lazy.calls < steps * LAYERS * 2 / 2, "most steps call no kernel: they are replayed"
+    assert core.stats().attention_calls_total == steps * LAYERS
+
+
+def test_a_context_that_grows_within_its_bucket_builds_no_new_graph(served: ServedModel, lazy: LazyKernels) -> None:
+    """Positions 38 to 158: four blocks are added, in a table of eight columns."""
+    core = make_core(served, "metal")
+    add(core, 140)
+    for _ in range(8):
+        core.step()
+    calls = lazy.calls
+    for _ in range(120):
+        core.step()
+    assert core.has_work()
+    assert lazy.calls == calls
+
+
+def test_a_decode_step_is_one_upload(served: ServedModel, lazy: LazyKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(served, "metal", "paged:64")
+    add(core, 20)
+    core.step()
+    seen = CountingMlx()
+    for module in (model_runner, metadata, metal, kernels):
+        monkeypatch.setattr(module, "mx", seen)
+    for steps in range(1, 9):  # built, traced, replayed
+        core.step()
+        assert len(seen.uploads) == steps
+
+
+def test_replayed_graphs_see_the_pools_that_replace_lost_ones(
+    served: ServedModel, lazy: LazyKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_requests(make_core(served, "gather"), PROMPTS[:1], max_tokens=40)
+    core, read, reads = make_core(served, "metal"), InFlightStep.read, []
+
+    def failing(step: InFlightStep) -> Any:
+        reads.append(1)
+        if len(reads) == 20:
+            raise DeviceError("injected")
+        return read(step)
+
+    monkeypatch.setattr(InFlightStep, "read", failing)
+    assert run_requests(core, PROMPTS[:1], max_tokens=40) == expected
+
+
+def test_a_step_that_mlx_cannot_trace_is_built_without_a_graph(
+    served: ServedModel, lazy: LazyKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=12)
+    launch = kernels.launch
+
+    def evaluating(name: str, inputs: Any, *args: Any, **options: Any) -> Any:
+        mx.eval(inputs[0])
+        return launch(name, inputs, *args, **options)
+
+    monkeypatch.setattr(kernels, "launch", evaluating)
+    assert run_requests(make_core(served, "metal"), PROMPTS, max_tokens=12) == expected
+    assert len([record for record in caplog.records if "cannot trace" in record.message]) == 1

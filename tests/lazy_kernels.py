@@ -1,0 +1,114 @@
+"""A stand-in for `mx.fast.metal_kernel` that is lazy, as on a Mac: the kernels in MLX's own operations.
+
+The interpreter runs a kernel at once, so that no graph of it can be replayed. Here the contents of the pools are in the
+token that kernels pass on. So a read sees exactly the writes that its token depends on, and no others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+
+ENABLED, NO_FUSION = 3, 2
+"""Values of mlx::core::CompileMode (mlx/compile.h)."""
+
+
+@contextmanager
+def no_fusion() -> Iterator[None]:
+    """Lets `mx.compile` keep and replay graphs, and fuse nothing. Python has no function for it."""
+    [library] = (Path(str(mx.__file__)).parent / "lib").glob("libmlx.*")
+    set_mode = ctypes.CDLL(str(library))["_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"]
+    set_mode(NO_FUSION)
+    try:
+        yield
+    finally:
+        set_mode(ENABLED)
+
+
+LEAST = -3.402823466e38
+
+
+class LazyKernels:
+    """calls: of kernels so far. Softcap, sinks and latents are missing."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[LazyKernels]:
+        with mock.patch.object(mx.fast, "metal_kernel", self._metal_kernel):
+            yield self
+
+    def _metal_kernel(self, name: str, **_options: Any) -> Any:
+        kernel = {"kv_write": kv_write, "paged_attention": paged_attention, "merge_partials": merge_partials}.get(name)
+
+        def launch(inputs: Sequence[Any], template: Any, output_shapes: Any, **_sizes: Any) -> list[mx.array]:
+            assert kernel is not None, name
+            self.calls += 1
+            return kernel(inputs, dict(template), output_shapes[0])
+
+        return launch
+
+
+def contents(token: mx.array, key_pool: mx.array, value_pool: mx.array) -> mx.array:
+    """Keys, then values, of a pool. Before the first write, the pool itself."""
+    return mx.concatenate([key_pool.flatten(), value_pool.flatten()]) if token.size == 1 else token
+
+
+def blocks_of(token: mx.array, size: int, t: dict[str, Any]) -> list[mx.array]:
+    """Keys and values, [blocks, heads, slots, size]."""
+    shape = (-1, t["KV_HEADS"], t["BLOCK"])
+    return [token[:size].reshape(*shape, t["DK"]), token[size:].reshape(*shape, t["DV"])]
+
+
+def kv_write(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
+    new_keys, new_values, slots, key_pool, value_pool, token = inputs
+    pools = blocks_of(contents(token, key_pool, value_pool), key_pool.size, t)
+    slots = slots[: len(new_keys)]
+    for pool, new in zip(pools, (new_keys, new_values), strict=True):
+        pool[slots // t["BLOCK"], :, slots % t["BLOCK"]] = new
+    return [mx.concatenate([pool.flatten() for pool in pools])]
+
+
+def paged_attention(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list[mx.array]:
+    queries, key_pool, value_pool, tables, items, _sinks, scale, window, _softcap, token = inputs
+    keys, values = (
+        pool[mx.maximum(tables[items[:, 0]], 0)].swapaxes(1, 2).flatten(2, 3)
+        for pool in blocks_of(contents(token, key_pool, value_pool), key_pool.size, t)
+    )
+    key = mx.arange(keys.shape[2])
+    begin, end = items[:, 4, None], items[:, 5, None]
+    out = mx.zeros((shape[0] + 1, *shape[1:]))
+    for j in range(t["QUERIES"]):
+        position = items[:, 3, None] + j
+        seen = (key >= begin) & (key < end) & (key <= position) & (key > position - window)
+        rows = queries[mx.minimum(items[:, 1] + j, len(queries) - 1)]
+        grouped = rows.reshape(len(items), t["KV_HEADS"], t["GROUP"], t["DK"])
+        scores = mx.where(seen[:, None, None], scale * (grouped @ keys.swapaxes(-1, -2)), LEAST)
+        best = scores.max(axis=-1, keepdims=True)
+        weights = mx.where(seen[:, None, None], mx.exp(scores - best), 0)
+        total, result = weights.sum(axis=-1, keepdims=True), weights @ values
+        if t["PARTIAL"]:
+            result = mx.concatenate([result, best, total, 0 * best, 0 * best], axis=-1)
+        else:
+            result = result / total
+        out[mx.where(j < items[:, 2], items[:, 6] + j, shape[0])] = result.flatten(1, 2)
+    return [out[: shape[0]].astype(mx.float32 if t["PARTIAL"] else queries.dtype), token]
+
+
+def merge_partials(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list[mx.array]:
+    partials, ranges, _sinks = inputs
+    part = mx.arange(len(partials))
+    first, stride, count = (ranges[: shape[0], i, None] for i in range(3))
+    rows = partials[mx.minimum(first + part * stride, len(partials) - 1)]  # [T, parts, heads, D + 4]
+    best = mx.where((part < count)[..., None], rows[..., t["D"]], LEAST)
+    factor = mx.where((part < count)[..., None], mx.exp(best - best.max(axis=1, keepdims=True)), 0)
+    total = (factor * rows[..., t["D"] + 1]).sum(axis=1)
+    merged = (factor[..., None] * rows[..., : t["D"]]).sum(axis=1) / total[..., None]
+    return [merged.astype(t["T"])]
