@@ -1,0 +1,301 @@
+"""The host's work for a decode step beside mlx-lm's, with kernels that are called and never run.
+
+    python benchmarks/host.py [--batch 1 16] [--context 200 600] [--steps 60]
+
+The model has the layers of Qwen3-0.6B and few weights: graphs are built and not evaluated. Both sides build the graph
+of a step in turn, in one process: mlx-lm as `generate_step` does (batch 1) or in its `GenerationBatch`, with its own
+sampler, and the engine on the Metal backend.
+
+Without a Metal device, MLX builds calls of `mx.fast.metal_kernel` while a function is exported, so they cost what they
+cost on a Mac. rms_norm, rope and scaled_dot_product_attention are one operation on a GPU, but many on a CPU: for both
+sides, one operation with the same inputs takes their place. CPU time is measured, because other load changes it least.
+The figure to quote is the ratio of the medians of the graph building, sampler included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from mlxpaged.attention import kernels, route_attention
+from mlxpaged.attention.metadata import HostStep
+from mlxpaged.engine import EngineConfig, Request, SamplingParams, build_engine
+from mlxpaged.engine.model_runner import SampledTokens
+from mlxpaged.engine.sampler import SampledToken
+from mlxpaged.engine.step import InFlightStep, StepResult
+from mlxpaged.models import load_model
+from mlxpaged.models.head import select_rows_before_head
+from mlxpaged.models.layers import KV, bytes_per_token
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch
+from mlx_lm.models import qwen3
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+
+LAYERS, HEADS, KV_HEADS = 28, 16, 8
+"""Of Qwen3-0.6B."""
+
+HEAD_SIZE = 32
+"""A quarter of Qwen3-0.6B's, for smaller KV pools."""
+
+DEMO = load_model("demo")
+"""For its tokenizer."""
+
+WARM_UP = 12
+"""Steps that are not measured: the engine traces a graph in one of them."""
+
+SAMPLING = {"temperature": 0.7, "top_p": 0.9}
+
+
+def make_model() -> Any:
+    model = qwen3.Model(
+        qwen3.ModelArgs(
+            model_type="qwen3",
+            hidden_size=64,
+            num_hidden_layers=LAYERS,
+            intermediate_size=96,
+            num_attention_heads=HEADS,
+            rms_norm_eps=1e-6,
+            vocab_size=DEMO.vocab_size,
+            num_key_value_heads=KV_HEADS,
+            max_position_embeddings=40960,
+            rope_theta=1e6,
+            head_dim=HEAD_SIZE,
+            tie_word_embeddings=True,
+        )
+    )
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+def rms_norm(x: mx.array, weight: mx.array, *_args: Any, **_options: Any) -> mx.array:
+    return mx.depends(x, [weight])
+
+
+def rope(x: mx.array, *_args: Any, offset: Any, **_options: Any) -> mx.array:
+    return mx.depends(x, [offset if isinstance(offset, mx.array) else mx.array(offset)])
+
+
+def attention(queries: mx.array, keys: mx.array, values: mx.array, **_options: Any) -> mx.array:
+    return mx.depends(queries, [keys, values])
+
+
+@contextmanager
+def operations_of_a_gpu() -> Iterator[None]:
+    with (
+        patch.object(mx.fast, "rms_norm", rms_norm),
+        patch.object(mx.fast, "rope", rope),
+        patch.object(mx.fast, "scaled_dot_product_attention", attention),
+        patch.object(kernels, "can_run", lambda: True),
+    ):
+        yield
+
+
+def with_kernels(run: Callable[[], None]) -> None:
+    """Call `run` where kernels can be called."""
+    if mx.metal.is_available():
+        run()
+        return
+
+    def traced(x: mx.array) -> mx.array:
+        run()
+        return x
+
+    with operations_of_a_gpu(), tempfile.TemporaryDirectory() as directory:
+        mx.export_function(str(Path(directory) / "nothing"), traced, mx.zeros((1,)))
+
+
+class MlxLm:
+    """A step of mlx-lm's own, without evaluation. Its caches are put back after each step."""
+
+    def __init__(self, model: Any, batch: int, context: int) -> None:
+        self._model, self._batch = model, batch
+        self._cache = make_prompt_cache(model) if batch == 1 else [BatchKVCache([0] * batch) for _ in model.layers]
+        whole = mx.zeros((batch, KV_HEADS, context, HEAD_SIZE), mx.bfloat16)
+        for layer in self._cache:
+            layer.update_and_fetch(whole, whole)
+        self._tokens = mx.zeros((batch,), mx.int32)
+        mx.eval(self._tokens, [layer.state for layer in self._cache])
+        self._saved = [dict(vars(layer)) for layer in self._cache]
+        if batch > 1:
+            with patch.object(GenerationBatch, "_step"):
+                self._generation = GenerationBatch(
+                    model,
+                    list(range(batch)),
+                    self._tokens,
+                    self._cache,
+                    [[] for _ in range(batch)],
+                    None,
+                    greedy_sampler,
+                    [[] for _ in range(batch)],
+                    [NoStop()] * batch,  # type: ignore[list-item]
+                    [10**9] * batch,
+                )
+            self._reset()
+
+    def step(self) -> float:
+        """Seconds."""
+        start = time.thread_time()
+        results = self._generate_step() if self._batch == 1 else self._generation.next()
+        seconds = time.thread_time() - start
+        del results
+        self._reset()
+        return seconds
+
+    def _reset(self) -> None:
+        for layer, saved in zip(self._cache, self._saved, strict=True):
+            vars(layer).update(saved)
+        if self._batch > 1:
+            self._generation._next_tokens = self._tokens
+            self._generation._next_logprobs = [self._tokens] * self._batch
+
+    def _generate_step(self) -> Any:
+        """What `_step` of `generate_step` does without logits processors."""
+        logits = self._model(self._tokens[None], cache=self._cache)[:, -1, :]
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        return greedy_sampler(logprobs), logprobs.squeeze(0)
+
+
+class NoStop:
+    """Stop sequences that never match."""
+
+    def matcher(self) -> NoStop:
+        return self
+
+    def advance(self, _token: int) -> bool:
+        return False
+
+
+class Ours(ExitStack):
+    """Steps of the engine, without evaluation. seconds: of CPU time by part of the last step. What a part calls is
+    counted with that other part only."""
+
+    def __init__(self, model: Any, batch: int, context: int, steps: int, **params: Any) -> None:
+        super().__init__()
+        layers = [KV(KV_HEADS, HEAD_SIZE, HEAD_SIZE, mx.bfloat16, None, HEADS)] * LAYERS
+        served = replace(DEMO, model=model, layers=layers, rows=self._rows(model, DEMO.vocab_size))
+        served = replace(served, context_length=context + steps + 128)
+        config = EngineConfig(
+            model="nothing",
+            max_num_seqs=batch,
+            kv_cache_bytes=batch * (context + steps + 128) * bytes_per_token(layers),
+            max_num_batched_tokens=batch * context,
+            max_step_ms=0,
+            attention_backend="metal",
+            attention_tuning="default",
+        )
+        self.core = build_engine(config, served)
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
+        self._nothing = mx.zeros((1,), mx.int32)
+        self._sampled = mx.zeros((batch,), mx.int32)
+        mx.eval(self._nothing, self._sampled)
+        core = self.core
+        for owner, name, replacement in (
+            (core.runner, "start_step", self._start_step),
+            (InFlightStep, "read", read),
+            (InFlightStep, "tokens", property(lambda step: SampledTokens(self._sampled, step.sampled_ids))),
+            (core.scheduler, "schedule", self._timed(core.scheduler.schedule, "schedule")),
+            (core.scheduler, "get_block_tables", self._timed(core.scheduler.get_block_tables, "schedule")),
+            (HostStep, "build", self._timed(HostStep.build, "metadata and plan")),
+            (HostStep, "upload", self._timed(HostStep.upload, "metadata and plan")),
+            (core.runner, "forward", self._timed(core.runner.forward, "graph")),
+            (core.sampler, "sample", self._timed(core.sampler.sample, "sampler's graph")),
+            (core, "_process", self._timed(core._process, "update, text and outputs")),
+        ):
+            self.enter_context(patch.object(owner, name, replacement))
+        options = SamplingParams(max_tokens=steps + 64, ignore_eos=True, **({"temperature": 0.0} | params))
+        for i in range(batch):
+            core.add(Request(str(i), [i + 1, *[7] * (context - 1)], options, 0.0))
+
+    def _rows(self, model: Any, vocab_size: int) -> Any:
+        route_attention(model)
+        return select_rows_before_head(model, vocab_size, lambda _selection: True)
+
+    def _start_step(self, *_results: Any) -> None:
+        """Instead of evaluating, take the pools as written."""
+        for pool in self.core.runner.pools:
+            pool.memory.token = self._nothing
+
+    def _timed(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            self._inner.append(0.0)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                took = time.thread_time() - start
+                self.seconds[part] += took - self._inner.pop()
+                self._inner[-1] += took
+
+        return timed
+
+    def step(self) -> dict[str, float]:
+        """Seconds by part."""
+        self.seconds.clear()
+        self._inner[0] = 0.0
+        start = time.thread_time()
+        self.core.step()
+        total = time.thread_time() - start
+        return self.seconds | {"other, freeing the last graph": total - self._inner[0]}
+
+
+def read(step: InFlightStep) -> StepResult:
+    return StepResult({sequence_id: SampledToken(5) for sequence_id in step.sampled_ids}, set())
+
+
+def median_ms(values: list[float]) -> float:
+    return 1e3 * statistics.median(values)
+
+
+def compare(batch: int, context: int, steps: int) -> None:
+    theirs = MlxLm(make_model(), batch, context)
+    with Ours(make_model(), batch, context, steps) as ours, no_evaluation():
+        for _ in range(WARM_UP):
+            theirs.step(), ours.step()
+        measured = [(theirs.step(), ours.step()) for _ in range(steps)]
+    parts = {name: median_ms([each[name] for _, each in measured]) for name in measured[0][1]}
+    own = median_ms([each["graph"] + each["sampler's graph"] for _, each in measured])
+    other = median_ms([seconds for seconds, _ in measured])
+    ratio = f"mlx-lm {other:.3f} ms, ours {own:.3f} ms, ratio {own / other:.2f}"
+    print(f"\nbatch {batch}, contexts of {context} tokens: {ratio}")
+    for name, value in parts.items():
+        print(f"  {name:30} {value:7.3f} ms")
+    print(f"  {'all parts':30} {sum(parts.values()):7.3f} ms")
+
+
+@contextmanager
+def no_evaluation() -> Iterator[None]:
+    with patch.object(mx, "eval", lambda *_: None), patch.object(mx, "async_eval", lambda *_: None):
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--context", type=int, nargs="+", default=[200, 600])
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+
+    def run() -> None:
+        for batch in args.batch:
+            for context in args.context:
+                compare(batch, context, args.steps)
+
+    with_kernels(run)
+
+
+if __name__ == "__main__":
+    main()
