@@ -34,7 +34,7 @@ from mlxpaged.engine.sampler import SampledToken
 from mlxpaged.engine.step import InFlightStep, StepResult
 from mlxpaged.models import load_model
 from mlxpaged.models.head import select_rows_before_head
-from mlxpaged.models.layers import KV, bytes_per_token
+from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
 
 # isort: split
 import mlx.core as mx
@@ -80,15 +80,15 @@ def make_model() -> Any:
     return model
 
 
-def rms_norm(x: mx.array, weight: mx.array, *_args: Any, **_options: Any) -> mx.array:
+def rms_norm(x: mx.array, weight: mx.array, *_args: Any, **_options: Any) -> Any:
     return mx.depends(x, [weight])
 
 
-def rope(x: mx.array, *_args: Any, offset: Any, **_options: Any) -> mx.array:
+def rope(x: mx.array, *_args: Any, offset: Any, **_options: Any) -> Any:
     return mx.depends(x, [offset if isinstance(offset, mx.array) else mx.array(offset)])
 
 
-def attention(queries: mx.array, keys: mx.array, values: mx.array, **_options: Any) -> mx.array:
+def attention(queries: mx.array, keys: mx.array, values: mx.array, **_options: Any) -> Any:
     return mx.depends(queries, [keys, values])
 
 
@@ -184,7 +184,7 @@ class Ours(ExitStack):
 
     def __init__(self, model: Any, batch: int, context: int, steps: int, **params: Any) -> None:
         super().__init__()
-        layers = [KV(KV_HEADS, HEAD_SIZE, HEAD_SIZE, mx.bfloat16, None, HEADS)] * LAYERS
+        layers: list[LayerSpec] = [KV(KV_HEADS, HEAD_SIZE, HEAD_SIZE, mx.bfloat16, None, HEADS)] * LAYERS
         served = replace(DEMO, model=model, layers=layers, rows=self._rows(model, DEMO.vocab_size))
         served = replace(served, context_length=context + steps + 128)
         config = EngineConfig(

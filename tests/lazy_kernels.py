@@ -94,10 +94,8 @@ def paged_attention(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> lis
         best = scores.max(axis=-1, keepdims=True)
         weights = mx.where(seen[:, None, None], mx.exp(scores - best), 0)
         total, result = weights.sum(axis=-1, keepdims=True), weights @ values
-        if t["PARTIAL"]:
-            result = mx.concatenate([result, best, total, 0 * best, 0 * best], axis=-1)
-        else:
-            result = result / total
+        partial = mx.concatenate([result, best, total, 0 * best, 0 * best], axis=-1)
+        result = partial if t["PARTIAL"] else result / total
         out[mx.where(j < items[:, 2], items[:, 6] + j, shape[0])] = result.flatten(1, 2)
     return [out[: shape[0]].astype(mx.float32 if t["PARTIAL"] else queries.dtype), token]
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import mlx.core as mx
+
 from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import CacheGroups
 from mlxpaged.engine.config import EngineConfig
@@ -68,7 +70,7 @@ def build_engine(
         served,
         Scheduler(scheduler_config, clock),
         ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout),
-        Sampler(served.vocab_size),
+        Sampler(served.vocab_size, compiled=mx.default_device() != mx.Device(mx.cpu)),
         Grammars(served.tokenizer, served.vocab_size),
         clock,
         embedder,

@@ -1,9 +1,7 @@
 """Samples tokens from logits, for all rows of a step at once.
 
 The order is vLLM's: logit bias and forbidden tokens, penalties, grammars, temperature, min-p, top-k, top-p, sampling.
-A row is sampled by adding Gumbel noise to its scaled logits and taking the largest, which samples the softmax exactly
-(Gumbel 1954). The noise depends only on the request's seed and the token's position. So a request with a seed gives the
-same tokens in any batch.
+random_sampling.py has what comes after the temperature.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.engine.grammar import Mask
+from mlxpaged.engine.random_sampling import filter_width, row_parameters, sample_rows
 from mlxpaged.engine.request import TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
 
@@ -67,10 +66,14 @@ class Samples:
 
 
 class Sampler:
-    """Its only state is the token counts of requests with penalties. They stay on the device until `forget`."""
+    """Its only state is the token counts of requests with penalties. They stay on the device until `forget`.
 
-    def __init__(self, vocab_size: int) -> None:
+    compiled: keep the graph of random sampling, and let MLX join its operations into fewer kernels.
+    """
+
+    def __init__(self, vocab_size: int, compiled: bool = False) -> None:
         self._vocab_size = vocab_size
+        self._compiled = mx.compile(sample_rows) if compiled else sample_rows
         self.reset()
 
     def reset(self) -> None:
@@ -87,16 +90,29 @@ class Sampler:
             return Samples(mx.argmax(logits, axis=-1).astype(mx.int32))
         raw = logits.astype(mx.float32)
         scores = masked(self._counts.penalize(biased(raw, rows), rows), rows)
-        tokens = mx.argmax(scores, axis=-1).astype(mx.int32)
-        random = [i for i, row in enumerate(rows) if not row.params.greedy]
-        if random:
-            index = mx.array(random)
-            tokens[index] = sample_scaled(scores[index], [rows[i] for i in random]).astype(mx.int32)
+        tokens = self._sample(scores, rows)
         forced = {i: row.forced for i, row in enumerate(rows) if row.forced is not None}
         if forced:
             tokens[mx.array(list(forced))] = mx.array(list(forced.values()), dtype=mx.int32)
         self._counts.add(rows, tokens)
         return Samples(tokens, token_logprobs(raw, tokens, rows))
+
+    def _sample(self, scores: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+        """Random rows are sampled, the others get the most likely token."""
+        random = [i for i, row in enumerate(rows) if not row.params.greedy]
+        if not random:
+            return mx.argmax(scores, axis=-1).astype(mx.int32)
+        chosen = [rows[i] for i in random]
+        vocab_size = scores.shape[-1]
+        parameters = mx.array(row_parameters(chosen, vocab_size))
+        filters = [i for i, row in enumerate(chosen) if row.params.filters]
+        width = filter_width([chosen[i].params for i in filters], vocab_size)
+        if len(random) == len(rows) and len(filters) in (0, len(rows)):
+            return self._compiled(scores, parameters, width)
+        index = mx.array(random)
+        tokens = mx.argmax(scores, axis=-1).astype(mx.int32)
+        tokens[index] = sample_rows(scores[index], parameters, width, mx.array(filters) if filters else None)
+        return tokens
 
 
 def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
@@ -189,72 +205,6 @@ class TokenCounts:
 
 def column(values: Sequence[float]) -> mx.array:
     return mx.array(list(values), dtype=mx.float32)[:, None]
-
-
-def sample_scaled(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """One token per row of logits[n, V], every row with a temperature above zero."""
-    scaled = logits / column([row.params.temperature for row in rows])
-    noise = gumbel_noise([row.seed for row in rows], [row.position for row in rows], logits.shape[-1])
-    where = [i for i, row in enumerate(rows) if row.params.filters]
-    if where:
-        index = mx.array(where)
-        scaled[index] = filtered(scaled[index], [rows[i].params for i in where])
-    return mx.argmax(scaled + noise, axis=-1)
-
-
-def filtered(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
-    """Set to -inf what min-p, top-k and top-p exclude. The most likely token always stays.
-
-    top-p keeps the smallest set of most likely tokens whose probability reaches top_p, after min-p and top-k.
-    """
-    vocab_size = logits.shape[-1]
-    nucleus = column([p.top_p for p in params])
-    peak = logits.max(axis=-1, keepdims=True)
-    weights = mx.exp(logits - peak)
-    keep = weights >= column([p.min_p for p in params])
-    if all(p.top_k == 0 and p.top_p >= 1.0 for p in params):
-        return mx.where(keep, logits, -mx.inf)
-    # Tokens below (1 - top_p) / V cannot fill what top-p leaves out, even all together. They are dropped before the
-    # sort, because equal values sort faster. Half of that bound allows for rounding of the sum. Rows with a top-k keep
-    # them, because a top-k counts tokens.
-    total = mx.where(keep, weights, 0).sum(axis=-1, keepdims=True)
-    left_out = column([max(0.0, 1 - p.top_p) / (2 * vocab_size) if p.top_k == 0 else 0.0 for p in params])
-    logits = mx.where(keep & (weights >= total * left_out), logits, -mx.inf)
-    # If every row has a top-k, only as many tokens as the largest top-k are sorted.
-    width = min(max(p.top_k for p in params), vocab_size) if all(p.top_k for p in params) else vocab_size
-    ranked = mx.sort(mx.topk(logits, width, axis=-1) if width < vocab_size else logits, axis=-1)[:, ::-1]
-    keep = mx.arange(width) < column([min(p.top_k, width) or width for p in params])
-    weights = mx.where(keep, mx.exp(ranked - peak), 0)
-    total = mx.where(column([p.top_k for p in params]) > 0, weights.sum(axis=-1, keepdims=True), total)
-    before = (mx.cumsum(weights, axis=-1) - weights) / total
-    keep = keep & ((before < nucleus) | (nucleus >= 1.0))
-    return largest(logits, ranked, mx.maximum(keep.sum(axis=-1, keepdims=True), 1))
-
-
-def largest(logits: mx.array, ranked: mx.array, count: mx.array) -> mx.array:
-    """Set to -inf all but the `count[n, 1]` largest of each row. ranked: each row's values, largest first. Of equal
-    values the first stay. Comparing with sorted values took 87 ms for 16 rows of 152,000, sorting indices 280 ms."""
-    last = mx.take_along_axis(ranked, count - 1, axis=-1)
-    above, equal = logits > last, logits == last
-    room = count - above.sum(axis=-1, keepdims=True)
-    return mx.where(above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= room)), logits, -mx.inf)
-
-
-def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], size: int) -> mx.array:
-    """Noise [n, size]. Row i depends only on seeds[i] and positions[i].
-
-    The pair is hashed to the 64 bits of a key by the finaliser of SplitMix64 (Steele, Lea, Flood 2014), and MLX's
-    counter-based generator expands the key.
-    """
-    mixed = np.asarray([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
-    for word in (np.asarray(positions, dtype=np.uint64), np.uint64(0)):
-        mixed = mixed + (word + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed = mixed ^ (mixed >> np.uint64(31))
-    keys = mx.array(mixed.view(np.uint32).reshape(-1, 2))
-    noise: mx.array = mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys)
-    return noise
 
 
 def most_likely(scores: mx.array, count: int) -> mx.array:

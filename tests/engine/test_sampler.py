@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxpaged.engine import SamplingParams
-from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow, filtered, gumbel_noise
+from mlxpaged.engine.random_sampling import filter_width, filtered, gumbel_noise, noise_keys, row_parameters
+from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
+from tests.lazy_kernels import no_fusion
 
 Array = npt.NDArray[np.float64]
 
@@ -34,6 +36,12 @@ def row(
 
 def sample(logits: mx.array, rows: list[SamplingRow]) -> list[int]:
     return [token.token_id for token in Sampler(logits.shape[-1]).sample(logits, rows).read()]
+
+
+def filtered_by(logits: mx.array, params: list[SamplingParams]) -> Array:
+    rows = [SamplingRow(i, each, 0, [1], 1, 1) for i, each in enumerate(params)]
+    size = logits.shape[-1]
+    return np.array(filtered(logits, mx.array(row_parameters(rows, size)), filter_width(params, size)))
 
 
 def softmax(logits: Array) -> Array:
@@ -58,7 +66,7 @@ def kept_by_reference(logits: Array, top_k: int, top_p: float, min_p: float) -> 
 
 def kept_by_sampler(logits: Array, params: SamplingParams) -> set[int]:
     given_logits = mx.array(logits.astype(np.float32)[None])
-    out = np.array(filtered(given_logits, [params]))[0]
+    out = filtered_by(given_logits, [params])[0]
     kept = {int(token) for token in np.flatnonzero(out > -np.inf)}
     assert all(out[token] == np.float32(logits[token]) for token in kept)
     return kept
@@ -117,9 +125,9 @@ def test_of_eight_equal_logits_as_many_stay_as_asked(params: dict[str, Any], kep
 def test_rows_are_filtered_each_by_its_own_settings() -> None:
     logits = logits_of(4)
     params = [SamplingParams(top_k=1), SamplingParams(top_p=0.3), SamplingParams(min_p=0.5), SamplingParams()]
-    together = np.array(filtered(logits, params))
+    together = filtered_by(logits, params)
     for i, one in enumerate(params):
-        np.testing.assert_array_equal(together[i], np.array(filtered(logits[i : i + 1], [one]))[0])
+        np.testing.assert_array_equal(together[i], filtered_by(logits[i : i + 1], [one])[0])
     assert np.isfinite(together[3]).all()
 
 
@@ -273,7 +281,7 @@ def test_a_seed_and_a_position_give_the_same_token_whatever_the_batch(vocab: int
 def test_other_seeds_and_positions_give_other_noise() -> None:
     seeds = [0, 1, 2, -1, 2**63, 2**64 - 2, 7, 7, 8]
     positions = [0, 0, 0, 0, 0, 0, 1, 2, 1]
-    noise = np.array(gumbel_noise(seeds, positions, 1001))
+    noise = np.array(gumbel_noise(mx.array(noise_keys(seeds, positions)), 1001))
     assert np.isfinite(noise).all()
     correlation = np.corrcoef(noise) - np.eye(len(seeds))
     assert np.abs(correlation).max() < 0.15
@@ -286,7 +294,7 @@ def test_seeds_of_any_size_are_repeatable(seed: int) -> None:
 
 
 def test_noise_has_the_moments_of_gumbel() -> None:
-    noise = np.array(gumbel_noise(list(range(40)), [3] * 40, 1000), dtype=np.float64)
+    noise = np.array(gumbel_noise(mx.array(noise_keys(list(range(40)), [3] * 40)), 1000), dtype=np.float64)
     assert abs(noise.mean() - 0.5772) < 0.03
     assert abs(noise.var() - np.pi**2 / 6) < 0.06
 
@@ -411,3 +419,36 @@ def test_a_mask_restricts_its_row_and_no_other(params: dict[str, Any]) -> None:
     drawn = sample(logits, rows)
     assert (drawn[0], drawn[2]) == (plain[0], plain[2])
     assert drawn[1] in allowed
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [{"temperature": 1.0}] * 3,
+        [{"temperature": 0.8, "top_p": 0.7}, {"temperature": 1.5, "top_p": 0.5, "top_k": 9}, {"min_p": 0.2}],
+        [{"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9}],
+        [{"temperature": 1.0, "min_p": 0.3}] * 2,
+        [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.5}],
+        [{"temperature": 0.9, "frequency_penalty": 1.0, "logit_bias": {3: 5.0}, "top_p": 0.9}] * 2,
+    ],
+)
+def test_a_compiled_sampler_samples_the_same_tokens_step_for_step(params: list[dict[str, Any]]) -> None:
+    outcomes = []
+    with no_fusion():
+        for compiled in (False, True):
+            sampler, answers = Sampler(VOCAB, compiled), [[1] for _ in params]
+            for step in range(12):
+                rows = [
+                    row(i, answer=tuple(answer), seed=i, **each)
+                    for i, (answer, each) in enumerate(zip(answers, params, strict=True))
+                ]
+                for answer, token in zip(
+                    answers, sampler.sample(logits_of(len(rows), seed=step), rows).read(), strict=True
+                ):
+                    answer.append(token.token_id)
+            outcomes.append(answers)
+    assert outcomes[0] == outcomes[1]
+    assert len({tuple(answer) for answer in outcomes[0]}) == len(params)
