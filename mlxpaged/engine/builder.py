@@ -66,16 +66,14 @@ def build_engine(
     backend = choose_backend(config.attention_backend, shapes)
     limits = Limits(served.context_length, config.max_num_seqs)
     tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune)
-    return EngineCore(
-        served,
-        Scheduler(scheduler_config, clock),
-        ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout),
-        Sampler(served.vocab_size, compiled=mx.default_device() != mx.Device(mx.cpu)),
-        Grammars(served.tokenizer, served.vocab_size),
-        clock,
-        embedder,
-        no_embedder_because,
-    )
+    runner = ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout)
+    on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    sampler = Sampler(served.vocab_size, compiled=on_gpu)
+    if on_gpu:
+        runner.warm_up()
+        sampler.warm_up()
+    scheduler, grammars = Scheduler(scheduler_config, clock), Grammars(served.tokenizer, served.vocab_size)
+    return EngineCore(served, scheduler, runner, sampler, grammars, clock, embedder, no_embedder_because)
 
 
 def build_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder | None, str]:

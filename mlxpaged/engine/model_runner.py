@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +16,23 @@ import numpy as np
 
 from mlxpaged import attention
 from mlxpaged.attention.metadata import HostStep, IntArray
-from mlxpaged.engine.step_graphs import StepGraphs
+from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
 from mlxpaged.engine.swap_space import SwapSpace
 from mlxpaged.models import ServedModel, synchronize
 from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.states import StateRow
-from mlxpaged.scheduler import Batch, BlockMoves
+from mlxpaged.scheduler import Batch, BlockMoves, ScheduledSequence, Sequence
 from mlxpaged.scheduler.sequence import PENDING
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_BATCHES = (1, 2)
+"""MLX has a kernel of its own for arrays of one row, and another one for all other shapes."""
+
+MAX_DIFFERENCE = 0.05
+"""Largest difference between the logits of a replayed step and another, as a share of the largest: far above rounding
+in bfloat16, far below a wrong position or block."""
 
 
 class DeviceError(RuntimeError):
@@ -33,7 +44,7 @@ class SampledTokens:
     """tokens[R], on the device: the token that was sampled for each of R sequences, in the order of `sequence_ids`."""
 
     tokens: mx.array
-    sequence_ids: Sequence[int]
+    sequence_ids: ListOf[int]
 
 
 def state_rows(batch: Batch) -> list[StateRow]:
@@ -168,7 +179,7 @@ class ModelRunner:
         step: HostStep,
         vector: mx.array,
         sampled: mx.array | None,
-        rows: Sequence[StateRow] = (),
+        rows: ListOf[StateRow] = (),
         running: Container[int] = (),
     ) -> mx.array:
         """The graph of a step. vector: its upload. sampled: tokens that replace the pending ones."""
@@ -183,6 +194,43 @@ class ModelRunner:
             if self._rows is not None:
                 self._rows.rows = None
         return logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
+
+    def warm_up(self) -> None:
+        """Run decode steps of one sequence and of two in the first block, before any block is in use, until they are
+        replayed. If replayed steps fail here, or give other logits, no step is replayed from then on.
+
+        MLX joins operations of a replayed step into kernels of its own, and compiles these when they first run. They
+        are the same for all larger batches.
+        """
+        if self._states or not self.overlaps:
+            return
+        calls = self.model_calls, self._caches.step.attention_calls
+        try:
+            for count in WARM_UP_BATCHES:
+                self._graphs.enabled &= self._replays(count)
+        except DeviceError:
+            logger.exception("decode steps cannot be replayed here")
+            self._graphs.enabled = False
+            self.rebuild_pools()
+        self.model_calls, self._caches.step.attention_calls = calls
+
+    def _replays(self, count: int) -> bool:
+        """Whether a replayed step of so many sequences gives the logits of one that is not."""
+        tables = np.arange(count, dtype=np.int32).reshape(1, count, 1)
+        tables = np.repeat(tables, 1 + max(view.group for view in self._caches.views), axis=0)
+        sequences = [Sequence(i, list(range(i, i + TRACE_AT + 2)), 1) for i in range(count)]
+        for position in range(TRACE_AT + 1):
+            batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
+            logits = self.forward(batch, tables)
+            self.finish_step(logits)
+        with self._graphs.disabled():
+            expected = self.forward(batch, tables)
+            self.finish_step(expected)
+        difference = mx.abs(logits - expected).max().item() / mx.abs(expected).max().item()
+        if difference <= MAX_DIFFERENCE:
+            return True
+        logger.warning("replayed decode steps give other logits (by %.3g of the largest): none is replayed", difference)
+        return False
 
     def move_blocks(self, moves: BlockMoves) -> None:
         """Swap and copy blocks after the steps in flight and before the step that needs them. Raises errors of the disk

@@ -80,6 +80,14 @@ class Sampler:
         """Forget all sequences, after a device error."""
         self._counts = TokenCounts(self._vocab_size)
 
+    def warm_up(self) -> None:
+        """Sample once in each way, so that MLX compiles the kernels of random sampling before a request needs them."""
+        ways = ({}, {"min_p": 0.5}, {"top_p": 0.5}, {"top_k": 2})
+        for params in (SamplingParams(seed=0, **way) for way in ways):  # type: ignore[arg-type]
+            for count in (1, 2):
+                rows = [SamplingRow(i, params, 0, (), 0, 0) for i in range(count)]
+                self.sample(mx.zeros((count, self._vocab_size)), rows).read()
+
     def forget(self, sequence_id: int) -> None:
         """Forget a sequence that ended, or whose last sampled tokens were discarded."""
         self._counts.forget(sequence_id)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +53,11 @@ class StepGraphs:
         self._build = build
         self._caches = caches
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
-        self._can_trace = True
+        self.enabled = True
 
     def run(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> mx.array:
         """The logits of a step. vector: its upload. sampled: tokens of the step in flight."""
-        signature = step.signature if self._can_trace else None
+        signature = step.signature if self.enabled else None
         graph = None if signature is None else self._graph((signature, None if sampled is None else sampled.shape))
         if graph is None or graph.steps < TRACE_AT:
             return self._build(step, vector, sampled)
@@ -67,7 +68,7 @@ class StepGraphs:
             logits, tokens = graph.replay(vector, sampled, [memory.bindings for memory in self._memories])
         except Exception:
             logger.warning("MLX cannot trace a step of this model: every step builds its graph", exc_info=True)
-            self._can_trace = False
+            self.enabled = False
             self._graphs.clear()
             return self._build(step, vector, sampled)
         for memory, token in zip(self._memories, tokens, strict=True):
@@ -75,6 +76,15 @@ class StepGraphs:
         self._caches.step.attention_calls += graph.attention_calls
         result: mx.array = logits
         return result
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Every step builds its graph while the context lasts."""
+        enabled, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = enabled
 
     @property
     def _memories(self) -> list[Memory]:

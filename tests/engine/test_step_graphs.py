@@ -73,6 +73,42 @@ def test_a_context_that_grows_within_its_bucket_builds_no_new_graph(served: Serv
     assert lazy.calls == calls
 
 
+def test_warming_up_changes_no_answer_and_no_count(served: ServedModel, lazy: LazyKernels) -> None:
+    expected = run_requests(make_core(served, "gather"), PROMPTS[:1], max_tokens=3)
+    core = make_core(served, "metal")
+    core.runner.warm_up()
+    assert core.stats().model_calls_total == core.stats().attention_calls_total == 0
+    assert run_requests(core, PROMPTS[:1], max_tokens=3) == expected
+
+
+def test_what_was_warmed_up_is_replayed(served: ServedModel, lazy: LazyKernels) -> None:
+    core = make_core(served, "metal")
+    core.runner.warm_up()
+    calls = lazy.calls
+    core.runner.warm_up()
+    assert lazy.calls == calls + 2 * LAYERS * 2, "one step of each batch is computed without a graph, to compare"
+
+
+def test_where_replayed_steps_are_wrong_none_is_replayed(
+    served: ServedModel, lazy: LazyKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = run_requests(make_core(served, "gather"), PROMPTS[:1], max_tokens=20)
+    core, compiled = make_core(served, "metal"), mx.compile
+
+    def spoiling(function: Any) -> Any:
+        replay = compiled(function)
+
+        def wrong(vector: mx.array, *args: Any) -> Any:
+            return replay(mx.concatenate([vector[:1] - 1, vector[1:]]), *args)  # another position
+
+        return wrong
+
+    monkeypatch.setattr(mx, "compile", spoiling)
+    core.runner.warm_up()
+    assert run_requests(core, PROMPTS[:1], max_tokens=20) == expected
+    assert "replayed decode steps give other logits" in caplog.text
+
+
 def test_a_decode_step_is_one_upload(served: ServedModel, lazy: LazyKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(served, "metal", "paged:64")
     add(core, 20)
