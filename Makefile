@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-fuzz lint types coverage docs bench bench-engine bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -62,6 +62,9 @@ bench:
 
 bench-engine: $(STAMP)
 	$(BIN)/python benchmarks/engine.py $(ARGS)
+
+bench-host: $(STAMP)
+	$(BIN)/python benchmarks/host.py $(ARGS)
 
 bench-scheduler: $(STAMP)
 	$(BIN)/python benchmarks/scheduler.py $(ARGS)

@@ -78,6 +78,19 @@ def test_the_benchmark_of_the_engine_measures(made_models: list[Path]) -> None:
     assert min(times.values()) > 0
 
 
+def test_the_benchmark_of_the_host_builds_both_graphs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    host = import_module("host")
+    monkeypatch.setattr(host, "LAYERS", 2)
+    monkeypatch.setattr(sys, "argv", ["host.py", "--batch", "1", "2", "--context", "40", "--steps", "2"])
+    host.main()
+    titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("batch")]
+    assert [title.split(":")[0] for title in titles] == [f"batch {n}, contexts of 40 tokens" for n in (1, 2)]
+    assert all(float(title.split()[-1]) > 0 for title in titles)
+
+
 def test_the_benchmark_of_grammars_measures_on_a_stand_in_device() -> None:
     sizes = ("--plain", "2", "--constrained", "1", "--new-tokens", "4", "--runs", "1", "--device-ms", "30")
     *_, schema, free, ratio = run("grammar.py", *sizes).splitlines()
