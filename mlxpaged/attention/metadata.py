@@ -97,8 +97,6 @@ class AttentionMetadata(HostMetadata):
     """By the keys of the planners. They do not depend on block tables: layers with other tables reuse them too."""
     arrays: list[mx.array] = field(default_factory=list)
     """All arrays of the step's upload. Plans refer to them by index."""
-    is_planned: bool = False
-    """Whether all plans were made with the step."""
 
     @property
     def num_tokens(self) -> int:
@@ -110,11 +108,12 @@ class AttentionMetadata(HostMetadata):
         return self.padded_slots[: self.num_tokens]
 
     def plan(self, planner: Planner) -> Any:
-        """The step's plan of that planner, made now if the step was built without plans: that is one more upload."""
-        if planner.key not in self.plans and not self.is_planned:
+        """The step's plan of that planner, made now if the step was built without it: that is one more upload."""
+        if planner.key not in self.plans:
             upload = Upload(len(self.arrays))
             self.plans[planner.key] = planner.make(self, upload)
-            self.arrays.extend(split(mx.array(upload.vector), upload.shapes))
+            if upload.shapes:
+                self.arrays.extend(split(mx.array(upload.vector), upload.shapes))
         return self.plans[planner.key]
 
     def part(
@@ -269,7 +268,6 @@ class HostStep:
                 max_block=max_block,
                 plans=plans,
                 arrays=arrays,
-                is_planned=bool(plans),
             )
             for i, (table, max_block) in enumerate(zip(self.tables, self.max_blocks, strict=True))
         ]

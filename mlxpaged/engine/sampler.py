@@ -7,7 +7,7 @@ random_sampling.py has what comes after the temperature.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -82,8 +82,8 @@ class Sampler:
 
     def warm_up(self) -> None:
         """Sample once in each way, so that MLX compiles the kernels of random sampling before a request needs them."""
-        ways = ({}, {"min_p": 0.5}, {"top_p": 0.5}, {"top_k": 2})
-        for params in (SamplingParams(seed=0, **way) for way in ways):  # type: ignore[arg-type]
+        plain = SamplingParams(seed=0)
+        for params in (plain, replace(plain, min_p=0.5), replace(plain, top_p=0.5), replace(plain, top_k=2)):
             for count in (1, 2):
                 rows = [SamplingRow(i, params, 0, (), 0, 0) for i in range(count)]
                 self.sample(mx.zeros((count, self._vocab_size)), rows).read()

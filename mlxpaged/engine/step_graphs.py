@@ -46,8 +46,8 @@ class StepGraph:
 
 
 class StepGraphs:
-    """The graphs of the last signatures. build: the step without a graph. If MLX cannot trace it, `build` makes every
-    step."""
+    """The graphs of the last signatures. build: the step without a graph. enabled: false if a step cannot be traced;
+    then `build` makes every step."""
 
     def __init__(self, build: Build, caches: ModelCaches) -> None:
         self._build = build
@@ -69,6 +69,7 @@ class StepGraphs:
         except Exception:
             logger.warning("MLX cannot trace a step of this model: every step builds its graph", exc_info=True)
             self.enabled = False
+        if not self.enabled:
             self._graphs.clear()
             return self._build(step, vector, sampled)
         for memory, token in zip(self._memories, tokens, strict=True):

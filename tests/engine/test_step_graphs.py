@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxpaged.attention import kernels, metadata, metal
+from mlxpaged.attention.metadata import Planner
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine, model_runner
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
+from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.layers import bytes_per_token
 from tests.engine.test_model_runner import CountingMlx
 from tests.lazy_kernels import LazyKernels, no_fusion
+from tests.models.architectures import make_architecture
 from tests.support import make_tiny_model, run_requests
 
 LAYERS = 2
@@ -58,6 +63,15 @@ def test_replayed_steps_give_the_tokens_of_the_gather_backend(
     steps = core.stats().model_calls_total
     assert lazy.calls < steps * LAYERS * 2 / 2, "most steps call no kernel: they are replayed"
     assert core.stats().attention_calls_total == steps * LAYERS
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])  # windows and groups of caches; keys of other layers
+def test_layers_that_share_memory_or_keys_are_replayed(kind: str, lazy: LazyKernels, tmp_path: Path) -> None:
+    served = load_model(str(make_architecture(tmp_path / kind, kind)))
+    expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=40)
+    core = make_core(served, "metal")
+    assert run_requests(core, PROMPTS, max_tokens=40) == expected
+    assert lazy.calls < core.stats().attention_calls_total
 
 
 def test_a_context_that_grows_within_its_bucket_builds_no_new_graph(served: ServedModel, lazy: LazyKernels) -> None:
@@ -150,3 +164,14 @@ def test_a_step_that_mlx_cannot_trace_is_built_without_a_graph(
     monkeypatch.setattr(kernels, "launch", evaluating)
     assert run_requests(make_core(served, "metal"), PROMPTS, max_tokens=12) == expected
     assert len([record for record in caplog.records if "cannot trace" in record.message]) == 1
+
+
+def test_a_plan_that_is_made_during_a_step_is_never_part_of_a_graph(
+    served: ServedModel, lazy: LazyKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its work items would be those of the step that was traced."""
+    expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=20)
+    core = make_core(served, "metal", "paged:64")
+    other = Planner("other", lambda _lengths, upload: upload.add(np.zeros(8, np.int32)))
+    monkeypatch.setattr(ModelCaches, "planners", [other])
+    assert run_requests(core, PROMPTS, max_tokens=20) == expected
