@@ -169,6 +169,33 @@ def test_mlx_takes_our_launches_and_generates_the_source_that_was_tested(
     assert launched == kernels.INPUTS_AND_OUTPUTS.keys()
 
 
+def test_steps_and_moves_of_any_size_are_the_same_kernels_to_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX passes an input of fewer than 8 elements in another address space: that would be one more kernel."""
+    kernels_of: dict[int, set[Any]] = {}
+
+    def stub(name: str, **_built: Any) -> Any:
+        def call(inputs: Any, template: Any, output_shapes: Any, output_dtypes: Any, **_launched: Any) -> Any:
+            small = tuple(isinstance(x, mx.array) and x.size < 8 for x in inputs)
+            kernels_of[count].add((name, str(template), small))
+            return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
+
+        return call
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", stub)
+    for count in (1, 3, 20):
+        kernels_of[count] = set()
+        kv = LayerKVCache(41, 2, 64, mx.float16, backend="metal")
+        meta = AttentionMetadata.build([1] * count, [count] * count, [[i] for i in range(count)])
+        rows = mx.zeros((count, 2, 64), mx.float16)
+        kv.write(rows, rows, meta)
+        kv.attend(rows, meta, scale=0.1)
+        kv.read_context(AttentionMetadata.build([1], [32 * count], [list(range(count))]))
+        kv.copy_blocks([(i, 20 + i) for i in range(count)])
+        kv.write_blocks(range(count), *kv.read_blocks(range(count)))
+    assert len(kernels_of[1]) == 6
+    assert kernels_of[1] == kernels_of[3] == kernels_of[20]
+
+
 # Tile schedule
 
 
