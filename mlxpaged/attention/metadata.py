@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -18,6 +20,9 @@ IntArray = npt.NDArray[np.int32]
 
 MAX_SLOT = 2**31 - 1
 """Slot numbers are int32."""
+
+ALIGNMENT = 8
+"""Elements of a multiple of which an uploaded array begins: kernels may load four at once."""
 
 UNUSED = -1
 """Fills the rest of a block table."""
@@ -50,13 +55,23 @@ class Upload:
 
     @property
     def vector(self) -> IntArray:
-        return np.concatenate([array.reshape(-1) for array in self._arrays], dtype=np.int32, casting="same_kind")
+        """The arrays one after another, each from a multiple of ALIGNMENT on."""
+        starts = starts_of(self.shapes)
+        vector = np.zeros(starts[-1], np.int32)
+        for start, array in zip(starts, self._arrays, strict=False):
+            vector[start : start + array.size] = array.reshape(-1)
+        return vector
+
+
+def starts_of(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Where the arrays begin in the vector, and its length."""
+    sizes = (-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes)
+    return [0, *itertools.accumulate(sizes)]
 
 
 def split(vector: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
     """The arrays of an upload, on the device."""
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes[:-1]]).tolist()
-    parts = mx.split(vector, ends) if ends else [vector]
+    parts = [vector[start : start + prod(shape)] for start, shape in zip(starts_of(shapes), shapes, strict=False)]
     return [part if len(shape) == 1 else part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

@@ -115,7 +115,7 @@ def test_whatever_the_model_has_to_know_of_a_step_is_one_upload(
     monkeypatch.setattr(model_runner, "mx", seen)
     monkeypatch.setattr(metadata, "mx", seen)
     logits = runner.forward(batch, np.array([TABLES], np.int32), sampled)
-    assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 23 + 2 + 3 * 8,)]
+    assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 24 + 8 + 3 * 8,)]
     np.testing.assert_allclose(np.array(logits), expected, atol=1e-4)
 
 
