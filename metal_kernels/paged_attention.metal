@@ -32,7 +32,7 @@ constexpr int SPLITS = THREADS / COLUMNS;
 constexpr int SCRATCH = ROWS * TILE > SPLITS * DV ? ROWS * TILE : SPLITS * DV;
 constexpr int ROWS_AT_ONCE = SCRATCH / (SPLITS * DV);
 constexpr int WIDTH = PARTIAL ? DV + 4 : DV;
-constexpr float MASKED = -3.402823466e+38f;  // finite: infinities are not safe under relaxed math
+constexpr float MASKED = -3.402823466e+38f;  // finite: the difference of two infinities is NaN
 
 threadgroup T query_tile[ROWS * DK];
 threadgroup float scores[SCRATCH];

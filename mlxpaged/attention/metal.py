@@ -187,10 +187,11 @@ class MetalPool:
 
     @property
     def _arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Keys, values and the token."""
+        """What kernels get for keys and values, and the token."""
         memory = self._memory
+        assert memory.bound is not None
         assert memory.token is not None
-        return memory.keys, memory.keys if memory.values is None else memory.values, memory.token
+        return *memory.bound, memory.token
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         (self._memory.token,) = kernels.launch(

@@ -22,7 +22,7 @@ from mlxpaged.attention.tuning import CONTIGUOUS, DEFAULT_TUNING, Choice, Tuning
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Largest difference of values of about 1: far above rounding with relaxed math, far below a wrong key."""
+"""Largest difference of values of about 1: far above a chip's own rounding, far below a wrong key."""
 
 SPLIT_CONTEXT = 1100  # more than two ranges of keys, so that partial results are merged
 OVERLAPPED_STEPS = 4
