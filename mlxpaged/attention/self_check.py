@@ -91,7 +91,7 @@ class CheckRun:
 IN_RANGES = Tuning(decode=Choice(8), chunks=Choice(8))  # fewer keys than a tile of any chunk sees
 
 CASES: dict[str, tuple[Callable[[CheckRun], list[mx.array]], Tuning]] = {
-    "kv_write and paged_attention, overlapped steps": (CheckRun.overlapped_steps, DEFAULT_TUNING),
+    "kv_write, paged_attention and paged_decode, overlapped steps": (CheckRun.overlapped_steps, DEFAULT_TUNING),
     "paged_attention, mixed chunks": (CheckRun.mixed_chunks, DEFAULT_TUNING),
     "kv_gather, mixed chunks": (CheckRun.mixed_chunks, Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)),
     "merge_partials, mixed chunks": (CheckRun.mixed_chunks, IN_RANGES),
