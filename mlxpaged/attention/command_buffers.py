@@ -19,8 +19,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class CommitLimits:
-    """A command buffer is committed if it has more than `ops` dispatches, or `mib` times 2^20 elements or more above
-    that. MLX compares elements although the names of its variables say megabytes."""
+    """A command buffer is committed if it has more than `ops` dispatches, or (mib + 1) * 2^20 elements or more. MLX
+    compares elements, although the names of its variables say megabytes."""
 
     ops: int
     mib: int
