@@ -16,7 +16,7 @@ LONG = CommitLimits(1000, 50)
 """As mlx_settings.py sets it."""
 
 
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("batch", [1, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_decoding_step_takes_hardly_more_command_buffers_than_mlx_lms_own(name: str, batch: int) -> None:
     ours, theirs = our_step(MODELS[name], batch), step_of_mlx_lm(MODELS[name], batch)

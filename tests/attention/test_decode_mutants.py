@@ -84,24 +84,11 @@ MUTANTS: dict[str, Mutant] = {
     "no barrier after the query heads": (
         "paged_decode", "threadgroup_barrier(mem_flags::mem_threadgroup);\n\nfor (; start", "for (; start",
         decode, DataRace),
-    "a simdgroup barrier after the query heads": (
-        "paged_decode", "threadgroup_barrier(mem_flags::mem_threadgroup);\n\nfor (; start",
-        "simdgroup_barrier(mem_flags::mem_threadgroup);\n\nfor (; start", decode, DataRace),
     "no barrier before the simdgroups merge": (
         "paged_decode", "threadgroup_barrier(mem_flags::mem_threadgroup);\n\n// The simdgroups'", "// The simdgroups'",
         decode, DataRace),
-    "no barrier between heads that merge": (
-        "paged_decode", "  if (first > 0) {", "  if (false) {", wide_decode, DataRace),
-    "no barrier before the sums are added": (
-        "paged_decode", "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  for (int i = me",
-        "  for (int i = me", decode, DataRace),
     "a reduction that some lanes skip": (
         "paged_decode", "simd_sum(weight);", "visible ? simd_sum(weight) : 0.0f;", decode, Divergence),
-    "a shuffle that some lanes skip": (
-        "paged_decode", "      for (int distance = COLUMN_LANES",
-        "      if (lane < 16) for (int distance = COLUMN_LANES", decode, Divergence),
-    "a lane that returns": (
-        "paged_decode", "const int key_end", "if (lane == 31) { return; }\nconst int key_end", decode, Divergence),
     "a key after the context": (
         "paged_decode", "start + lane < key_end;", "start + lane <= key_end;", decode, None),
     "keys before the window": (
@@ -111,12 +98,6 @@ MUTANTS: dict[str, Mutant] = {
         decode, None),
     "denominator not rescaled": (
         "paged_decode", "denominator * factor + sum;", "denominator + sum;", sharp_decode, None),
-    "maximum of the last tile alone": (
-        "paged_decode", "max(before, simd_max(score));", "simd_max(score);", sharp_decode, None),
-    "maximum of another head": (
-        "paged_decode", "simd_shuffle(best, ushort(row));", "simd_shuffle(best, ushort(0));", sharp_decode, None),
-    "simdgroups weigh the same": (
-        "paged_decode", "acc[row * VALUE_CHUNKS + c] * factor;", "acc[row * VALUE_CHUNKS + c];", sharp_decode, None),
     "lanes with other keys left out": (
         "paged_decode", "distance = COLUMN_LANES; distance < 32", "distance = COLUMN_LANES; distance < 16", decode,
         None),
@@ -128,8 +109,6 @@ MUTANTS: dict[str, Mutant] = {
     "one block for two in a tile": (
         "paged_decode", "BLOCK % TILE == 0 ? my_block : simd_shuffle(my_block, ushort(key));", "my_block;",
         decode_of_small_blocks, None),
-    "a query tile one vector short": (
-        "paged_decode", "query_tile[GROUP * DK / 4]", "query_tile[GROUP * DK / 4 - 1]", decode, OutOfBounds),
     "scratch one vector short": (
         "paged_decode", "scratch[SCRATCH]", "scratch[SCRATCH - 1]", wide_decode, OutOfBounds),
     "the last vector not stored": (
@@ -138,6 +117,27 @@ MUTANTS: dict[str, Mutant] = {
 }  # fmt: skip
 
 MORE_MUTANTS: dict[str, Mutant] = {
+    "a simdgroup barrier after the query heads": (
+        "paged_decode", "threadgroup_barrier(mem_flags::mem_threadgroup);\n\nfor (; start",
+        "simdgroup_barrier(mem_flags::mem_threadgroup);\n\nfor (; start", decode, DataRace),
+    "no barrier between heads that merge": (
+        "paged_decode", "  if (first > 0) {", "  if (false) {", wide_decode, DataRace),
+    "a shuffle that some lanes skip": (
+        "paged_decode", "      for (int distance = COLUMN_LANES",
+        "      if (lane < 16) for (int distance = COLUMN_LANES", decode, Divergence),
+    "a lane that returns": (
+        "paged_decode", "const int key_end", "if (lane == 31) { return; }\nconst int key_end", decode, Divergence),
+    "maximum of another head": (
+        "paged_decode", "simd_shuffle(best, ushort(row));", "simd_shuffle(best, ushort(0));", sharp_decode, None),
+    "a query tile one vector short": (
+        "paged_decode", "query_tile[GROUP * DK / 4]", "query_tile[GROUP * DK / 4 - 1]", decode, OutOfBounds),
+    "no barrier before the sums are added": (
+        "paged_decode", "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  for (int i = me",
+        "  for (int i = me", decode, DataRace),
+    "simdgroups weigh the same": (
+        "paged_decode", "acc[row * VALUE_CHUNKS + c] * factor;", "acc[row * VALUE_CHUNKS + c];", sharp_decode, None),
+    "maximum of the last tile alone": (
+        "paged_decode", "max(before, simd_max(score));", "simd_max(score);", sharp_decode, None),
     "sums not rescaled": ("paged_decode", "acc[row * VALUE_CHUNKS + c] *= factor;", "", sharp_decode, None),
     "no maximum": ("paged_decode", "max(before, simd_max(score));", "0.0f;", sharp_decode, None),
     "a simdgroup left out": (
