@@ -7,8 +7,8 @@
 //   softmax: a lane per key; a head's running maximum and denominator are in the lane of its number;
 //   values: COLUMN_LANES lanes share a value, each with four columns of it (or 4 * VALUE_CHUNKS), and load VALUES values
 //   before all heads meet them.
-// A lane reads one entry of the block table for a tile, before the tile that comes earlier. At the end the simdgroups
-// merge in threadgroup memory. Keys outside the range are never read.
+// A lane reads its entry of the block table one tile ahead. At the end the simdgroups merge in threadgroup memory. Keys
+// outside the range are never read.
 //
 // queries [T, KV_HEADS * GROUP, DK]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, DK] and [..., DV], or if LATENT
 // the pool of rows for both: then a value is the first DV elements of its key; block_tables [S, max_blocks]
