@@ -42,11 +42,15 @@ class LazyKernels:
 
     @contextmanager
     def installed(self) -> Iterator[LazyKernels]:
-        with mock.patch.object(mx.fast, "metal_kernel", self._metal_kernel):
+        """A view of a pool is the pool itself, because an operation cannot reach beyond its inputs."""
+        with (
+            mock.patch.object(mx.fast, "metal_kernel", self._metal_kernel),
+            mock.patch.object(mx, "as_strided", lambda pool, *_: pool),
+        ):
             yield self
 
     def _metal_kernel(self, name: str, **_options: Any) -> Any:
-        kernel = {"kv_write": kv_write, "paged_attention": paged_attention, "merge_partials": merge_partials}.get(name)
+        kernel = KERNELS.get(name)
 
         def launch(inputs: Sequence[Any], template: Any, output_shapes: Any, **_sizes: Any) -> list[mx.array]:
             assert kernel is not None, name
@@ -74,6 +78,11 @@ def kv_write(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.a
     for pool, new in zip(pools, (new_keys, new_values), strict=True):
         pool[slots // t["BLOCK"], :, slots % t["BLOCK"]] = new
     return [mx.concatenate([pool.flatten() for pool in pools])]
+
+
+def paged_decode(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list[mx.array]:
+    *first, softcap, token = inputs
+    return paged_attention([*first, 2**30, softcap, token], t | {"QUERIES": 1}, shape)
 
 
 def paged_attention(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list[mx.array]:
@@ -110,3 +119,11 @@ def merge_partials(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list
     total = (factor * rows[..., t["D"] + 1]).sum(axis=1)
     merged = (factor[..., None] * rows[..., : t["D"]]).sum(axis=1) / total[..., None]
     return [merged.astype(t["T"])]
+
+
+KERNELS = {
+    "kv_write": kv_write,
+    "paged_attention": paged_attention,
+    "paged_decode": paged_decode,
+    "merge_partials": merge_partials,
+}

@@ -106,7 +106,7 @@ class StepGraphs:
             real = [memory.bindings for memory in self._memories]
             calls = self._caches.step.attention_calls
             for memory, arrays in zip(self._memories, bindings, strict=True):
-                memory.bind(arrays)
+                memory.rebind(arrays)
             try:
                 logits = self._build(step, vector, sampled)
                 graph.attention_calls = self._caches.step.attention_calls - calls
@@ -114,6 +114,6 @@ class StepGraphs:
             finally:
                 self._caches.step.attention_calls = calls
                 for memory, arrays in zip(self._memories, real, strict=True):
-                    memory.bind(arrays)
+                    memory.rebind(arrays)
 
         return run

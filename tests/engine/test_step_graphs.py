@@ -47,16 +47,16 @@ def make_core(served: ServedModel, backend: str, tuning: str = "default", **opti
     return build_engine(config, served)
 
 
-def add(core: EngineCore, max_tokens: int) -> None:
+def add(core: EngineCore, max_tokens: int, prompt: list[int] = PROMPTS[0]) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    core.add(Request("one", PROMPTS[0], params, 0.0))
+    core.add(Request("one", prompt, params, 0.0))
 
 
-@pytest.mark.parametrize("tuning", ["paged:64", "default"])
+@pytest.mark.parametrize("tuning", ["paged:512", "default"])
 def test_replayed_steps_give_the_tokens_of_the_gather_backend(
     served: ServedModel, lazy: LazyKernels, tuning: str
 ) -> None:
-    """paged:64 merges ranges of 64 keys, whose number grows with the contexts."""
+    """By default, ranges of 64 keys are merged, and their number grows with the contexts."""
     expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=80)
     core = make_core(served, "metal", tuning)
     assert run_requests(core, PROMPTS, max_tokens=80) == expected
@@ -75,9 +75,9 @@ def test_layers_that_share_memory_or_keys_are_replayed(kind: str, lazy: LazyKern
 
 
 def test_a_context_that_grows_within_its_bucket_builds_no_new_graph(served: ServedModel, lazy: LazyKernels) -> None:
-    """Positions 38 to 158: four blocks are added, in a table of eight columns."""
+    """Positions 78 to 198: four blocks are added, in a table of eight columns, and two ranges of 64 keys."""
     core = make_core(served, "metal")
-    add(core, 140)
+    add(core, 140, list(range(70)))
     for _ in range(8):
         core.step()
     calls = lazy.calls
