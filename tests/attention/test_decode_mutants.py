@@ -41,6 +41,12 @@ def wide_decode() -> bool:
     return case.error() <= TOLERANCE[case.dtype]
 
 
+def decode_of_a_full_table() -> bool:
+    """Eight blocks, in a table of eight columns."""
+    case = Case([(1, 250)], head_dim=32, decode_partition=512)
+    return case.error() <= TOLERANCE[case.dtype]
+
+
 def capped_decode() -> bool:
     """A window that begins in the middle of a block and of a tile."""
     case = Case([(1, 300), (1, 33)], head_dim=32, window=40, softcap=2.0, has_sinks=True, decode_partition=512)
@@ -105,7 +111,7 @@ MUTANTS: dict[str, Mutant] = {
         "paged_decode", "table[min(start + SIMDGROUPS * TILE + lane", "table[min(start + lane", decode, None),
     "a table read past the context": (
         "paged_decode", "table[min(start + SIMDGROUPS * TILE + lane % TILE, key_end - 1) / BLOCK]",
-        "table[(start + SIMDGROUPS * TILE + lane % TILE) / BLOCK]", wide_decode, OutOfBounds),
+        "table[(start + SIMDGROUPS * TILE + lane % TILE) / BLOCK]", decode_of_a_full_table, OutOfBounds),
     "one block for two in a tile": (
         "paged_decode", "BLOCK % TILE == 0 ? my_block : simd_shuffle(my_block, ushort(key));", "my_block;",
         decode_of_small_blocks, None),
