@@ -17,13 +17,13 @@ from typing import Literal
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention import kernels
+from mlxpaged.attention import kernels, matrix
 from mlxpaged.attention.gather import contiguous_attention
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Locality, Memory, Options
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
-from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class
+from mlxpaged.attention.tuning import DEFAULT_TUNING, Choice, Tuning, decode_class
 
 BLOCK_SIZES = (8, 16, 32)
 
@@ -61,6 +61,9 @@ class AttentionVariant:
     softcap: bool = False
     sinks: bool = False
     chunked: bool = False
+
+    kernel = "paged_attention"
+    threads = THREADS
 
     @property
     def rows(self) -> int:
@@ -124,10 +127,12 @@ def choose_variant(layout: KVLayout, group: int, single_queries: bool, *flags: b
 
 @dataclass(frozen=True)
 class PagedPart:
-    """One launch of the paged kernel. single_queries: all its sequences decode, so a query tile is one token."""
+    """One launch of the paged kernel, or if `matrix` of the matrix kernel. single_queries: all its sequences decode, so
+    a query tile is one token."""
 
     schedule: TileSchedule
     single_queries: bool
+    matrix: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,8 +157,8 @@ class ContiguousPart:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the query tokens of a step attend: one launch for the decoding sequences, one for the chunks of each
-    partition, and one contiguous part for each sequence whose keys are copied.
+    """How the query tokens of a step attend: one launch for the decoding sequences, one for the chunks of each kernel
+    and partition, and one contiguous part for each sequence whose keys are copied.
 
     order: puts the parts' outputs back in the order of the query tokens; None if there is one part.
     """
@@ -176,6 +181,7 @@ class MetalPool:
         self.tuning = tuning
         self._memory = memory
         self._variant = functools.cache(functools.partial(choose_variant, layout))
+        self._matrix_variant = functools.cache(functools.partial(matrix.choose_variant, layout))
         self._vectors = max(layout.key_size, layout.stored_value_size) // VECTOR
         self._row_template: kernels.Template = [
             ("T", layout.dtype),
@@ -203,10 +209,11 @@ class MetalPool:
         )
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
-        tile = self._variant(queries.shape[1] // self.num_kv_heads, False).queries
-        key = ("metal", options.locality, tile, id(self.tuning))  # one plan for all layers with these
+        group = queries.shape[1] // self.num_kv_heads
+        tiles = self._variant(group, False).queries, self._matrix_variant(group)
+        key = ("metal", options.locality, tiles, id(self.tuning))  # one plan for all layers with these
         if key not in meta.shared:
-            meta.shared[key] = self._make_plan(meta, options.locality, tile)
+            meta.shared[key] = self._make_plan(meta, options.locality, *tiles)
         plan: Plan = meta.shared[key]
         outputs, tokens = [], []
         for part in plan.parts:
@@ -246,27 +253,31 @@ class MetalPool:
         new = [keys, keys if self.layout.latent else values]
         self._launch_blocks("block_write", [*new, blocks, *self._arrays], len(ids))
 
-    def _make_plan(self, meta: AttentionMetadata, locality: Locality, tile: int) -> Plan:
+    def _make_plan(
+        self, meta: AttentionMetadata, locality: Locality, tile: int, variant: matrix.MatrixVariant | None
+    ) -> Plan:
         """All decoding sequences together are one shape class with one choice. Every chunk has its own choice."""
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
         contexts = np.asarray(meta.host_context_lens)
         keys = contexts - locality.first_key(contexts - 1)
         decoding = np.flatnonzero(lens == 1)
-        members: dict[tuple[bool, int | None], list[int]] = {}
+        members: dict[tuple[bool, Choice], list[int]] = {}
         if decoding.size:
-            choice = self.tuning.choice(decode_class(keys[decoding]))
-            members[True, choice.partition] = decoding.tolist()
+            members[True, self.tuning.choice(decode_class(keys[decoding]))] = decoding.tolist()
         for i in np.flatnonzero(lens > 1).tolist():
-            choice = self.tuning.choice(chunk_class(int(lens[i]), int(keys[i])))
-            members.setdefault((False, choice.partition), []).append(i)
+            choice = self.tuning.chunk_choice(int(lens[i]), int(keys[i]))
+            if choice.matrix:
+                choice = matrix.with_partition(choice, variant, int(lens[i]), int(keys[i]))
+            members.setdefault((False, choice), []).append(i)
         parts: list[PagedPart | ContiguousPart] = []
-        for (single, partition), sequences in members.items():
-            if partition is None:
+        for (single, choice), sequences in members.items():
+            if choice.partition is None:
                 parts += [contiguous_part(meta, i, int(starts[i]), locality) for i in sequences]
             else:
-                schedule = make_schedule(meta, np.asarray(sequences), locality, 1 if single else tile, partition)
-                parts.append(PagedPart(schedule, single))
+                queries = 1 if single else variant.queries if choice.matrix and variant else tile
+                schedule = make_schedule(meta, np.asarray(sequences), locality, queries, choice.partition)
+                parts.append(PagedPart(schedule, single, choice.matrix))
         if len(parts) == 1:
             return Plan(parts, None)
         rows = [np.arange(starts[i], starts[i + 1]) for i in itertools.chain(*members.values())]
@@ -279,21 +290,22 @@ class MetalPool:
         schedule = part.schedule
         heads = queries.shape[1]
         partial = schedule.ranges is not None
-        variant = self._variant(
-            heads // self.num_kv_heads,
-            part.single_queries,
+        flags = (
             partial,
             options.softcap is not None,
             options.sinks is not None and not partial,
             options.locality.chunk is not None,
         )
+        group = heads // self.num_kv_heads
+        of_matrix = self._matrix_variant(group, *flags) if part.matrix else None
+        variant = of_matrix or self._variant(group, part.single_queries, *flags)
         pool_keys, pool_values, last = self._arrays
         sinks = last if options.sinks is None else options.sinks.astype(mx.float32)
         dtype, size = self.layout.dtype, self.layout.value_size
         width = size + 4 if partial else size
         window = min(options.locality.chunk or options.locality.window or NO_WINDOW, NO_WINDOW)
         out, token = kernels.launch(
-            "paged_attention",
+            variant.kernel,
             [
                 queries,
                 pool_keys,
@@ -307,8 +319,8 @@ class MetalPool:
                 last,
             ],
             variant.template,
-            grid=(THREADS, self.num_kv_heads * variant.head_tiles, schedule.num_items),
-            threadgroup=(THREADS, 1, 1),
+            grid=(variant.threads, self.num_kv_heads * variant.head_tiles, schedule.num_items),
+            threadgroup=(variant.threads, 1, 1),
             outputs=[((schedule.num_partials, heads, width), mx.float32 if partial else dtype), ((1,), mx.int32)],
             threadgroup_memory=variant.threadgroup_memory,
         )

@@ -5,7 +5,6 @@ A mutant that no test catches is a hole in the tests; a new line in a kernel des
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, kernels
+from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache
 from tests.attention.metal_cases import TOLERANCE, Case
+from tests.attention.mutants import Mutant, check_that_it_is_caught
 from tests.metal_on_cpu import (
     DataRace,
     Divergence,
@@ -176,9 +176,6 @@ AT_KEYS = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + pos
 AT_VALUES = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * VALUE_STRIDE;"
 TOKEN = "if (me == 0 && threadgroup_position_in_grid.y == 0 && threadgroup_position_in_grid.z == 0)"
 
-Mutant = tuple[str, str, str, Callable[[], bool], type[MetalError] | None]
-
-# Kernel, what is replaced, by what, where it shows, what must be said of it. None: it runs, and the numbers are off.
 MUTANTS: dict[str, Mutant] = {
     "no barrier before the softmax": ("paged_attention", BARRIER + SOFTMAX, SOFTMAX, decode, DataRace),
     "no barrier before the values": (
@@ -306,22 +303,7 @@ MUTANTS: dict[str, Mutant] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, old, new, scenario, error = MUTANTS[name]
-    directory = shutil.copytree(kernels.kernel_directory(), tmp_path / "kernels")
-    path = directory / f"{kernel}.metal"
-    source = path.read_text()
-    assert old in source
-    path.write_text(source.replace(old, new, 1))
-    monkeypatch.setattr(kernels, "kernel_directory", lambda: directory)
-    with Interpreter().installed():
-        if error is None:
-            try:
-                assert not scenario(), "the numbers are right"
-            except MetalError:
-                pytest.fail("a check catches it: say which")
-        else:
-            with pytest.raises(error, match=kernel):
-                scenario()
+    check_that_it_is_caught(MUTANTS[name], tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
