@@ -70,6 +70,7 @@ for (int i = me * 4; i < ROWS * KEY_PAIRS * 16; i += THREADS * 4) {
     const size_t head = size_t(first_query + row / HEADS) * (KV_HEADS * GROUP) + kv_head * GROUP + in_group;
     part = *(const device vec<T, 4>*)(queries + head * DK + column);
   }
+#pragma clang loop unroll(full)
   for (int e = 0; e < 4; e++) {
     const int matrix = (column / 16 * 2 + e / 2) * ROW_TILES + row / 8;
     const int in_matrix = column % 16 / 2 + e % 2;
@@ -128,6 +129,7 @@ for (int start = first_key / KEYS * KEYS; start < key_end; start += KEYS) {
   }
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROW_TILES; r++) {
+#pragma clang loop unroll(full)
     for (int e = 0; e < 2; e++) {
       scores[(r * 8 + matrix_column + e) * PITCH + simdgroup * 8 + matrix_row] = products[r].thread_elements()[e];
     }
@@ -246,6 +248,7 @@ for (int r = 0; r < ROW_TILES; r++) {
       const int column = (p * SIMDGROUPS + simdgroup) * 16 + matrix_column * 2;
       if (column < DV) {
         vec<O, 4> part = vec<O, 4>(static_cast<O>(0.0f));
+#pragma clang loop unroll(full)
         for (int e = 0; e < 4; e++) {
           const float sum = acc[(r * PAIRS_EACH + p) * 2 + e / 2].thread_elements()[e % 2];
           part[e] = static_cast<O>(sum * factor / divisor);
