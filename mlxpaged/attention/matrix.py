@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -34,6 +35,13 @@ THREADGROUPS = 256
 GPU. An estimate, no Mac has measured it."""
 
 
+class QueryTile(NamedTuple):
+    """What the plan of a step depends on. queries: tokens of a tile; threadgroups: for the heads of these tokens."""
+
+    queries: int
+    threadgroups: int
+
+
 @dataclass(frozen=True)
 class MatrixVariant:
     """One instantiation of matrix_attention.metal. group: query heads of a KV head; heads: how many of them one
@@ -55,6 +63,10 @@ class MatrixVariant:
     @property
     def head_tiles(self) -> int:
         return -(-self.group // self.heads)
+
+    @functools.cached_property
+    def tile(self) -> QueryTile:
+        return QueryTile(self.queries, self.layout.num_kv_heads * self.head_tiles)
 
     @property
     def sums(self) -> int:
@@ -89,16 +101,16 @@ def choose_variant(layout: KVLayout, group: int, *flags: bool) -> MatrixVariant 
     return None
 
 
-def with_partition(choice: Choice, variant: MatrixVariant | None, queries: int, keys: int) -> Choice:
-    """The matrix kernel with a number of keys per threadgroup; the paged kernel if no variant fits. queries: tokens of
-    the chunk, keys: those that its last token sees."""
-    if variant is None:
+def with_partition(choice: Choice, tile: QueryTile | None, queries: int, keys: int) -> Choice:
+    """The matrix kernel with a number of keys per threadgroup; the paged kernel if `tile` is None, because no variant
+    fits. queries: tokens of the chunk, keys: those that its last token sees."""
+    if tile is None:
         return Choice(CHUNK_PARTITION)
-    tiles = -(-queries // variant.queries) * variant.layout.num_kv_heads * variant.head_tiles
-    return replace(choice, partition=choice.partition or range_of_keys(tiles, keys))
+    threadgroups = -(-queries // tile.queries) * tile.threadgroups
+    return replace(choice, partition=choice.partition or range_of_keys(threadgroups, keys))
 
 
-def range_of_keys(tiles: int, keys: int) -> int:
-    """Keys of each range if `tiles` query tiles attend `keys` keys: whole blocks, so that a step reads few of them."""
-    ranges = max(1, min(THREADGROUPS // tiles, keys // MIN_RANGE))
+def range_of_keys(threadgroups: int, keys: int) -> int:
+    """Keys of each range, in whole steps of the kernel, if so many threadgroups would attend all `keys` keys."""
+    ranges = max(1, min(THREADGROUPS // threadgroups, keys // MIN_RANGE))
     return max(MIN_RANGE, -(-keys // (ranges * KEYS)) * KEYS)

@@ -210,7 +210,8 @@ class MetalPool:
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         group = queries.shape[1] // self.num_kv_heads
-        tiles = self._variant(group, False).queries, self._matrix_variant(group)
+        of_matrix = self._matrix_variant(group)
+        tiles = self._variant(group, False).queries, of_matrix and of_matrix.tile
         key = ("metal", options.locality, tiles, id(self.tuning))  # one plan for all layers with these
         if key not in meta.shared:
             meta.shared[key] = self._make_plan(meta, options.locality, *tiles)
@@ -254,7 +255,7 @@ class MetalPool:
         self._launch_blocks("block_write", [*new, blocks, *self._arrays], len(ids))
 
     def _make_plan(
-        self, meta: AttentionMetadata, locality: Locality, tile: int, variant: matrix.MatrixVariant | None
+        self, meta: AttentionMetadata, locality: Locality, tile: int, matrix_tile: matrix.QueryTile | None
     ) -> Plan:
         """All decoding sequences together are one shape class with one choice. Every chunk has its own choice."""
         lens = np.asarray(meta.host_query_lens)
@@ -268,14 +269,14 @@ class MetalPool:
         for i in np.flatnonzero(lens > 1).tolist():
             choice = self.tuning.chunk_choice(int(lens[i]), int(keys[i]))
             if choice.matrix:
-                choice = matrix.with_partition(choice, variant, int(lens[i]), int(keys[i]))
+                choice = matrix.with_partition(choice, matrix_tile, int(lens[i]), int(keys[i]))
             members.setdefault((False, choice), []).append(i)
         parts: list[PagedPart | ContiguousPart] = []
         for (single, choice), sequences in members.items():
             if choice.partition is None:
                 parts += [contiguous_part(meta, i, int(starts[i]), locality) for i in sequences]
             else:
-                queries = 1 if single else variant.queries if choice.matrix and variant else tile
+                queries = 1 if single else matrix_tile.queries if choice.matrix and matrix_tile else tile
                 schedule = make_schedule(meta, np.asarray(sequences), locality, queries, choice.partition)
                 parts.append(PagedPart(schedule, single, choice.matrix))
         if len(parts) == 1:
