@@ -57,7 +57,7 @@ class MatrixVariant:
     sinks: bool = False
     chunked: bool = False
 
-    kernel = "matrix_attention"
+    name = "matrix_attention"
     threads = THREADS
 
     @property

@@ -62,7 +62,7 @@ class AttentionVariant:
     sinks: bool = False
     chunked: bool = False
 
-    kernel = "paged_attention"
+    name = "paged_attention"
     threads = THREADS
 
     @property
@@ -306,7 +306,7 @@ class MetalPool:
         width = size + 4 if partial else size
         window = min(options.locality.chunk or options.locality.window or NO_WINDOW, NO_WINDOW)
         out, token = kernels.launch(
-            variant.kernel,
+            variant.name,
             [
                 queries,
                 pool_keys,

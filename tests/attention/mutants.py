@@ -1,9 +1,12 @@
-"""How a mutant of a kernel is run: a copy of the Metal sources with one mistake in it."""
+"""Mutants of kernels: each a mistake one could make in them, and each caught by the numbers or by a check.
+
+A mutant that no test catches is a hole in the tests; a new line in a kernel deserves a mutant.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,14 +14,16 @@ import pytest
 from mlxpaged.attention import kernels
 from tests.metal_on_cpu import Interpreter, MetalError
 
-Mutant = tuple[str, str, str, Callable[[], bool], type[MetalError] | None]
-"""Kernel, what is replaced, by what, where it shows, what must be said of it. None: it runs, and the scenario says that
-it is wrong."""
+Scenario = Callable[[], bool]
+"""Runs kernels. Returns whether the numbers are right."""
+
+Mutant = tuple[str, str, str, Scenario, type[MetalError] | None]
+"""Kernel, what is replaced, by what, where it shows, what must be said of it. None: it runs and the numbers are off."""
 
 
-def check_that_it_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_mutant(mutant: Mutant, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, old, new, scenario, error = mutant
-    directory = shutil.copytree(kernels.kernel_directory(), tmp_path / "kernels")
+    directory = shutil.copytree(kernels.kernel_directory(), directory / "kernels")
     path = directory / f"{kernel}.metal"
     source = path.read_text()
     assert old in source
@@ -33,3 +38,7 @@ def check_that_it_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.
         else:
             with pytest.raises(error, match=kernel):
                 scenario()
+
+
+def scenarios(mutants: Mapping[str, Mutant]) -> list[Scenario]:
+    return list(dict.fromkeys(mutant[3] for mutant in mutants.values()))

@@ -1,8 +1,7 @@
-"""Mutants of the matrix kernel, as in test_metal_mutants.py. A sample of them runs by default."""
+"""Mutants of matrix_attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from mlxpaged.attention.tuning import MATRIX, Tuning
 from tests.attention.metal_cases import TOLERANCE, Case
-from tests.attention.mutants import Mutant, check_that_it_is_caught
+from tests.attention.mutants import Mutant, Scenario, check_mutant, scenarios
 from tests.metal_on_cpu import (
     DataRace,
     Divergence,
@@ -69,30 +68,37 @@ def each_key_once() -> bool:
 
 BARRIER = "  threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 
-# By name; the names in SAMPLE run by default.
 MUTANTS: dict[str, Mutant] = {
-    "no barrier after the query tile": ("matrix_attention", BARRIER[2:] + "\nfor (int", "\nfor (int", plain, DataRace),
     "no barrier before the softmax": (
         "matrix_attention", BARRIER + "\n  float weights", "\n  float weights", plain, DataRace),
-    "no barrier before the values": (
-        "matrix_attention", BARRIER + "\n#pragma", "\n#pragma", plain, DataRace),
-    "no barrier before the output": (
-        "matrix_attention", "}\n" + BARRIER[2:] + "\n#pragma", "}\n\n#pragma", plain, DataRace),
     "one tile of scores": ("matrix_attention", "start / KEYS % 2 *", "0 *", plain, DataRace),
-    "a fence for the wrong memory": (
-        "matrix_attention", BARRIER + "\n  float weights",
-        BARRIER.replace("mem_threadgroup", "mem_device") + "\n  float weights", plain, DataRace),
     "a product that some lanes skip": (
         "matrix_attention", "simdgroup_multiply_accumulate(products",
         "if (has_key) simdgroup_multiply_accumulate(products", plain, Divergence),
-    "a lane that returns": (
-        "matrix_attention", "const int key_end", "if (lane == 31) { return; }\nconst int key_end", plain, Divergence),
-    "keys after the range": (
-        "matrix_attention", "key >= first_key && key < key_end", "key >= first_key", full_blocks, MetalRunError),
     "values of unused slots": (
         "matrix_attention", "of_value >= first_key && of_value < key_end", "of_value < key_end + 1", plain, None),
     "keys before the range": (
         "matrix_attention", "key >= first_key && key < key_end", "key < key_end", each_key_once, None),
+    "no rescaling": (
+        "matrix_attention", "thread_elements()[0] *= factor;", "thread_elements()[0] *= 1.0f;", plain, None),
+    "scores not transposed": (
+        "matrix_attention", "(r * 8 + matrix_column + e) * PITCH + simdgroup * 8 + matrix_row",
+        "(r * 8 + matrix_row) * PITCH + simdgroup * 8 + matrix_column + e", plain, None),
+}  # fmt: skip
+
+MORE_MUTANTS: dict[str, Mutant] = {
+    "no barrier after the query tile": ("matrix_attention", BARRIER[2:] + "\nfor (int", "\nfor (int", plain, DataRace),
+    "no barrier before the values": (
+        "matrix_attention", BARRIER + "\n#pragma", "\n#pragma", plain, DataRace),
+    "no barrier before the output": (
+        "matrix_attention", "}\n" + BARRIER[2:] + "\n#pragma", "}\n\n#pragma", plain, DataRace),
+    "a fence for the wrong memory": (
+        "matrix_attention", BARRIER + "\n  float weights",
+        BARRIER.replace("mem_threadgroup", "mem_device") + "\n  float weights", plain, DataRace),
+    "a lane that returns": (
+        "matrix_attention", "const int key_end", "if (lane == 31) { return; }\nconst int key_end", plain, Divergence),
+    "keys after the range": (
+        "matrix_attention", "key >= first_key && key < key_end", "key >= first_key", full_blocks, MetalRunError),
     "values before the range": (
         "matrix_attention", "of_value >= first_key && of_value < key_end", "of_value < key_end", each_key_once, None),
     "the last step left out": (
@@ -107,14 +113,9 @@ MUTANTS: dict[str, Mutant] = {
         "matrix_attention", "best = max(best, simd_shuffle_xor(best, ushort(distance)));", "", sharp, None),
     "maximum of the last step alone": (
         "matrix_attention", "float best = maximum;", "float best = MASKED;", sharp, None),
-    "no rescaling": (
-        "matrix_attention", "thread_elements()[0] *= factor;", "thread_elements()[0] *= 1.0f;", plain, None),
     "sum not rescaled": ("matrix_attention", "denominator * factor_of_row + sum", "denominator + sum", plain, None),
     "elements of a pair in another order": (
         "matrix_attention", "column % 16 / 2 + e % 2;", "column % 16 / 2 + 1 - e % 2;", plain, None),
-    "scores not transposed": (
-        "matrix_attention", "(r * 8 + matrix_column + e) * PITCH + simdgroup * 8 + matrix_row",
-        "(r * 8 + matrix_row) * PITCH + simdgroup * 8 + matrix_column + e", plain, None),
     "wrong KV head of the values": (
         "matrix_attention", "((its_block * KV_HEADS + kv_head)", "((its_block * KV_HEADS)", plain, None),
     "another sequence's table": (
@@ -126,29 +127,14 @@ MUTANTS: dict[str, Mutant] = {
         "matrix_attention", "KEY_PAIRS * 2 * ROW_TILES * 32]", "(KEY_PAIRS * 2 * ROW_TILES - 1) * 32]", plain,
         OutOfBounds),
 }  # fmt: skip
-
-SAMPLE = (
-    "no barrier before the softmax",
-    "one tile of scores",
-    "a product that some lanes skip",
-    "values of unused slots",
-    "keys before the range",
-    "no rescaling",
-    "scores not transposed",
-)
+"""For `make test-kernels`."""
 
 
-def parameters() -> list[object]:
-    return [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in MUTANTS]
-
-
-@pytest.mark.parametrize("name", parameters())
+@pytest.mark.parametrize("name", [*MUTANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MUTANTS)])
 def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_that_it_is_caught(MUTANTS[name], tmp_path, monkeypatch)
+    check_mutant((MUTANTS | MORE_MUTANTS)[name], tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "scenario", list(dict.fromkeys(mutant[3] for mutant in MUTANTS.values())), ids=lambda s: s.__name__
-)
-def test_without_a_mutant_all_is_well(scenario: Callable[[], bool], metal_on_cpu: Interpreter) -> None:
+@pytest.mark.parametrize("scenario", scenarios(MUTANTS | MORE_MUTANTS), ids=lambda s: s.__name__)
+def test_without_a_mutant_all_is_well(scenario: Scenario, metal_on_cpu: Interpreter) -> None:
     assert scenario()
