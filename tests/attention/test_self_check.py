@@ -95,17 +95,10 @@ def test_a_broken_matrix_kernel_is_not_chosen_and_the_other_kernels_are_used(
     assert usable_tuning(SHAPE, BY_MATRICES) == Tuning(BY_MATRICES.choices[1:])
     assert usable_tuning(SHAPE, Tuning(chunks=MATRIX)) == DEFAULT_TUNING
     assert usable_tuning(SHAPE, DEFAULT_TUNING) is DEFAULT_TUNING
-    assert len(caplog.records) == 2
+    assert choose_tunings("metal", "matrix", [SHAPE], Limits(1024, 1)) == {SHAPE: Tuning(decode=Choice(512))}
+    assert len(caplog.records) == 3
     assert "the matrix kernel is not used" in caplog.text
     assert str(SHAPE) in caplog.text
-
-
-@pytest.mark.usefixtures("metal")
-def test_a_class_whose_choice_is_broken_has_the_default(copied_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = copied_kernels / "matrix_attention.metal"
-    path.write_text(path.read_text().replace("sum * factor / divisor", "sum"))
-    limits = Limits(1024, 1)
-    assert choose_tunings("metal", "matrix", [SHAPE], limits) == {SHAPE: Tuning(decode=Choice(512))}
 
 
 @pytest.mark.usefixtures("metal")
