@@ -211,7 +211,7 @@ class MetalPool:
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         group = queries.shape[1] // self.num_kv_heads
         of_matrix = self._matrix_variant(group)
-        tiles = self._variant(group, False).queries, of_matrix and of_matrix.tile
+        tiles = self._variant(group, False).queries, of_matrix.tile if of_matrix else None
         key = ("metal", options.locality, tiles, id(self.tuning))  # one plan for all layers with these
         if key not in meta.shared:
             meta.shared[key] = self._make_plan(meta, options.locality, *tiles)
