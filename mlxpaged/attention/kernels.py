@@ -28,6 +28,10 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
         ["queries", "keys", "values", "block_tables", "items", "sinks", "scale", "softcap", "after"],
         ["out", "done"],
     ),
+    "matrix_attention": (
+        ["queries", "keys", "values", "block_tables", "items", "sinks", "scale", "window", "softcap", "after"],
+        ["out", "done"],
+    ),
     "merge_partials": (["partials", "ranges", "sinks"], ["out"]),
     "kv_write": (["new_keys", "new_values", "slot_mapping", "key_pool", "value_pool", "after"], ["done"]),
     "kv_gather": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),
@@ -35,6 +39,9 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
     "block_read": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),
     "block_write": (["keys", "values", "blocks", "key_pool", "value_pool", "after"], ["done"]),
 }
+
+HEADERS = {"matrix_attention": "#include <metal_simdgroup_matrix>\n"}
+"""Metal's own headers that a kernel needs beside those of the MLX utilities that come before every kernel."""
 
 
 def kernel_directory() -> Path:
@@ -86,8 +93,8 @@ def build(metal_kernel: Callable[..., Any], name: str) -> Any:
     """Build a kernel once. MLX compiles it once per set of template arguments. The factory is part of the cache key, so
     that a stand-in for `mx.fast.metal_kernel` gets kernels of its own."""
     inputs, outputs = INPUTS_AND_OUTPUTS[name]
-    source = (kernel_directory() / f"{name}.metal").read_text()
-    return metal_kernel(name=name, input_names=inputs, output_names=outputs, source=source)
+    source, header = (kernel_directory() / f"{name}.metal").read_text(), HEADERS.get(name, "")
+    return metal_kernel(name=name, input_names=inputs, output_names=outputs, source=source, header=header)
 
 
 def source_hash() -> str:

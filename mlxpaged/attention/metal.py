@@ -17,13 +17,13 @@ from typing import Literal
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention import kernels
+from mlxpaged.attention import kernels, matrix
 from mlxpaged.attention.gather import contiguous_attention
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, Planner, Upload, padded
 from mlxpaged.attention.pool import Locality, Memory, Options
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
-from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class, least_range
+from mlxpaged.attention.tuning import DEFAULT_TUNING, Choice, Tuning, decode_class, least_range
 from mlxpaged.attention.variants import (
     BLOCK_SIZES,
     MAX_KEY_FLOATS,
@@ -31,7 +31,7 @@ from mlxpaged.attention.variants import (
     MAX_VALUE_SIZE,
     THREADS,
     VECTOR,
-    TileVariant,
+    DecodeVariant,
     choose_decode,
     choose_tile,
 )
@@ -43,10 +43,11 @@ NO_WINDOW = 2**30
 
 @dataclass(frozen=True)
 class PagedPart:
-    """One launch of a paged kernel. single_queries: all its sequences decode."""
+    """One launch of a paged kernel, or if `matrix` of the matrix kernel. single_queries: all its sequences decode."""
 
     schedule: TileSchedule
     single_queries: bool
+    matrix: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class ContiguousPart:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the query tokens of a step attend: one launch for the decoding sequences, one for the chunks of each
-    partition, and one contiguous part for each sequence whose keys are copied.
+    """How the query tokens of a step attend: one launch for the decoding sequences, one for the chunks of each kernel
+    and partition, and one contiguous part for each sequence whose keys are copied.
 
     order: index in the step's upload of what puts the parts' outputs back in the order of the query tokens; None if
     there is one part.
@@ -113,6 +114,7 @@ class MetalPool:
         self._memory = memory
         self._tile = functools.cache(functools.partial(choose_tile, layout))
         self._decode = functools.cache(functools.partial(choose_decode, layout))
+        self._matrix = functools.cache(functools.partial(matrix.choose_variant, layout))
         self._least_range = functools.cache(functools.partial(least_range, layout))
         self.planner = functools.cache(self._planner)
         self._sinks: tuple[mx.array, mx.array] | None = None
@@ -159,9 +161,11 @@ class MetalPool:
     def _planner(self, num_query_heads: int, locality: Locality) -> Planner:
         """What plans the attention of these layers. The result is kept as `planner`."""
         group = num_query_heads // self.num_kv_heads
+        of_matrix = self._matrix(group)
         tile, least = self._tile(group).queries, self._least_range(group)
-        make = functools.partial(self._make_plan, locality=locality, tile=tile, least=least)
-        return Planner(("metal", locality, tile, least, id(self.tuning)), make)  # one plan for all layers with these
+        matrix_tile = None if of_matrix is None else of_matrix.tile
+        key = ("metal", locality, tile, matrix_tile, least, id(self.tuning))  # one plan for all layers with these
+        return Planner(key, functools.partial(self._make_plan, key[1:5]))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if set(sources) & set(targets):  # a thread might read a block that another one has already overwritten
@@ -190,28 +194,36 @@ class MetalPool:
         new = [keys, keys if self.layout.latent else values]
         self._launch_blocks("block_write", [*new, blocks, *self._arrays], len(ids))
 
-    def _make_plan(self, meta: HostMetadata, upload: Upload, locality: Locality, tile: int, least: int) -> Plan:
+    def _make_plan(
+        self,
+        sizes: tuple[Locality, int, matrix.QueryTile | None, int],
+        meta: HostMetadata,
+        upload: Upload,
+    ) -> Plan:
         """All decoding sequences together are one shape class with one choice. Every chunk has its own choice."""
+        locality, tile, matrix_tile, least = sizes
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
         contexts = np.asarray(meta.host_context_lens)
         keys = contexts - locality.first_key(contexts - 1)
         decoding = np.flatnonzero(lens == 1)
-        members: dict[tuple[bool, int | None], list[int]] = {}
+        members: dict[tuple[bool, Choice], list[int]] = {}
         if decoding.size:
-            choice = self.tuning.choice(decode_class(keys[decoding]))
-            members[True, choice.partition] = decoding.tolist()
+            members[True, self.tuning.choice(decode_class(keys[decoding]))] = decoding.tolist()
         for i in np.flatnonzero(lens > 1).tolist():
-            choice = self.tuning.choice(chunk_class(int(lens[i]), int(keys[i])))
-            members.setdefault((False, choice.partition), []).append(i)
+            choice = self.tuning.chunk_choice(int(lens[i]), int(keys[i]))
+            if choice.matrix:
+                choice = matrix.with_partition(choice, matrix_tile, int(lens[i]), int(keys[i]))
+            members.setdefault((False, choice), []).append(i)
         parts: list[PagedPart | ContiguousPart] = []
-        for (single, partition), sequences in members.items():
-            if partition is None:
+        for (single, choice), sequences in members.items():
+            if choice.partition is None:
                 parts += [contiguous_part(meta, i, int(starts[i]), locality) for i in sequences]
             else:
-                queries = 1 if single else tile
-                schedule = make_schedule(meta, np.asarray(sequences), locality, queries, partition, upload, least)
-                parts.append(PagedPart(schedule, single))
+                queries = 1 if single else matrix_tile.queries if choice.matrix and matrix_tile else tile
+                members_of_part = np.asarray(sequences)
+                schedule = make_schedule(meta, members_of_part, locality, queries, choice.partition, upload, least)
+                parts.append(PagedPart(schedule, single, choice.matrix))
         if len(parts) == 1:
             return Plan(tuple(parts), None)
         rows = [np.arange(starts[i], starts[i + 1]) for i in itertools.chain(*members.values())]
@@ -224,13 +236,15 @@ class MetalPool:
         schedule = part.schedule
         heads = queries.shape[1]
         partial = schedule.ranges is not None
-        variant = (self._decode if part.single_queries else self._tile)(
-            heads // self.num_kv_heads,
+        flags = (
             partial,
             options.softcap is not None,
             options.sinks is not None and not partial,
             options.locality.chunk is not None,
         )
+        group = heads // self.num_kv_heads
+        of_matrix = self._matrix(group, *flags) if part.matrix else None
+        variant = of_matrix or (self._decode if part.single_queries else self._tile)(group, *flags)
         pool_keys, pool_values, last = self._arrays
         sinks = last if options.sinks is None else self._float_sinks(options.sinks)
         dtype, size = self.layout.dtype, self.layout.value_size
@@ -246,13 +260,13 @@ class MetalPool:
                 meta.arrays[schedule.items],
                 sinks,
                 float(options.scale),
-                *([window] if isinstance(variant, TileVariant) else []),
+                *([] if isinstance(variant, DecodeVariant) else [window]),
                 float(options.softcap or 1.0),
                 last,
             ],
             variant.template,
-            grid=(THREADS, self.num_kv_heads * variant.head_tiles, schedule.num_items),
-            threadgroup=(THREADS, 1, 1),
+            grid=(variant.threads, self.num_kv_heads * variant.head_tiles, schedule.num_items),
+            threadgroup=(variant.threads, 1, 1),
             outputs=[((schedule.num_partials, heads, width), mx.float32 if partial else dtype), ((1,), mx.int32)],
             threadgroup_memory=variant.threadgroup_memory,
         )

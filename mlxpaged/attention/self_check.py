@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from mlxpaged.attention import kernels
 from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.attention.tuning import CONTIGUOUS, DEFAULT_TUNING, Choice, Tuning
+from mlxpaged.attention.tuning import CHUNK_PARTITION, CONTIGUOUS, DEFAULT_TUNING, MATRIX, Choice, Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,11 @@ class KernelCheck:
     shape: AttentionShape
     case: str
     problem: str | None
+
+    @property
+    def stops_metal(self) -> bool:
+        """Whether the server does not use the Metal backend because of it."""
+        return self.problem is not None and self.case not in MATRIX_CASES
 
 
 class CheckRun:
@@ -90,20 +95,29 @@ class CheckRun:
 
 IN_RANGES = Tuning(decode=Choice(8), chunks=Choice(8))  # fewer keys than a tile of any chunk sees
 
-CASES: dict[str, tuple[Callable[[CheckRun], list[mx.array]], Tuning]] = {
+Case = tuple[Callable[[CheckRun], list[mx.array]], Tuning]
+
+MATRIX_CASES: dict[str, Case] = {
+    "matrix_attention, mixed chunks": (CheckRun.mixed_chunks, Tuning(chunks=MATRIX)),
+    "matrix_attention, ranges of keys": (CheckRun.mixed_chunks, Tuning(chunks=replace(MATRIX, partition=16))),
+}
+"""The cases of the matrix kernel. Metal works without it: no default needs it."""
+
+CASES: dict[str, Case] = {
     "kv_write, paged_attention and paged_decode, overlapped steps": (CheckRun.overlapped_steps, DEFAULT_TUNING),
-    "paged_attention, mixed chunks": (CheckRun.mixed_chunks, DEFAULT_TUNING),
+    "paged_attention, mixed chunks": (CheckRun.mixed_chunks, Tuning(chunks=Choice(CHUNK_PARTITION))),
     "kv_gather, mixed chunks": (CheckRun.mixed_chunks, Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)),
     "merge_partials, mixed chunks": (CheckRun.mixed_chunks, IN_RANGES),
     "merge_partials, long contexts": (CheckRun.split_contexts, DEFAULT_TUNING),
     "block_write, block_copy and block_read": (CheckRun.whole_blocks, DEFAULT_TUNING),
+    **MATRIX_CASES,
 }
 """The cases with their tunings. Together they run every kernel variant that any tuning can choose."""
 
 
-def self_check(shapes: Iterable[AttentionShape]) -> list[KernelCheck]:
-    """Every case for every shape."""
-    return [KernelCheck(shape, case, problem(shape, case)) for shape in dict.fromkeys(shapes) for case in CASES]
+def self_check(shapes: Iterable[AttentionShape], cases: Iterable[str] = tuple(CASES)) -> list[KernelCheck]:
+    """The cases for every shape."""
+    return [KernelCheck(shape, case, problem(shape, case)) for shape in dict.fromkeys(shapes) for case in cases]
 
 
 def problem(shape: AttentionShape, case: str) -> str | None:
@@ -125,13 +139,23 @@ def choose_backend(wanted: str, shapes: Iterable[AttentionShape]) -> str:
         return wanted
     if not kernels.can_run():
         return resolve_backend("auto")
-    failed = next((check for check in self_check(shapes) if check.problem is not None), None)
+    needed = [case for case in CASES if case not in MATRIX_CASES]
+    failed = next((check for check in self_check(shapes, needed) if check.problem is not None), None)
     if failed is None:
         return "metal"
-    logger.warning(
-        "the Metal kernels are not used, attention is correct but slower: %s (%s): %s",
-        failed.case,
-        failed.shape,
-        failed.problem,
-    )
+    warn("the Metal kernels are not used, attention is correct but slower", failed)
     return "gather"
+
+
+def usable_tuning(shape: AttentionShape, tuning: Tuning) -> Tuning:
+    """The tuning, or if it chose the matrix kernel and that fails its cases, the tuning without it."""
+    checks = self_check([shape], MATRIX_CASES) if tuning.uses_matrix else []
+    failed = next((check for check in checks if check.problem is not None), None)
+    if failed is None:
+        return tuning
+    warn("the matrix kernel is not used, prompt chunks take the default instead", failed)
+    return tuning.without_matrix()
+
+
+def warn(consequence: str, failed: KernelCheck) -> None:
+    logger.warning("%s: %s (%s): %s", consequence, failed.case, failed.shape, failed.problem)

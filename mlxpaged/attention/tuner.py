@@ -19,7 +19,8 @@ from mlxpaged.attention import tuning
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.attention.tuning import CONTIGUOUS, Choice, ShapeClass, Tuning, default_choice, parse_tuning
+from mlxpaged.attention.self_check import usable_tuning
+from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Choice, ShapeClass, Tuning, default_choice, parse_tuning
 from mlxpaged.attention.tuning_cache import Times, TuningCache
 
 logger = logging.getLogger(__name__)
@@ -156,6 +157,8 @@ def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workloa
     worth_copying = len(workload.query_lens) <= MAX_COPIED_SEQUENCES and copied <= POOL_BYTES
     if CONTIGUOUS not in found and (queries > 1 or worth_copying):
         found.append(CONTIGUOUS)
+    if queries > 1:
+        found.append(MATRIX)
     return found
 
 
@@ -300,11 +303,11 @@ def choose_tunings(
         return {}
     if forced is not None:
         logger.info("attention tuning: %s, as configured", setting)
-        return dict.fromkeys(shapes, forced)
+        return {shape: usable_tuning(shape, forced) for shape in dict.fromkeys(shapes)}
     found = tune(shapes, limits, retune)
     level = logging.WARNING if retune and not can_measure() else logging.INFO
     logger.log(level, "attention tuning: %s", summary(found))
-    return {one.shape: one.tuning for one in found}
+    return {one.shape: usable_tuning(one.shape, one.tuning) for one in found}
 
 
 def summary(found: list[ShapeTimes]) -> str:

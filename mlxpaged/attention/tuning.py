@@ -26,14 +26,16 @@ MAX_RANGES = 64
 CHUNK_PARTITION = 4096
 """Keys per threadgroup for a tile of a prompt chunk: many tiles fill the device, and each range costs memory."""
 
-LONG_CHUNK = 128
-"""Query tokens from which a contiguous copy of a chunk's keys is worth it: the copy costs as much as reading the keys
-once, the paged kernel reads them once per query tile, and MLX's own attention is near the device's peak there
-(ml-explore/mlx, steel attention)."""
+LONG_CHUNK = 32
+LARGE_CHUNK = 65536
+"""Query tokens, and query tokens x keys, from which a contiguous copy of a chunk's keys is expected to be worth it: the
+copy costs as much as reading the keys once, the paged kernel reads them once per query tile and multiplies without
+simdgroup matrices, which MLX's own attention uses (ml-explore/mlx, steel attention). Estimates, no Mac has measured
+them."""
 
 BATCHES = (1, 4, 16, 64)
 CONTEXTS = (1024, 8192, 32768)
-CHUNKS = (31, LONG_CHUNK - 1, 255, 2048)
+CHUNKS = (31, 127, 255, 2048)
 """Upper bounds of the classes: decoding sequences, keys and query tokens. The last class has no upper bound."""
 
 EVEN = 0.75
@@ -48,11 +50,15 @@ MAX_PARTITION = 2**20
 @dataclass(frozen=True)
 class Choice:
     """A paged kernel with `partition` keys per threadgroup; 0: as many as `range_keys` says; None: MLX's own attention
-    over a contiguous copy of each sequence's keys."""
+    over a contiguous copy of each sequence's keys. matrix: the matrix kernel, for chunks; None: as many keys per
+    threadgroup as matrix.py says."""
 
     partition: int | None
+    matrix: bool = False
 
     def __str__(self) -> str:
+        if self.matrix:
+            return "matrix"
         return "contiguous" if self.partition is None else f"paged:{self.partition}" if self.partition else "paged"
 
     def num_ranges(self, keys: int) -> int:
@@ -63,6 +69,7 @@ class Choice:
 
 
 CONTIGUOUS = Choice(None)
+MATRIX = Choice(None, matrix=True)
 BY_CONTEXT = Choice(0)
 
 
@@ -123,10 +130,16 @@ def chunk_class(queries: int, context: int) -> ShapeClass:
 
 
 def default_choice(shape_class: ShapeClass) -> Choice:
-    """The choice if nothing was measured."""
+    """The choice for the largest step of the class if nothing was measured."""
     if shape_class.queries == 1:
         return BY_CONTEXT
-    return Choice(CHUNK_PARTITION) if shape_class.queries < LONG_CHUNK else CONTIGUOUS
+    return default_chunk_choice(shape_class.queries, shape_class.context)
+
+
+def default_chunk_choice(queries: int, context: int) -> Choice:
+    """The choice for a prompt chunk whose last token sees `context` keys if nothing was measured."""
+    is_long = queries >= LONG_CHUNK or queries * context > LARGE_CHUNK
+    return CONTIGUOUS if is_long else Choice(CHUNK_PARTITION)
 
 
 @dataclass(frozen=True)
@@ -146,6 +159,20 @@ class Tuning:
         forced = self.decode if shape_class.queries == 1 else self.chunks
         return forced or self._table.get(shape_class) or default_choice(shape_class)
 
+    def chunk_choice(self, queries: int, context: int) -> Choice:
+        """The choice for a prompt chunk whose last token sees `context` keys."""
+        measured = self._table.get(chunk_class(queries, context))
+        return self.chunks or measured or default_chunk_choice(queries, context)
+
+    @property
+    def uses_matrix(self) -> bool:
+        return any(choice.matrix for _, choice in self.choices) or self.chunks == MATRIX
+
+    def without_matrix(self) -> Tuning:
+        """The default in all places where the matrix kernel was chosen."""
+        choices = tuple((entry, choice) for entry, choice in self.choices if not choice.matrix)
+        return Tuning(choices, self.decode, None if self.chunks == MATRIX else self.chunks)
+
     @functools.cached_property
     def _table(self) -> dict[ShapeClass, Choice]:
         return dict(self.choices)
@@ -157,28 +184,30 @@ AUTO = "auto"
 
 
 def parse_choice(text: str) -> Choice:
-    """Parses "contiguous", "paged" or "paged:512". Raises ValueError for anything else."""
-    for choice in (CONTIGUOUS, BY_CONTEXT):
+    """Parses "contiguous", "matrix", "paged" or "paged:512". Raises ValueError for anything else."""
+    for choice in (CONTIGUOUS, MATRIX, BY_CONTEXT):
         if text == str(choice):
             return choice
     match = re.fullmatch(r"paged:([0-9]{1,7})", text)
     if match and MIN_PARTITION <= int(match[1]) <= MAX_PARTITION:
         return Choice(int(match[1]))
     partitions = f"paged:N with N from {MIN_PARTITION} to {MAX_PARTITION} keys"
-    raise ValueError(f"must be auto, default, contiguous, paged or {partitions}, got {text!r}")
+    raise ValueError(f"must be auto, default, contiguous, matrix, paged or {partitions}, got {text!r}")
 
 
 def parse_tuning(text: str) -> Tuning | None:
     """The tuning that `--attention-tuning` asks for; None if it is to be measured. Raises ValueError.
 
     paged:N applies to decoding. Chunks have ranges of at least the default's size, because shorter ones would cost
-    gigabytes for their many tokens.
+    gigabytes for their many tokens. matrix applies to chunks, and decoding has the default.
     """
     if text == AUTO:
         return None
     if text == "default":
         return DEFAULT_TUNING
     choice = parse_choice(text)
+    if choice.matrix:
+        return Tuning(decode=BY_CONTEXT, chunks=choice)
     if choice.partition is None:
         return Tuning(decode=choice, chunks=choice)
     return Tuning(decode=choice, chunks=Choice(max(choice.partition, CHUNK_PARTITION)))

@@ -52,6 +52,7 @@ class TileVariant:
     chunked: bool = False
 
     name = "paged_attention"
+    threads = THREADS
 
     @property
     def rows(self) -> int:
@@ -105,6 +106,7 @@ class DecodeVariant:
     sinks: bool = False
 
     name = "paged_decode"
+    threads = THREADS
     head_tiles = 1
     tile = DECODE_TILE
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     shapes = [spec.attention_shape(args.block_size) for spec in served.kv_layers]
     checks = self_check(shapes)
     print("\n".join(table(checks)))
-    if any(check.problem for check in checks):
+    if any(check.stops_metal for check in checks):
         print("\nattention tuning: nothing is measured, because the Metal kernels are not used")
         return 1
     found = tune(shapes, Limits(served.context_length, args.max_num_seqs), args.retune)

@@ -222,7 +222,7 @@ def test_a_tile_of_heads_reads_every_latent_once_for_scores_and_once_for_values(
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_a_mixed_batch_reads_keys_and_values_once_per_query_tile(metal_on_cpu: Interpreter, group: int) -> None:
-    case = Case([(1, 100), (40, 90), (9, 9)], group=group, head_dim=32)
+    case = Case([(1, 100), (40, 90), (9, 9)], group=group, head_dim=32, chunk_partition=4096)
     case.check()
     launches = [launch for launch in metal_on_cpu.launches if launch.kernel in ("paged_attention", "paged_decode")]
     assert len(launches) == 2

@@ -14,6 +14,7 @@ from mlxpaged.attention import KV_DTYPES, AttentionMetadata, KVLayout, LayerKVCa
 from mlxpaged.attention.metadata import Upload, split
 from mlxpaged.attention.pool import Locality
 from mlxpaged.attention.tile_schedule import make_schedule
+from mlxpaged.attention.tuning import MATRIX, Tuning
 from mlxpaged.attention.variants import (
     MAX_KEY_FLOATS,
     MAX_SUMS,
@@ -190,7 +191,8 @@ def test_mlx_takes_our_launches_and_generates_the_source_that_was_tested(
         sinks = mx.zeros((4,))
         long = AttentionMetadata.build([1], [1000], [[0] * 32])
         softcapped = kv.attend(queries[:1], long, scale=0.1, softcap=5.0, sinks=sinks)
-        return kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks) + softcapped
+        matrix = kv.view(kv.layout, Tuning(chunks=MATRIX)).attend(queries, mixed, scale=0.1)
+        return kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks) + softcapped + matrix
 
     monkeypatch.setattr(mx.fast, "metal_kernel", both)
     capfd.readouterr()

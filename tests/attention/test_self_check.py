@@ -9,14 +9,31 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention import AttentionShape, KVLayout, choose_backend, kernels, resolve_backend
-from mlxpaged.attention.self_check import CASES, self_check
+from mlxpaged.attention import (
+    AttentionShape,
+    KVLayout,
+    Limits,
+    choose_backend,
+    choose_tunings,
+    kernels,
+    resolve_backend,
+)
+from mlxpaged.attention.self_check import CASES, MATRIX_CASES, self_check, usable_tuning
+from mlxpaged.attention.tuning import CONTIGUOUS, DEFAULT_TUNING, MATRIX, Choice, ShapeClass, Tuning
 from mlxpaged.cli import main
 from mlxpaged.engine import EngineConfig, build_engine
 from mlxpaged.models import load_model
 from tests.support import make_tiny_model, run_requests
 
 SHAPE = AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32))
+OTHERS = [
+    AttentionShape(8, KVLayout(1, 64, 64, mx.float16, 16), window=24),
+    AttentionShape(3, KVLayout(3, 128, 128, mx.bfloat16, 8), sinks=True),
+    AttentionShape(6, KVLayout(2, 80, 80, mx.float32, 32), window=5, sinks=True),
+    AttentionShape(4, KVLayout(2, 48, 32, mx.float16, 32)),
+    AttentionShape(4, KVLayout(2, 32, 32, mx.float16, 32), chunk=24),
+    AttentionShape(20, KVLayout(1, 40, 32, mx.float32, 32, latent=True)),
+]
 
 BROKEN = {
     "kv_write": ("slot % BLOCK", "(slot + 1) % BLOCK", "kv_write, paged_attention and paged_decode, overlapped steps"),
@@ -26,6 +43,8 @@ BROKEN = {
     "kv_gather": ("key_pool", "value_pool", "kv_gather, mixed chunks"),
     "block_copy": ("key_pool", "keys_pool", "block_write, block_copy and block_read"),
 }
+NEEDED = [case for case in CASES if case not in MATRIX_CASES]
+BY_MATRICES = Tuning(((ShapeClass(31, 1, 1024), MATRIX), (ShapeClass(1, 1, 1024), CONTIGUOUS)))
 
 
 @pytest.fixture
@@ -49,24 +68,38 @@ def break_kernel(directory: Path, name: str) -> str:
 
 
 @pytest.mark.usefixtures("metal")
-@pytest.mark.parametrize(
-    "shape",
-    [
-        SHAPE,
-        AttentionShape(8, KVLayout(1, 64, 64, mx.float16, 16), window=24),
-        AttentionShape(3, KVLayout(3, 128, 128, mx.bfloat16, 8), sinks=True),
-        AttentionShape(6, KVLayout(2, 80, 80, mx.float32, 32), window=5, sinks=True),
-        AttentionShape(4, KVLayout(2, 48, 32, mx.float16, 32)),
-        AttentionShape(4, KVLayout(2, 32, 32, mx.float16, 32), chunk=24),
-        AttentionShape(20, KVLayout(1, 40, 32, mx.float32, 32, latent=True)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [SHAPE, *OTHERS], ids=str)
 def test_sound_kernels_pass_every_case(shape: AttentionShape) -> None:
-    checks = self_check([shape, shape])
-    assert [check.case for check in checks] == list(CASES), "equal shapes are checked once"
-    assert [check.problem for check in checks] == [None] * len(CASES)
+    checks = self_check([shape, shape], NEEDED)
+    assert [check.case for check in checks] == NEEDED, "equal shapes are checked once"
+    assert [check.problem for check in checks] == [None] * len(NEEDED)
     assert choose_backend("auto", [shape]) == "metal"
+
+
+@pytest.mark.usefixtures("metal")
+@pytest.mark.parametrize("shape", [SHAPE, *(pytest.param(shape, marks=pytest.mark.slow) for shape in OTHERS)], ids=str)
+def test_a_sound_matrix_kernel_may_be_chosen(shape: AttentionShape) -> None:
+    assert [check.problem for check in self_check([shape], MATRIX_CASES)] == [None, None]
+    assert usable_tuning(shape, BY_MATRICES) is BY_MATRICES
+
+
+@pytest.mark.usefixtures("metal")
+def test_a_broken_matrix_kernel_is_not_chosen_and_the_other_kernels_are_used(
+    copied_kernels: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copied_kernels / "matrix_attention.metal"
+    path.write_text(path.read_text().replace("sum * factor / divisor", "sum"))
+    assert choose_backend("auto", [SHAPE]) == "metal"
+    problems = {check.case: check for check in self_check([SHAPE])}
+    assert "differ" in str(problems["matrix_attention, mixed chunks"].problem)
+    assert not any(check.stops_metal for check in problems.values())
+    assert usable_tuning(SHAPE, BY_MATRICES) == Tuning(BY_MATRICES.choices[1:])
+    assert usable_tuning(SHAPE, Tuning(chunks=MATRIX)) == DEFAULT_TUNING
+    assert usable_tuning(SHAPE, DEFAULT_TUNING) is DEFAULT_TUNING
+    assert choose_tunings("metal", "matrix", [SHAPE], Limits(1024, 1)) == {SHAPE: Tuning(decode=Choice(512))}
+    assert len(caplog.records) == 3
+    assert "the matrix kernel is not used" in caplog.text
+    assert str(SHAPE) in caplog.text
 
 
 @pytest.mark.usefixtures("metal")

@@ -17,6 +17,7 @@ from mlxpaged.attention.tuning import (
     BY_CONTEXT,
     CONTIGUOUS,
     DEFAULT_TUNING,
+    MATRIX,
     Choice,
     ShapeClass,
     Tuning,
@@ -73,16 +74,23 @@ def test_a_chunk_has_a_class_by_its_tokens_and_keys(queries: int, context: int, 
 def test_without_measurements_decoding_and_short_chunks_are_paged_and_long_chunks_copied() -> None:
     lone, crowd = decode_class(np.array([7])), decode_class(np.array([9000, 5, 5]))
     assert {DEFAULT_TUNING.choice(entry) for entry in (lone, crowd)} == {BY_CONTEXT}
-    assert DEFAULT_TUNING.choice(chunk_class(127, 20000)) == Choice(4096)
-    assert DEFAULT_TUNING.choice(chunk_class(128, 128)) == CONTIGUOUS
-    assert DEFAULT_TUNING.choice(chunk_class(4000, 4000)) == CONTIGUOUS
+    for queries, context in ((2, 2), (31, 31), (31, 2114), (8, 8192), (2, 32768)):
+        assert DEFAULT_TUNING.chunk_choice(queries, context) == Choice(4096)
+    for queries, context in ((32, 32), (31, 2115), (8, 8193), (2, 32769), (4000, 4000)):
+        assert DEFAULT_TUNING.chunk_choice(queries, context) == CONTIGUOUS
+
+
+def test_the_default_of_a_class_is_that_of_its_largest_step() -> None:
+    for entry in classes_of(SHAPE, LIMITS):
+        if entry.queries > 1:
+            assert DEFAULT_TUNING.choice(entry) == DEFAULT_TUNING.chunk_choice(entry.queries, entry.context)
 
 
 def test_an_entry_decides_for_its_class_alone() -> None:
     entry = chunk_class(500, 500)
     tuning = Tuning(((entry, Choice(4096)),))
-    assert tuning.choice(entry) == Choice(4096)
-    assert tuning.choice(chunk_class(200, 500)) == CONTIGUOUS
+    assert tuning.choice(entry) == tuning.chunk_choice(500, 500) == Choice(4096)
+    assert tuning.choice(chunk_class(200, 500)) == tuning.chunk_choice(200, 500) == CONTIGUOUS
     assert tuning == Tuning(((entry, Choice(4096)),))
     assert hash(tuning) == hash(Tuning(((entry, Choice(4096)),)))
     assert tuning != DEFAULT_TUNING
@@ -134,9 +142,10 @@ def test_what_the_server_cannot_meet_is_not_measured(
         (ShapeClass(1, 1, 1024), "paged paged:256 paged:512 paged:1024 contiguous"),
         (ShapeClass(1, 4, 8192), "paged paged:256 paged:512 paged:1024 paged:4096 contiguous"),
         (ShapeClass(1, 16, 8192), "paged paged:256 paged:512 paged:1024 paged:4096"),
-        (ShapeClass(31, 1, 1024), "paged:4096 paged:512 contiguous"),
-        (ShapeClass(127, 1, 8192), "paged:4096 contiguous"),
-        (ShapeClass(255, 1, 8192), "contiguous paged:4096"),
+        (ShapeClass(31, 1, 1024), "paged:4096 paged:512 contiguous matrix"),
+        (ShapeClass(31, 1, 8192), "contiguous paged:512 paged:4096 matrix"),
+        (ShapeClass(127, 1, 8192), "contiguous paged:4096 matrix"),
+        (ShapeClass(255, 1, 8192), "contiguous paged:4096 matrix"),
     ],
     ids=str,
 )
@@ -157,13 +166,26 @@ def test_an_override_holds_for_all_classes() -> None:
     assert parse_tuning("auto") is None
     assert parse_tuning("default") == DEFAULT_TUNING
     classes = [*classes_of(SHAPE, LIMITS), chunk_class(3000, 3000)]
-    contiguous, paged = parse_tuning("contiguous"), parse_tuning("paged:256")
+    contiguous, paged, matrix = (parse_tuning(text) for text in ("contiguous", "paged:256", "matrix"))
     assert contiguous is not None
     assert paged is not None
+    assert matrix is not None
     assert {contiguous.choice(entry) for entry in classes} == {CONTIGUOUS}
     assert {paged.choice(entry) for entry in classes if entry.queries == 1} == {Choice(256)}
     assert {paged.choice(entry) for entry in classes if entry.queries > 1} == {Choice(4096)}, "or it takes gigabytes"
     assert parse_tuning("paged") == Tuning(decode=BY_CONTEXT, chunks=Choice(4096))
+    assert {matrix.choice(entry) for entry in classes if entry.queries == 1} == {BY_CONTEXT}
+    assert {matrix.choice(entry) for entry in classes if entry.queries > 1} == {MATRIX}
+    assert {matrix.chunk_choice(queries, 5000) for queries in (2, 20, 5000)} == {MATRIX}
+
+
+def test_what_remains_without_the_matrix_kernel_is_what_was_not_chosen_for_it() -> None:
+    measured = Tuning(((ShapeClass(31, 1, 1024), MATRIX), (ShapeClass(1, 1, 1024), Choice(256))), chunks=None)
+    assert measured.uses_matrix
+    assert measured.without_matrix() == Tuning(((ShapeClass(1, 1, 1024), Choice(256)),))
+    assert Tuning(decode=Choice(512), chunks=MATRIX).without_matrix() == Tuning(decode=Choice(512))
+    assert not DEFAULT_TUNING.uses_matrix
+    assert not Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS).uses_matrix
 
 
 @given(st.integers(1, 2_000_000))

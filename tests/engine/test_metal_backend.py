@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -89,11 +90,10 @@ def interpreter() -> Iterator[Interpreter | None]:
         yield interpreter
 
 
-def make_core(served: ServedModel, backend: str) -> EngineCore:
+def make_core(served: ServedModel, backend: str, **options: Any) -> EngineCore:
     cache = BLOCKS * 32 * bytes_per_token(served.layers)
-    core = build_engine(
-        EngineConfig(kv_cache_bytes=cache, attention_backend=backend, max_num_batched_tokens=100), served
-    )
+    config = EngineConfig(kv_cache_bytes=cache, attention_backend=backend, max_num_batched_tokens=100, **options)
+    core = build_engine(config, served)
     poison_new_blocks(core)
     return core
 
@@ -116,6 +116,29 @@ def test_the_engine_gives_the_same_tokens_on_either_backend(
     if interpreter is not None:
         kernels = {launch.kernel for launch in interpreter.launches}
         assert {"paged_attention", "paged_decode", "kv_write", "block_write"} <= kernels
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt_oss", marks=pytest.mark.models)])
+def test_chunks_on_the_matrix_kernel_give_the_same_tokens(
+    kind: str, tmp_path: Path, interpreter: Interpreter | None
+) -> None:
+    """As above: prefix hits, preemption, chunks beside decoding sequences, poisoned blocks."""
+    directory = (
+        make_tiny_model(tmp_path / kind, kind, **MODELS[kind]) if kind in MODELS else make_architecture(tmp_path, kind)
+    )
+    served = load_model(str(directory))
+    expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=6)
+    metal = make_core(served, "metal", attention_tuning="matrix")
+    if interpreter is not None:
+        interpreter.launches.clear()
+    assert run_requests(metal, PROMPTS, max_tokens=6) == expected
+    stats = metal.stats().scheduler
+    assert stats.preemptions_total > 0
+    assert stats.prefix_hit_tokens_total >= 64
+    if interpreter is not None:
+        names = [launch.kernel for launch in interpreter.launches]
+        assert {"matrix_attention", "paged_attention"} <= set(names)
+        assert "kv_gather" not in names
 
 
 def test_sampled_requests_survive_aborts_and_a_failing_step_on_either_backend(

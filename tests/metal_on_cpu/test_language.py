@@ -295,44 +295,6 @@ def test_last_simdgroup_of_an_edge_threadgroup_has_fewer_lanes() -> None:
     assert out.tolist() == [32.0] * 64 + [6.0] * 6
 
 
-# ---- simdgroup matrices ----
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_simdgroup_matrices(dtype: mx.Dtype) -> None:
-    a, b = values(16, 24, dtype=dtype), values(24, 8, dtype=dtype, seed=1)
-    source = """
-        uint row = threadgroup_position_in_grid.y * 8;
-        threadgroup float result[64];
-        simdgroup_matrix<float, 8, 8> c = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-        simdgroup_matrix<T, 8, 8> left, right;
-        for (int k = 0; k < 24; k += 8) {
-          simdgroup_load(left, a + row * 24 + k, 24);
-          simdgroup_load(right, b + k * 8, 8);
-          simdgroup_multiply_accumulate(c, left, right, c);
-        }
-        c.thread_elements()[0] *= 2.0f;
-        c.thread_elements()[1] *= 2.0f;
-        simdgroup_store(c, result, 8);
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        for (int i = thread_index_in_simdgroup; i < 64; i += 32) {
-          out[row * 8 + i] = result[i];
-        }
-    """
-    out = run(source, {"a": a, "b": b}, (16, 8), grid=(32, 2, 1), template=[("T", dtype)])
-    assert close(out, 2 * (a.astype(mx.float32) @ b.astype(mx.float32)), 1e-5)
-
-
-def test_transposed_simdgroup_load() -> None:
-    a = values(8, 8)
-    source = """
-        simdgroup_float8x8 m;
-        simdgroup_load(m, a, 8, ulong2(0), true);
-        simdgroup_store(m, out, 8);
-    """
-    assert mx.array_equal(run(source, {"a": a}, (8, 8), grid=(32, 1, 1)), a.T)
-
-
 # ---- types and functions ----
 
 

@@ -125,15 +125,18 @@ static uint32_t lane_of(uint32_t row, uint32_t column) { /* the inverse of msl/m
   return (row & 4) * 4 + (column & 4) * 2 + (row & 3) * 2 + (column & 2) / 2;
 }
 
-void mc_simd_matmul(const float *a, const float *b, float *product, int line) {
+/* The two elements of the product that the lane holds. */
+uint64_t mc_simd_matmul(float a0, float a1, float b0, float b1, int line) {
   mc_simdgroup *s = mc_my_simdgroup();
   uint32_t(*slots)[4] = s->slots[s->parity];
   const uint32_t lane = mc_self->lane;
+  const float brought[4] = {a0, a1, b0, b1};
+  float product[2];
+  uint64_t bits;
   if (s->lanes != MC_LANES)
     mc_fail(MC_DIVERGENCE, NULL, -1, "simdgroup_multiply_accumulate (line %d) in a simdgroup of %u lanes", line,
             s->lanes);
-  memcpy(slots[lane], a, 8);
-  memcpy(slots[lane] + 2, b, 8);
+  memcpy(slots[lane], brought, sizeof brought);
   if (mc_simd_arrive(MATMUL, __builtin_return_address(0), line, names[MATMUL])) mc_simd_release();
   const uint32_t row = (lane / 4 & 4) + lane / 2 % 4, column = (lane / 4 & 2) * 2 + lane % 2 * 2;
   for (uint32_t i = 0; i < 2; i++) {
@@ -146,4 +149,6 @@ void mc_simd_matmul(const float *a, const float *b, float *product, int line) {
     }
     product[i] = sum;
   }
+  memcpy(&bits, product, sizeof bits);
+  return bits;
 }
