@@ -20,6 +20,10 @@ MAX_SLOT = 2**31 - 1
 UNUSED = -1
 """Fills the rest of a block table."""
 
+MIN_COLUMNS = 8
+"""Columns of the uploaded block tables, at least. MLX passes an input of fewer than 8 elements to a Metal kernel in
+another address space (mlx/backend/common/metal_kernel.cpp): that would be one more kernel to compile."""
+
 
 class TableView(NamedTuple):
     """The blocks of a layer: the layer has block `ratio * b + part` of its pool where the table of its cache group has
@@ -35,8 +39,8 @@ class AttentionMetadata:
     """A ragged batch of S sequences and T query tokens. All arrays are int32 on the device.
 
     positions[T]: position of each query token in its sequence. slot_mapping[T]: the slot of each token's key and value,
-    `block * block_size + offset`. block_tables[S, max_blocks]: block ids, then UNUSED. Fields named `host_` are lists
-    and NumPy arrays; host_context_lens include the step's query tokens.
+    `block * block_size + offset`. block_tables[S, max_blocks]: block ids, then UNUSED, at least MIN_COLUMNS. Fields
+    named `host_` are lists and NumPy arrays; host_context_lens include the step's query tokens.
     """
 
     block_size: int
@@ -141,7 +145,11 @@ class AttentionMetadata:
         slots = [(table[owner, index] * block_size + offset).astype(np.int32) for table in tables]
         if min(int(each.min()) for each in slots) < 0:
             raise ValueError(f"block tables lack blocks for contexts of {context_lens} tokens")
-        parts = [positions, *slots, *(table.reshape(-1) for table in tables), *more]
+        columns = max(MIN_COLUMNS, block_tables.shape[2])
+        padded = [np.full((len(query), columns), UNUSED, dtype=np.int32) for _ in tables]
+        for wide, table in zip(padded, tables, strict=True):
+            wide[:, : table.shape[1]] = table
+        parts = [positions, *slots, *(table.reshape(-1) for table in padded), *more]
         ends = np.cumsum([part.size for part in parts[:-1]]).tolist()
         uploaded = list(mx.split(mx.array(np.concatenate(parts)), ends))
         shared: dict[Any, Any] = {}
@@ -150,7 +158,7 @@ class AttentionMetadata:
                 block_size=block_size,
                 positions=uploaded[0],
                 slot_mapping=uploaded[1 + i],
-                block_tables=uploaded[1 + len(views) + i].reshape(table.shape),
+                block_tables=uploaded[1 + len(views) + i].reshape(-1, columns),
                 host_query_lens=query_lens,
                 host_context_lens=context_lens,
                 host_block_tables=table,
