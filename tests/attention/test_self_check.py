@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention import AttentionShape, KVLayout, choose_backend, kernels, resolve_backend
+from mlxpaged.attention import (
+    AttentionShape,
+    BackendChoice,
+    KVLayout,
+    choose_backend,
+    kernels,
+    precision,
+    resolve_backend,
+)
 from mlxpaged.attention.self_check import CASES, self_check
 from mlxpaged.cli import main
 from mlxpaged.engine import EngineConfig, build_engine
@@ -57,6 +67,7 @@ def break_kernel(directory: Path, name: str) -> str:
         AttentionShape(6, KVLayout(2, 80, 80, mx.float32, 32), window=5, sinks=True),
         AttentionShape(4, KVLayout(2, 48, 32, mx.float16, 32)),
         AttentionShape(4, KVLayout(2, 32, 32, mx.float16, 32), chunk=24),
+        AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32), softcap=True),
         AttentionShape(20, KVLayout(1, 40, 32, mx.float32, 32, latent=True)),
     ],
     ids=str,
@@ -65,7 +76,7 @@ def test_sound_kernels_pass_every_case(shape: AttentionShape) -> None:
     checks = self_check([shape, shape])
     assert [check.case for check in checks] == list(CASES), "equal shapes are checked once"
     assert [check.problem for check in checks] == [None] * len(CASES)
-    assert choose_backend("auto", [shape]) == "metal"
+    assert choose_backend("auto", [shape]) == BackendChoice("metal")
 
 
 @pytest.mark.usefixtures("metal")
@@ -76,7 +87,9 @@ def test_a_broken_kernel_is_named_with_what_is_wrong_and_attention_falls_back(
     case = break_kernel(copied_kernels, name)
     problems = {check.case: check.problem for check in self_check([SHAPE])}
     assert problems[case] is not None
-    assert choose_backend("auto", [SHAPE]) == "gather"
+    choice = choose_backend("auto", [SHAPE])
+    assert choice.backend == "gather"
+    assert name in str(choice.kernels_off)
     [record] = caplog.records
     assert name in record.getMessage()
     assert "not used" in record.getMessage()
@@ -84,18 +97,94 @@ def test_a_broken_kernel_is_named_with_what_is_wrong_and_attention_falls_back(
 
 @pytest.mark.usefixtures("metal")
 def test_a_size_that_the_kernels_are_not_made_for_falls_back_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_backend("auto", [AttentionShape(4, KVLayout(2, 18, 18, mx.float32, 32))]) == "gather"
+    assert choose_backend("auto", [AttentionShape(4, KVLayout(2, 18, 18, mx.float32, 32))]).backend == "gather"
     assert "multiple of 4" in caplog.text
+
+
+def to_tf32(array: mx.array) -> mx.array:
+    """Rounded to a significand of 11 bits."""
+    rounded: mx.array = ((array.astype(mx.float32).view(mx.int32) + 0x1000) & ~0x1FFF).view(mx.float32)
+    return rounded
+
+
+def attention_in_tf32(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: mx.array | None
+) -> mx.array:
+    """`mx.fast.scaled_dot_product_attention` as the GPU of an M5 computes it in float32."""
+    assert sinks is None
+    keys, values = (mx.repeat(each, queries.shape[1] // each.shape[1], axis=1) for each in (keys, values))
+    scores = scale * (to_tf32(queries) @ to_tf32(keys).swapaxes(-1, -2))
+    if isinstance(mask, str):
+        length, num_keys = scores.shape[-2:]
+        mask = mx.arange(num_keys) <= mx.arange(num_keys - length, num_keys)[:, None]
+    weights = mx.softmax(mx.where(mask, scores, -mx.inf), axis=-1)
+    return to_tf32(weights) @ to_tf32(values)
+
+
+@pytest.mark.usefixtures("metal")
+def test_float32_passes_if_mlxs_own_attention_is_rounded_to_tf32_and_a_wrong_key_does_not(
+    copied_kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = AttentionShape(4, KVLayout(2, 128, 128, mx.float32, 32))
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention_in_tf32)
+    assert choose_backend("auto", [shape]).backend == "gather", "the limit for exact products is too tight"
+    monkeypatch.setattr(precision, "rounds_float32", lambda: True)
+    assert choose_backend("auto", [shape]) == BackendChoice("metal")
+    case = break_kernel(copied_kernels, "kv_write")
+    kernels.build.cache_clear()
+    assert case in str(choose_backend("auto", [shape]).kernels_off)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "release", "setting", "expected"),
+    [
+        ("applegpu_g17s", "26.2", None, True),
+        ("applegpu_g17g", "27.0.1", "1", True),
+        ("applegpu_g17p", "26.2", None, False),
+        ("applegpu_g18p", "26.3", None, True),
+        ("applegpu_g16s", "26.4", None, False),
+        ("applegpu_g17s", "26.1", None, False),
+        ("applegpu_g17s", "26.2", "0", False),
+        ("Apple Paravirtual device", "26.2", None, False),
+    ],
+)
+def test_float32_is_rounded_where_mlx_has_matrix_units_and_tf32_is_on(
+    architecture: str, release: str, setting: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+    monkeypatch.setattr(platform, "mac_ver", lambda: (release, ("", "", ""), "arm64"))
+    if setting is None:
+        monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
+    else:
+        monkeypatch.setenv("MLX_ENABLE_TF32", setting)
+    assert precision.rounds_float32() == expected
+
+
+@pytest.mark.usefixtures("metal")
+def test_kernels_that_were_asked_for_by_name_are_compiled_too_and_one_that_fails_is_logged(
+    copied_kernels: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports: list[tuple[int, int]] = []
+    assert choose_backend("metal", [SHAPE, SHAPE], lambda done, total: reports.append((done, total))).backend == "metal"
+    assert reports == [(done, len(CASES)) for done in range(len(CASES) + 1)]
+    assert not caplog.records
+    case = break_kernel(copied_kernels, "block_copy")
+    kernels.build.cache_clear()
+    assert choose_backend("metal", [SHAPE]) == BackendChoice("metal")
+    [record] = caplog.records
+    assert f"{case} failed" in record.getMessage()
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal device")
 def test_without_metal_auto_needs_no_check_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_backend("auto", [SHAPE]) == resolve_backend("auto") != "metal"
+    assert choose_backend("auto", [SHAPE]) == BackendChoice(resolve_backend("auto")) != BackendChoice("metal")
     assert not caplog.records
 
 
 def test_what_was_asked_for_by_name_is_not_second_guessed() -> None:
-    assert [choose_backend(name, []) for name in ("gather", "metal", "cpu")] == ["gather", "metal", "cpu"]
+    for name in ("gather", "metal", "cpu"):
+        assert choose_backend(name, []) == BackendChoice(name)
 
 
 @pytest.mark.usefixtures("metal")
