@@ -8,6 +8,7 @@ import pytest
 
 import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is imported)
 from mlxpaged.attention import tuner
+from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
 from mlxpaged.engine import EngineConfig
 from tests.support import RunningServer, running_server
@@ -35,6 +36,17 @@ def many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """All work that can be split among CPU streams is split, however small it is and however few the cores are."""
     monkeypatch.setattr(streams, "HANDOFF", 1e-12)
     monkeypatch.setattr(streams, "cores", lambda: 3)
+
+
+@pytest.fixture
+def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mlxpaged doctor` measures next to nothing."""
+    from mlxpaged.cli.doctor import command
+
+    sizes = Sizes(queries=(1, 4), keys=(40,), batches=(1, 2), prompt_tokens=5, answer_tokens=4, prefill_tokens=34)
+    monkeypatch.setattr(command, "SIZES", sizes)
+    monkeypatch.setattr(tuner, "REPETITIONS", 1)
+    monkeypatch.setattr(tuner, "MAX_CALLS", 1)
 
 
 @pytest.fixture(scope="session")

@@ -36,8 +36,8 @@ LONG_CONTEXT = 300
 another kernel to compile. Its ranges of 64 keys are merged."""
 OVERLAPPED_STEPS = 4
 
-Report = Callable[[int, int], object]
-"""Called with the number of cases that are done and of all cases."""
+ReportAmount = Callable[[int, int], object]
+"""Called with the amount that is done, and in total."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ CASES: dict[str, tuple[Callable[[CaseRun], list[mx.array]], Tuning]] = {
 than 8 elements and of more, as far as serving has both."""
 
 
-def self_check(shapes: Iterable[AttentionShape], report: Report = lambda done, total: None) -> list[KernelCheck]:
+def self_check(shapes: Iterable[AttentionShape], report: ReportAmount = lambda done, total: None) -> list[KernelCheck]:
     """Every case for every shape."""
     return [KernelCheck(shape, case, difference_from_gather(shape, case)) for shape, case in cases_of(shapes, report)]
 
 
-def warm_up(shapes: Iterable[AttentionShape], report: Report = lambda done, total: None) -> None:
+def warm_up(shapes: Iterable[AttentionShape], report: ReportAmount = lambda done, total: None) -> None:
     """Run every case for every shape on the Metal backend only. A case that fails is logged."""
     for shape, case in cases_of(shapes, report):
         try:
@@ -139,7 +139,7 @@ def warm_up(shapes: Iterable[AttentionShape], report: Report = lambda done, tota
             logger.warning("%s failed (%s): %s: %s", case, shape, type(error).__name__, error)
 
 
-def cases_of(shapes: Iterable[AttentionShape], report: Report) -> Iterator[tuple[AttentionShape, str]]:
+def cases_of(shapes: Iterable[AttentionShape], report: ReportAmount) -> Iterator[tuple[AttentionShape, str]]:
     """Report each case before it runs, and the end."""
     jobs = [(shape, case) for shape in dict.fromkeys(shapes) for case in CASES]
     for done, job in enumerate(jobs):
@@ -179,7 +179,7 @@ class BackendChoice:
 
 
 def choose_backend(
-    wanted: str, shapes: Iterable[AttentionShape], report: Report = lambda done, total: None
+    wanted: str, shapes: Iterable[AttentionShape], report: ReportAmount = lambda done, total: None
 ) -> BackendChoice:
     """`wanted`, or for "auto" Metal if kernels run and pass the self-check. Metal's kernels are compiled on return."""
     if wanted == "metal":

@@ -19,6 +19,7 @@ from mlxpaged.attention import tuning
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.self_check import ReportAmount
 from mlxpaged.attention.tuning import Choice, ShapeClass, Tuning, candidate_choices, default_choice, parse_tuning
 from mlxpaged.attention.tuning_cache import Times, TuningCache
 
@@ -76,8 +77,6 @@ Run = Callable[[int], None]
 """Makes that many calls, each a write of one token and attention over the output of the previous call, and waits. All
 of it is timed, the host's work too: where a model is small, the host is what a step waits for, and the choices differ
 in how much they ask of it."""
-
-Report = Callable[[int, int], object]
 
 Prepare = Callable[[AttentionShape, Workload, Choice], Run]
 
@@ -213,7 +212,9 @@ class Tuner:
         self._prepare = prepare
         self._clock = clock
 
-    def measure(self, wanted: list[ShapeTimes], limits: Limits, report: Report = lambda done, total: None) -> None:
+    def measure(
+        self, wanted: list[ShapeTimes], limits: Limits, report: ReportAmount = lambda done, total: None
+    ) -> None:
         """Measure all classes, those that most steps belong to first, so that the budget cuts off rare ones."""
         deadline = self._clock() + BUDGET_S
         jobs = [(workload_of(entry, one.shape, limits), entry, one) for one in wanted for entry in one.classes]
@@ -266,7 +267,7 @@ def tune(
     retune: bool = False,
     cache: TuningCache | None = None,
     tuner: Tuner | None = None,
-    report: Report = lambda done, total: None,
+    report: ReportAmount = lambda done, total: None,
 ) -> list[ShapeTimes]:
     """Times of each distinct shape: from the cache, else measured now and stored. retune: measure all. report: called
     with the numbers of classes that are measured, and of all that are missing.
@@ -304,7 +305,7 @@ def choose_tunings(
     shapes: Iterable[AttentionShape],
     limits: Limits,
     retune: bool = False,
-    report: Report = lambda done, total: None,
+    report: ReportAmount = lambda done, total: None,
 ) -> Mapping[AttentionShape, Tuning]:
     """The tuning of every shape for an engine that serves on `backend`. setting: value of `--attention-tuning`.
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from mlxpaged.attention import ReportAmount
+
 
 class Stage(Enum):
     LOADING = "loading"  # weights, in bytes
@@ -31,6 +33,6 @@ class Progress:
 Report = Callable[[Progress], object]
 
 
-def reporter(stage: Stage, report: Report) -> Callable[[int, int], object]:
+def reporter(stage: Stage, report: Report) -> ReportAmount:
     """What a stage calls with the amounts that are done and in total."""
     return lambda done, total: report(Progress(stage, done, total))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from mlx.utils import tree_flatten, tree_reduce
 from mlx_lm.utils import load_model as load_weights
 from mlx_lm.utils import load_tokenizer
 
-from mlxpaged.attention import WindowMismatchError
+from mlxpaged.attention import ReportAmount, WindowMismatchError
 from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
@@ -126,7 +125,7 @@ def load_model(
     name: str,
     served_name: str | None = None,
     tool_parser: str | None = None,
-    report: Callable[[int, int], object] = lambda done, total: None,
+    report: ReportAmount = lambda done, total: None,
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
@@ -167,7 +166,7 @@ def load_model(
     )
 
 
-def read_weights(model: Module, report: Callable[[int, int], object]) -> None:
+def read_weights(model: Module, report: ReportAmount) -> None:
     """Evaluate the weights, which mlx-lm has left to be read when they are needed, in groups of READ_BYTES.
 
     The total is that of the weights which the model has. Its files may have more, for example an image encoder's.

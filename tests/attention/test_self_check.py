@@ -21,7 +21,6 @@ from mlxpaged.attention import (
     resolve_backend,
 )
 from mlxpaged.attention.self_check import CASES, self_check
-from mlxpaged.cli import main
 from mlxpaged.engine import EngineConfig, build_engine
 from mlxpaged.models import load_model
 from tests.support import make_tiny_model, run_requests
@@ -145,7 +144,7 @@ def test_float32_passes_if_mlxs_own_attention_is_rounded_to_tf32_and_a_wrong_key
         ("applegpu_g16s", "26.4", None, False),
         ("applegpu_g17s", "26.1", None, False),
         ("applegpu_g17s", "26.2", "0", False),
-        ("Apple Paravirtual device", "26.2", None, False),
+        ("air64_v27", "26.2", None, False),  # a hosted macOS runner
     ],
 )
 def test_float32_is_rounded_where_mlx_has_matrix_units_and_tf32_is_on(
@@ -199,28 +198,3 @@ def test_the_engine_serves_on_metal_if_the_check_passes_else_on_gather(tmp_path:
     core = build_engine(EngineConfig(kv_cache_bytes=1_000_000), served)
     assert core.runner.backend == "gather"
     assert run_requests(core, [[1, 2, 3]], max_tokens=4) == expected
-
-
-@pytest.mark.usefixtures("metal")
-def test_the_doctor_prints_every_kernel_and_its_outcome(
-    capsys: pytest.CaptureFixture[str], copied_kernels: Path
-) -> None:
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert all(
-        any(line.strip().startswith(case) and line.endswith(" ok") for line in out.splitlines()) for case in CASES
-    )
-    assert "mlx " in out
-    case = break_kernel(copied_kernels, "kv_gather")
-    kernels.build.cache_clear()
-    assert main(["doctor"]) == 1
-    [line] = [line for line in capsys.readouterr().out.splitlines() if case in line]
-    assert "differ" in line
-
-
-@pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal device")
-def test_the_doctor_says_why_there_are_no_kernels_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    assert "there is no Metal device" in capsys.readouterr().out
-    assert main(["doctor", "./nothing"]) == 1
-    assert "no such directory" in capsys.readouterr().err

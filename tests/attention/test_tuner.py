@@ -30,7 +30,7 @@ from mlxpaged.attention import (
 from mlxpaged.attention.tuner import Prepare, Run, ShapeTimes, Tuner, Workload, classes_of, summary, tune
 from mlxpaged.attention.tuning import CONTIGUOUS, Choice, ShapeClass, default_choice
 from mlxpaged.attention.tuning_cache import Machine, TuningCache
-from mlxpaged.cli import main
+from mlxpaged.cli.doctor import report
 from mlxpaged.engine import EngineConfig, EngineCore, build_engine
 from mlxpaged.models import load_model
 from mlxpaged.models.layers import bytes_per_token
@@ -712,51 +712,37 @@ def test_an_engine_follows_an_override(
 # The doctor
 
 
-@pytest.mark.usefixtures("metal")
-def test_the_doctor_shows_the_choice_and_the_time_of_every_candidate_and_where_they_are_from(
-    real: FakeDevice, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def doctor(*args: str) -> str:
-        assert main(["doctor", "--max-num-seqs", "4", *args]) == 0
-        return capsys.readouterr().out
+def shown(limits: Limits, retune: bool = False) -> list[str]:
+    """The lines of `mlxpaged doctor` about tuning."""
+    return report.lines("tuning", report.tuning_section(tune([SHAPE], limits, retune)))
 
-    out = doctor()
-    shape = "4 query heads on 2 KV heads of 32, float32, blocks of 32"
-    assert f"{shape}: measured now" in out
-    [line] = [line for line in out.splitlines() if line.startswith("  decode 1, to 1024 keys")]
+
+def test_the_doctor_shows_the_choice_and_the_time_of_every_candidate_and_where_they_are_from(real: FakeDevice) -> None:
+    lines = shown(SMALL)
+    assert f"{SHAPE}: measured now" in lines
+    [line] = [line for line in lines if line.startswith("  decode 1, to 1024 keys")]
     assert line.split()[5] == "contiguous"
-    assert line.endswith(
-        "paged:512 0.100, paged:64 0.100, paged:128 0.100, paged:256 0.100, paged:1024 0.100, contiguous 0.090 ms"
-    )
-    classes = [line for line in out.splitlines() if line.startswith(("  decode", "  chunk"))]
-    assert len(classes) == 12
+    times = "paged:512 100, paged:64 100, paged:128 100, paged:256 100, paged:1024 100, contiguous 90 us"
+    assert line.endswith(f"{times}, 1.11 times as fast as the default")
+    assert len([line for line in lines if line.startswith(("  decode", "  chunk"))]) == 6
     real.calls.clear()
-    assert f"{shape}: cached" in doctor()
+    assert f"{SHAPE}: cached" in shown(SMALL)
     assert real.calls == []
-    assert f"{shape}: measured now" in doctor("--retune")
+    assert f"{SHAPE}: measured now" in shown(SMALL, retune=True)
     assert real.calls
-    assert f"{shape}: measured now" in doctor("--block-size", "16").replace("blocks of 16", "blocks of 32")
 
 
-@pytest.mark.usefixtures("metal")
-def test_the_doctor_shows_classes_that_there_was_no_time_for(
-    real: FakeDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_shows_classes_that_there_was_no_time_for(real: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "BUDGET_S", 0.1)
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "were not measured in time and keep the default" in out
-    [line] = [line for line in out.splitlines() if line.startswith("  chunk to 255, to 8192 keys")]
+    lines = shown(LARGE)
+    assert "were not measured in time and keep the default" in lines[0]
+    [line] = [line for line in lines if line.startswith("  chunk to 255, to 8192 keys")]
     assert line.split()[-3:] == ["contiguous", "not", "measured"]
 
 
-@pytest.mark.usefixtures("metal")
-def test_the_doctor_shows_the_default_if_nothing_is_measured(
-    real: FakeDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_shows_the_default_if_nothing_is_measured(real: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "can_measure", lambda: False)
-    assert main(["doctor", "--retune"]) == 0
-    out = capsys.readouterr().out
-    assert "attention tuning: default, because nothing is measured without a Metal device" in out
-    assert "blocks of 32: default" in out
+    lines = shown(SMALL, retune=True)
+    assert "attention tuning: default, because nothing is measured without a Metal device" in lines
+    assert f"{SHAPE}: default" in lines
     assert real.calls == []
