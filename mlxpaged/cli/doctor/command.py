@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         "per second beside mlx-lm's, and the memory of the largest prefill.",
     )
     flags = Flags(parser, defaults=DEFAULTS)
-    flags.model("model directory or hub repository, whose layers decide which kernels are needed")
+    flags.model(DEFAULTS.model, "model directory or hub repository, whose layers decide which kernels are needed")
     add_block_size(flags)
     flags.field("--max-num-seqs", positive_int, "most sequences in a batch for which kernels are timed")
     add_retune(flags)
