@@ -160,7 +160,7 @@ def test_float32_is_rounded_where_mlx_has_matrix_units_and_tf32_is_on(
     assert precision.rounds_float32() == expected
 
 
-@pytest.mark.usefixtures("metal")
+@pytest.mark.usefixtures("metal", "warm_up")
 def test_kernels_that_were_asked_for_by_name_are_compiled_too_and_one_that_fails_is_logged(
     copied_kernels: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
