@@ -24,7 +24,7 @@ from mlxpaged.attention.tuning import CHUNK_PARTITION, CONTIGUOUS, DEFAULT_TUNIN
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Largest difference of values of about 1: far above rounding, far below a wrong key."""
+"""Largest difference of values of about 1: far above a chip's own rounding, far below a wrong key."""
 TF32_TOLERANCE = 2e-2
 """For float32 if MLX rounds it to TF32. The gather backend and contiguous copies use MLX's own attention. It rounds
 queries, keys, weights and values, each by up to 5e-4 of itself, and values are up to about 5."""
@@ -114,7 +114,7 @@ IN_RANGES = Tuning(decode=Choice(8), chunks=Choice(8))  # fewer keys than a tile
 COPIED = Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)
 
 CASES: dict[str, tuple[Callable[[CaseRun], list[mx.array]], Tuning]] = {
-    "kv_write and paged_attention, overlapped steps": (CaseRun.overlapped_steps, PAGED),
+    "kv_write, paged_attention and paged_decode, overlapped steps": (CaseRun.overlapped_steps, PAGED),
     "paged_attention, mixed chunks": (CaseRun.mixed_chunks, PAGED),
     "kv_gather, mixed chunks": (CaseRun.mixed_chunks, COPIED),
     "merge_partials, mixed chunks": (CaseRun.mixed_chunks, IN_RANGES),

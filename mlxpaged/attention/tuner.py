@@ -156,7 +156,7 @@ def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workloa
         if choice.partition is None:
             fits = shape_class.queries > 1 or copied <= POOL_BYTES
         else:
-            count = -(-longest // choice.partition)
+            count = choice.num_ranges(longest)
             fits = count not in ranges and tokens * count * bytes_per_row <= PARTIAL_BYTES
             ranges.add(count)
         if fits or not found:

@@ -55,7 +55,7 @@ def add_engine_flags(groups: flags.Flags) -> None:
 
     attention = groups.group("attention", DEFAULTS)
     attention.field("--attention-backend", flags.one_of(*BACKENDS), ", ".join(BACKENDS))
-    choices = "auto: measured once on this machine; default, contiguous, or paged:N for N keys per threadgroup"
+    choices = "auto: measured once on this machine; default, contiguous, paged, or paged:N for N keys per threadgroup"
     attention.field("--attention-tuning", tuning, choices)
     add_retune(attention)
 
