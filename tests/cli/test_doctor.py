@@ -15,6 +15,9 @@ from mlxpaged.attention import kernels, tuner, tuning_cache
 from mlxpaged.attention.self_check import CASES
 from mlxpaged.cli import main
 from mlxpaged.cli.doctor import command
+from mlxpaged.cli.doctor.step_graph import command_buffers
+from mlxpaged.models import load_model
+from tests.attention.step_graphs import fused_functions
 from tests.metal_on_cpu import Interpreter
 from tests.support import make_tiny_model
 
@@ -115,7 +118,7 @@ def test_without_metal_the_rest_is_measured_and_what_cannot_be_is_said(capsys: p
     found = json.loads(capsys.readouterr().out)
     check_measurements(found, "cpu")
     assert found["kernels"] == found["tuning"] == {"not_measured": "there is no Metal device"}
-    assert "not_measured" in found["command_buffers_per_step"]
+    assert found["command_buffers_per_step"] == {"not_measured": "there is no Metal device"}
     assert main(["doctor", "./nothing"]) == 1
     assert "no such directory" in capsys.readouterr().err
 
@@ -133,3 +136,16 @@ def test_if_mlx_lm_cannot_run_the_model_the_reason_stands_beside_our_rate(
     assert [line.partition("mlx-lm ")[2] for line in lines if line.startswith("  batch")] == [
         "not measured, because RuntimeError: no such generator"
     ] * 2
+
+
+def test_command_buffers_of_a_step_are_counted_by_the_limits_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = load_model("demo")
+    for name in ("OPS", "MB"):
+        monkeypatch.delenv(f"MLX_MAX_{name}_PER_BUFFER", raising=False)
+    with fused_functions():
+        few = command_buffers(served, 32)
+        monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "10")
+        many = command_buffers(served, 32)
+        monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1000")
+        assert command_buffers(served, 32) == 1
+    assert 1 < few < many

@@ -21,6 +21,7 @@ from mlxpaged.cli.doctor.attention_times import attention_times
 from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cli.doctor.speed import engine_rates, make_engine, mlx_lm_rates, prefill_peak
+from mlxpaged.cli.doctor.step_graph import command_buffers
 from mlxpaged.cli.engine_flags import DEFAULTS, add_block_size, add_retune
 from mlxpaged.cli.flags import Flags, output_file, positive_int
 from mlxpaged.engine import EngineCore
@@ -98,6 +99,10 @@ class Doctor:
         yield "tuning", report.tuning_section(found) if works else report.not_measured(reason)
         backend = "metal" if works else resolve_backend("auto")
         yield "attention", self._attention(served, shapes, backend, found)
+        buffers = report.not_measured(NO_DEVICE)
+        if mx.metal.is_available():
+            buffers = measured(lambda: command_buffers(served, self._block_size))
+        yield "command_buffers_per_step", buffers
         core = measured(lambda: make_engine(served, backend, self._block_size, SIZES))
         yield from self._engine_sections(core, theirs)
 
@@ -113,14 +118,12 @@ class Doctor:
 
     def _engine_sections(self, core: EngineCore | dict[str, str], theirs: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(core, dict):
-            ours = buffers = peak = core
+            ours = peak = core
         else:
             engine = core
-            buffers = command_buffers(engine)
             ours = measured(lambda: engine_rates(engine, SIZES))
             peak = measured(lambda: prefill_peak(engine, SIZES))
             engine.close()
-        yield "command_buffers_per_step", buffers
         yield "decoding", report.decoding_section(SIZES.batches, ours, theirs)
         yield "largest_prefill", peak
 
@@ -135,11 +138,6 @@ def measured(measure: Callable[[], Any]) -> Any:
     except Exception as error:  # of any library, for any model: the other sections are worth having
         logging.getLogger(__name__).debug("not measured", exc_info=error)
         return report.not_measured(f"{type(error).__name__}: {error}")
-
-
-def command_buffers(core: EngineCore) -> Any:
-    """Metal command buffers of a step with one decoding sequence."""
-    return report.not_measured("this version does not count them")
 
 
 def free_memory() -> None:
