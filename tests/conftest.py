@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is imported)
-from mlxpaged.attention import tuner
+from mlxpaged.attention import self_check, tuner
+from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
 from mlxpaged.engine import EngineConfig
 from tests.support import RunningServer, running_server
@@ -19,6 +20,24 @@ def _nothing_is_measured() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "can_measure", lambda: False)
         yield
+
+
+WARM_UP = self_check.warm_up
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_warmed_up() -> Iterator[None]:
+    """An engine of a test that asks for the Metal backend compiles a kernel when it meets it: the warm-up of a shape
+    takes the interpreter 0.3 to 0.8 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_check, "warm_up", lambda *_: None)
+        yield
+
+
+@pytest.fixture
+def warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines warm up after all."""
+    monkeypatch.setattr(self_check, "warm_up", WARM_UP)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,6 +54,17 @@ def many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """All work that can be split among CPU streams is split, however small it is and however few the cores are."""
     monkeypatch.setattr(streams, "HANDOFF", 1e-12)
     monkeypatch.setattr(streams, "cores", lambda: 3)
+
+
+@pytest.fixture
+def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mlxpaged doctor` measures next to nothing."""
+    from mlxpaged.cli.doctor import command
+
+    sizes = Sizes(queries=(1, 4), keys=(40,), batches=(1, 2), prompt_tokens=5, answer_tokens=4, prefill_tokens=34)
+    monkeypatch.setattr(command, "SIZES", sizes)
+    monkeypatch.setattr(tuner, "REPETITIONS", 1)
+    monkeypatch.setattr(tuner, "MAX_CALLS", 1)
 
 
 @pytest.fixture(scope="session")

@@ -16,14 +16,19 @@ from mlxpaged.engine import AsyncEngine, EngineState, SequenceState
 
 
 async def health(request: Request) -> Response:
-    """200 if the server takes requests; 503 with the reason while it loads or drains, and if the engine is dead."""
+    """200 if the server takes requests; 503 while it loads, with how far it is, and with the reason while it drains and
+    if the engine is dead."""
     engine = server_of(request).engine
     if engine is None:
         return JSONResponse({"status": "ok", "model": None})
     body: dict[str, object] = {"status": engine.state.value, "model": engine.info.model if engine.info else None}
     if engine.state is EngineState.READY and engine.stats is not None:
         scheduler = engine.stats.scheduler
+        if engine.info is not None and engine.info.kernels_off is not None:
+            body["metal_kernels_off"] = engine.info.kernels_off
         return JSONResponse(body | {"running": scheduler.running, "waiting": scheduler.waiting})
+    if engine.state is EngineState.LOADING and engine.progress is not None:
+        body["progress"] = str(engine.progress)
     if engine.reason is not None:
         body["reason"] = engine.reason
     return JSONResponse(body, status_code=503, headers=None if engine.state is EngineState.DEAD else RETRY)
@@ -37,12 +42,14 @@ async def status(request: Request) -> Response:
     """The engine answers between two steps. The status code is 200 in every state: load balancers use /health."""
     server = server_of(request)
     engine = server.engine
-    found = {
+    found: dict[str, Any] = {
         "state": EngineState.READY.value if engine is None else engine.state.value,
         "reason": None if engine is None else engine.reason,
         "model": None if engine is None or engine.info is None else engine.info.model,
         "uptime_seconds": server.uptime,
     }
+    if engine is not None and engine.state is EngineState.LOADING and engine.progress is not None:
+        found["progress"] = str(engine.progress)
     return JSONResponse(found | (await running_engine(engine) if engine is not None else {}))
 
 
@@ -58,6 +65,7 @@ async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
         "waiting": {"total": found.scheduler.waiting, "sequences": describe(found.waiting)},
         "blocks": {"used": blocks.used, "cached": blocks.cached, "free": blocks.free, "total": sum(astuple(blocks))},
         "swap": {"used": swap.used, "total": swap.used + swap.free},
+        "attention": {"backend": engine.info.backend, "metal_kernels_off": engine.info.kernels_off},
         "states": {
             "reserved_bytes": engine.info.states.nbytes,
             "bytes_per_sequence": engine.info.states.bytes_per_state,

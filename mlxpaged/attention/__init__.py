@@ -11,6 +11,6 @@ from mlxpaged.attention.layer import (
 )
 from mlxpaged.attention.layout import KV_DTYPES, AttentionShape, KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, TableView
-from mlxpaged.attention.self_check import choose_backend
+from mlxpaged.attention.self_check import BackendChoice, ReportAmount, choose_backend
 from mlxpaged.attention.tuner import Limits, choose_tunings
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, parse_tuning

@@ -70,18 +70,19 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """All that the choice of kernels depends on. window, sinks, chunk: as in `LayerKVCache.attend`."""
+    """All that the choice of kernels depends on. window, sinks, chunk, softcap: as in `LayerKVCache.attend`."""
 
     num_query_heads: int
     layout: KVLayout
     window: int | None = None
     sinks: bool = False
     chunk: int | None = None
+    softcap: bool = False
 
     def __str__(self) -> str:
         layout = self.layout
         local = f", window {self.window}" * bool(self.window) + f", local chunks of {self.chunk}" * bool(self.chunk)
-        extras = local + ", sinks" * self.sinks
+        extras = local + ", sinks" * self.sinks + ", softcap" * self.softcap
         sizes = f"{layout.key_size}" + f"/{layout.value_size}" * (layout.latent or layout.value_size != layout.key_size)
         kv_heads = f"latents of {sizes}" if layout.latent else f"{layout.num_kv_heads} KV heads of {sizes}"
         heads = f"{self.num_query_heads} query heads on {kv_heads}"

@@ -1,19 +1,22 @@
-"""The self-check at start: compares the Metal kernels with the gather backend, before the first request.
+"""The cases that every Metal kernel runs in before the first request: the warm-up, and the self-check.
 
-Each case runs some of the kernels on random data on both backends, in the variants that the model's layers need. If a
-kernel fails to compile or gives other numbers on a new chip or a new macOS, the server uses the gather backend.
+Each case runs some of the kernels on random data, in the variants that the model's layers need. Metal compiles a kernel
+when it first runs, so no request waits for that later. The self-check also compares the results with the gather
+backend. If a kernel fails to compile or gives other numbers on a new chip or a new macOS, the server uses the gather
+backend.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
-from mlxpaged.attention import kernels
+from mlxpaged.attention import kernels, precision
 from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
@@ -23,9 +26,19 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 """Largest difference of values of about 1: far above a chip's own rounding, far below a wrong key."""
+TF32_TOLERANCE = 2e-2
+"""For float32 if MLX rounds it to TF32. The gather backend and contiguous copies use MLX's own attention. It rounds
+queries, keys, weights and values, each by up to 5e-4 of itself, and values are up to about 5."""
 
-SPLIT_CONTEXT = 1100  # more than two ranges of keys, so that partial results are merged
+SOFTCAP = 2.0
+"""Changes scores of about 1."""
+LONG_CONTEXT = 300
+"""Tokens of more than 8 blocks: with fewer than 8 elements, MLX passes an input in another address space, and that is
+another kernel to compile. Its ranges of 64 keys are merged."""
 OVERLAPPED_STEPS = 4
+
+ReportAmount = Callable[[int, int], object]
+"""Called with the amount that is done, and in total."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +52,16 @@ class KernelCheck:
     @property
     def stops_metal(self) -> bool:
         """Whether the server does not use the Metal backend because of it."""
-        return self.problem is not None and self.case not in MATRIX_CASES
+        return self.problem is not None and self.case in NEEDED_CASES
 
 
-class CheckRun:
+class CaseRun:
     """One backend's run of a case. The runs of both backends use the same random numbers."""
 
     def __init__(self, shape: AttentionShape, backend: str, tuning: Tuning) -> None:
         self._shape = shape
         self._key = mx.random.key(0)
-        self._blocks = -(-SPLIT_CONTEXT // shape.layout.block_size) + 4
+        self._blocks = -(-LONG_CONTEXT // shape.layout.block_size) + 4
         self.kv = LayerKVCache.from_layout(2 * self._blocks, shape.layout, backend, tuning)
         # Two sequences whose blocks alternate, in reverse order.
         self._tables = [list(range(2 * self._blocks - 1 - first, -1, -2)) for first in (0, 1)]
@@ -66,7 +79,12 @@ class CheckRun:
         values = None if layout.latent else self._random(tokens, layout.num_kv_heads, layout.value_size)
         self.kv.write(keys, values, meta)
         queries = self._random(tokens, shape.num_query_heads, layout.key_size)
-        options: dict[str, Any] = {"window": shape.window, "chunk": shape.chunk, "sinks": self._sinks}
+        options: dict[str, Any] = {
+            "window": shape.window,
+            "chunk": shape.chunk,
+            "sinks": self._sinks,
+            "softcap": SOFTCAP if shape.softcap else None,
+        }
         return self.kv.attend(queries, meta, scale=layout.key_size**-0.5, **options)
 
     def overlapped_steps(self) -> list[mx.array]:
@@ -81,81 +99,136 @@ class CheckRun:
     def mixed_chunks(self) -> list[mx.array]:
         return [self.step([40, 1], [40, 1]), self.step([1, 20], [41, 21])]
 
-    def split_contexts(self) -> list[mx.array]:
-        return [self.step([SPLIT_CONTEXT], [SPLIT_CONTEXT]), self.step([1], [SPLIT_CONTEXT + 1])]
+    def long_contexts(self) -> list[mx.array]:
+        return [self.step([LONG_CONTEXT], [LONG_CONTEXT]), self.step([1], [LONG_CONTEXT + 1])]
 
     def whole_blocks(self) -> list[mx.array]:
-        layout = self._shape.layout
-        sizes = (layout.key_size, layout.stored_value_size)
-        data = [self._random(2, layout.num_kv_heads, layout.block_size, size) for size in sizes]
-        self.kv.write_blocks([0, 3], *data)
-        self.kv.copy_blocks([(3, 1)])
-        return [array for array in self.kv.read_blocks([1, 0]) if array.size]
+        """Few blocks and many: fewer than 8 ids, or than 4 pairs of them, come in another address space."""
+        results: list[mx.array] = []
+        for count in (2, 8):
+            layout, targets = self._shape.layout, [2 * i + 1 for i in range(count)]
+            sizes = (layout.key_size, layout.stored_value_size)
+            data = [self._random(count, layout.num_kv_heads, layout.block_size, size) for size in sizes]
+            self.kv.write_blocks([target - 1 for target in targets], *data)
+            self.kv.copy_blocks([(target - 1, target) for target in reversed(targets)])
+            results += self.kv.read_blocks(targets)
+        return [array for array in results if array.size]
 
 
+PAGED = Tuning(chunks=Choice(CHUNK_PARTITION))
 IN_RANGES = Tuning(decode=Choice(8), chunks=Choice(8))  # fewer keys than a tile of any chunk sees
+COPIED = Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)
 
-Case = tuple[Callable[[CheckRun], list[mx.array]], Tuning]
+Case = tuple[Callable[[CaseRun], list[mx.array]], Tuning]
 
 MATRIX_CASES: dict[str, Case] = {
-    "matrix_attention, mixed chunks": (CheckRun.mixed_chunks, Tuning(chunks=MATRIX)),
-    "matrix_attention, ranges of keys": (CheckRun.mixed_chunks, Tuning(chunks=replace(MATRIX, partition=16))),
+    "matrix_attention, mixed chunks": (CaseRun.mixed_chunks, Tuning(chunks=MATRIX)),
+    "matrix_attention, ranges of keys": (CaseRun.mixed_chunks, Tuning(chunks=replace(MATRIX, partition=16))),
 }
 """The cases of the matrix kernel. Metal works without it: no default needs it."""
 
-CASES: dict[str, Case] = {
-    "kv_write, paged_attention and paged_decode, overlapped steps": (CheckRun.overlapped_steps, DEFAULT_TUNING),
-    "paged_attention, mixed chunks": (CheckRun.mixed_chunks, Tuning(chunks=Choice(CHUNK_PARTITION))),
-    "kv_gather, mixed chunks": (CheckRun.mixed_chunks, Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)),
-    "merge_partials, mixed chunks": (CheckRun.mixed_chunks, IN_RANGES),
-    "merge_partials, long contexts": (CheckRun.split_contexts, DEFAULT_TUNING),
-    "block_write, block_copy and block_read": (CheckRun.whole_blocks, DEFAULT_TUNING),
-    **MATRIX_CASES,
+NEEDED_CASES: dict[str, Case] = {
+    "kv_write, paged_attention and paged_decode, overlapped steps": (CaseRun.overlapped_steps, PAGED),
+    "paged_attention, mixed chunks": (CaseRun.mixed_chunks, PAGED),
+    "kv_gather, mixed chunks": (CaseRun.mixed_chunks, COPIED),
+    "merge_partials, mixed chunks": (CaseRun.mixed_chunks, IN_RANGES),
+    "merge_partials, long contexts": (CaseRun.long_contexts, Tuning(decode=Choice(64), chunks=CONTIGUOUS)),
+    "block_write, block_copy and block_read": (CaseRun.whole_blocks, DEFAULT_TUNING),
 }
-"""The cases with their tunings. Together they run every kernel variant that any tuning can choose."""
+"""They run every kernel variant that a tuning can choose, but for the matrix kernel, with inputs of fewer than 8
+elements and of more, as far as serving has both."""
+
+CASES = NEEDED_CASES | MATRIX_CASES
+"""With their tunings."""
 
 
-def self_check(shapes: Iterable[AttentionShape], cases: Iterable[str] = tuple(CASES)) -> list[KernelCheck]:
+def self_check(
+    shapes: Iterable[AttentionShape],
+    report: ReportAmount = lambda done, total: None,
+    cases: Iterable[str] = CASES,
+) -> list[KernelCheck]:
     """The cases for every shape."""
-    return [KernelCheck(shape, case, problem(shape, case)) for shape in dict.fromkeys(shapes) for case in cases]
+    jobs = cases_of(shapes, cases, report)
+    return [KernelCheck(shape, case, difference_from_gather(shape, case)) for shape, case in jobs]
 
 
-def problem(shape: AttentionShape, case: str) -> str | None:
+def warm_up(shapes: Iterable[AttentionShape], report: ReportAmount = lambda done, total: None) -> None:
+    """Run the needed cases for every shape on the Metal backend only. A case that fails is logged."""
+    for shape, case in cases_of(shapes, NEEDED_CASES, report):
+        try:
+            mx.eval(run_case(shape, case, "metal"))
+        except Exception as error:
+            logger.warning("%s failed (%s): %s: %s", case, shape, type(error).__name__, error)
+
+
+def cases_of(
+    shapes: Iterable[AttentionShape], cases: Iterable[str], report: ReportAmount
+) -> Iterator[tuple[AttentionShape, str]]:
+    """Report each case before it runs, and the end."""
+    jobs = list(itertools.product(dict.fromkeys(shapes), cases))
+    for done, job in enumerate(jobs):
+        report(done, len(jobs))
+        yield job
+    report(len(jobs), len(jobs))
+
+
+def run_case(shape: AttentionShape, case: str, backend: str) -> list[mx.array]:
+    run, tuning = CASES[case]
+    return run(CaseRun(shape, backend, tuning))
+
+
+def difference_from_gather(shape: AttentionShape, case: str) -> str | None:
     """What is wrong with a case on the Metal backend, in a sentence; None if it passes."""
     try:
-        run, tuning = CASES[case]
-        expected, got = (run(CheckRun(shape, backend, tuning)) for backend in ("gather", "metal"))
+        expected, got = (run_case(shape, case, backend) for backend in ("gather", "metal"))
         difference = max(float(mx.abs(a - b).astype(mx.float32).max()) for a, b in zip(got, expected, strict=True))
     except Exception as error:  # a kernel that does not compile, or a size that the kernels do not support
         return f"{type(error).__name__}: {error}"
-    if not difference <= TOLERANCE[shape.layout.dtype]:
+    if not difference <= tolerance(shape.layout.dtype):
         return f"the results differ from the gather backend's by {difference:.3g}"
     return None
 
 
-def choose_backend(wanted: str, shapes: Iterable[AttentionShape]) -> str:
-    """The backend to serve on: `wanted`, or for "auto" Metal if kernels run and pass the self-check."""
+def tolerance(dtype: mx.Dtype) -> float:
+    return TF32_TOLERANCE if dtype == mx.float32 and precision.rounds_float32() else TOLERANCE[dtype]
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """backend: to serve on. kernels_off: why the Metal kernels are not used although they could run here, in a
+    sentence; None if they are used or cannot run."""
+
+    backend: str
+    kernels_off: str | None = None
+
+
+def choose_backend(
+    wanted: str, shapes: Iterable[AttentionShape], report: ReportAmount = lambda done, total: None
+) -> BackendChoice:
+    """`wanted`, or for "auto" Metal if kernels run and pass the self-check. Metal's kernels are compiled on return."""
+    if wanted == "metal":
+        warm_up(shapes, report)
     if wanted != "auto":
-        return wanted
+        return BackendChoice(wanted)
     if not kernels.can_run():
-        return resolve_backend("auto")
-    needed = [case for case in CASES if case not in MATRIX_CASES]
-    failed = next((check for check in self_check(shapes, needed) if check.problem is not None), None)
+        return BackendChoice(resolve_backend("auto"))
+    failed = next((check for check in self_check(shapes, report, NEEDED_CASES) if check.problem is not None), None)
     if failed is None:
-        return "metal"
-    warn("the Metal kernels are not used, attention is correct but slower", failed)
-    return "gather"
+        return BackendChoice("metal")
+    reason = f"{failed.case} ({failed.shape}): {failed.problem}"
+    logger.warning("the Metal kernels are not used, attention is correct but slower: %s", reason)
+    return BackendChoice("gather", reason)
 
 
 def usable_tuning(shape: AttentionShape, tuning: Tuning) -> Tuning:
-    """The tuning, or if it chose the matrix kernel and that fails its cases, the tuning without it."""
-    checks = self_check([shape], MATRIX_CASES) if tuning.uses_matrix else []
+    """The tuning, or if it chose the matrix kernel and that fails its cases, the tuning without it. The kernel is
+    compiled on return."""
+    checks = self_check([shape], cases=MATRIX_CASES) if tuning.uses_matrix else []
     failed = next((check for check in checks if check.problem is not None), None)
     if failed is None:
         return tuning
-    warn("the matrix kernel is not used, prompt chunks take the default instead", failed)
+    logger.warning(
+        "the matrix kernel is not used, prompt chunks take the default instead: %s (%s): %s",
+        *(failed.case, failed.shape, failed.problem),
+    )
     return tuning.without_matrix()
-
-
-def warn(consequence: str, failed: KernelCheck) -> None:
-    logger.warning("%s: %s (%s): %s", consequence, failed.case, failed.shape, failed.problem)

@@ -19,8 +19,8 @@ from mlxpaged.attention import tuning
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.attention.self_check import usable_tuning
-from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Choice, ShapeClass, Tuning, default_choice, parse_tuning
+from mlxpaged.attention.self_check import ReportAmount, usable_tuning
+from mlxpaged.attention.tuning import Choice, ShapeClass, Tuning, candidate_choices, default_choice, parse_tuning
 from mlxpaged.attention.tuning_cache import Times, TuningCache
 
 logger = logging.getLogger(__name__)
@@ -42,18 +42,12 @@ ENOUGH_S = 0.05
 HOPELESS = 2.0
 """A candidate that takes this many times as long as the best one so far is not repeated."""
 
-DECODE_PARTITIONS = (256, 512, 1024, 4096)
-SHORT_CHUNK_PARTITIONS = (512, 4096)
-CHUNK_PARTITIONS = (4096,)
-"""Chunks that are not short fill the device without a split, and a split costs memory for each of their tokens."""
-
-MAX_COPIED_SEQUENCES = 4
-"""Most decoding sequences for which contiguous copies are tried. Copies cost launches and memory per sequence; with
-1,024 keys they beat a paged kernel for 1 sequence and lost for 4 (measured by lablup/mlxcel)."""
-
 POOL_BYTES = 256 * 1024**2
 """Size of a timed pool: more than the caches of any chip hold, so that keys come from memory. Sequences that need more
 share blocks. Decoding contexts larger than this are not copied either."""
+
+PARTIAL_BYTES = 64 * 1024**2
+"""Most memory of partial results. More ranges of keys than it has room for are not timed."""
 
 RAGGED_SHARE = 8
 """In a timed ragged batch, one sequence has the context of the class, and the others have 1 / RAGGED_SHARE of it."""
@@ -79,9 +73,10 @@ class Workload:
         return sum(query * context for query, context in zip(self.query_lens, self.context_lens, strict=True))
 
 
-Run = Callable[[int], Callable[[], None]]
-"""Builds that many calls, each a write of one token and attention over the output of the previous call. The returned
-function runs them and waits; only it is timed, because in a step the host builds while the device works."""
+Run = Callable[[int], None]
+"""Makes that many calls, each a write of one token and attention over the output of the previous call, and waits. All
+of it is timed, the host's work too: where a model is small, the host is what a step waits for, and the choices differ
+in how much they ask of it."""
 
 Prepare = Callable[[AttentionShape, Workload, Choice], Run]
 
@@ -122,6 +117,13 @@ def classes_of(shape: AttentionShape, limits: Limits) -> list[ShapeClass]:
     return [entry for entry in decode if entry.batch > 1 or not entry.ragged] + chunks
 
 
+def rarity(shape_class: ShapeClass) -> int:
+    """0 for the class of most steps: one sequence with a short context decodes. Each next bound is rarer. A chunk is as
+    rare as four sequences: it comes once in an answer, but it may be as long as many steps."""
+    batch = tuning.BATCHES.index(shape_class.batch) if shape_class.queries == 1 else 1
+    return batch + tuning.CONTEXTS.index(shape_class.context) + shape_class.ragged
+
+
 def reachable(bounds: tuple[int, ...], limit: int) -> list[int]:
     """The upper bounds of the classes that values up to `limit` belong to."""
     return [bound for below, bound in zip((0, *bounds), bounds, strict=False) if below < limit]
@@ -143,22 +145,22 @@ def workload_of(shape_class: ShapeClass, shape: AttentionShape, limits: Limits) 
 
 
 def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workload) -> list[Choice]:
-    """The choices to time, the default first. It skips a partition that makes as many ranges as an earlier one."""
-    longest, queries = max(workload.context_lens), shape_class.queries
-    default = default_choice(shape_class)
-    found = [default]
-    ranges = {default.num_ranges(longest)}
-    tried = SHORT_CHUNK_PARTITIONS if queries == tuning.CHUNKS[0] else CHUNK_PARTITIONS
-    for partition in DECODE_PARTITIONS if queries == 1 else tried:
-        if (count := Choice(partition).num_ranges(longest)) not in ranges:
-            ranges.add(count)
-            found.append(Choice(partition))
+    """The choices to time, the default first. It skips a partition that makes as many ranges as an earlier one, and
+    choices that take too much memory."""
+    longest, tokens = max(workload.context_lens), sum(workload.query_lens)
     copied = sum(workload.context_lens) * shape.layout.bytes_per_token
-    worth_copying = len(workload.query_lens) <= MAX_COPIED_SEQUENCES and copied <= POOL_BYTES
-    if CONTIGUOUS not in found and (queries > 1 or worth_copying):
-        found.append(CONTIGUOUS)
-    if queries > 1:
-        found.append(MATRIX)
+    bytes_per_row = 4 * shape.num_query_heads * (shape.layout.value_size + 4)
+    found: list[Choice] = []
+    ranges: set[int] = set()
+    for choice in candidate_choices(shape_class):
+        if choice.partition is None:
+            fits = shape_class.queries > 1 or copied <= POOL_BYTES
+        else:
+            count = choice.num_ranges(longest)
+            fits = count not in ranges and tokens * count * bytes_per_row <= PARTIAL_BYTES
+            ranges.add(count)
+        if fits or not found:
+            found.append(choice)
     return found
 
 
@@ -179,10 +181,11 @@ def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
         "window": shape.window,
         "chunk": shape.chunk,
         "sinks": sinks,
+        "softcap": 1.0 if shape.softcap else None,
     }
     one_token = AttentionMetadata.build([1], workload.context_lens[:1], tables[:1], size)
 
-    def run(calls: int) -> Callable[[], None]:
+    def run(calls: int) -> None:
         out = queries
         for _ in range(calls):
             # A write comes first, as in a layer. Without it, a copy of keys would not wait for the previous call's
@@ -190,7 +193,7 @@ def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
             keys, values = (of_size(out[:1, : layout.num_kv_heads], size) for size in sizes)
             kv.write(keys, None if layout.latent else values, one_token)
             out = kv.attend(of_size(out, layout.key_size), meta, **options)
-        return lambda: mx.eval(out)
+        mx.eval(out)
 
     return run
 
@@ -209,16 +212,21 @@ class Tuner:
         self._prepare = prepare
         self._clock = clock
 
-    def measure(self, wanted: list[ShapeTimes], limits: Limits) -> None:
-        """Measure all classes, the cheap ones first, so that the budget cuts off rare ones."""
+    def measure(
+        self, wanted: list[ShapeTimes], limits: Limits, report: ReportAmount = lambda done, total: None
+    ) -> None:
+        """Measure all classes, those that most steps belong to first, so that the budget cuts off rare ones."""
         deadline = self._clock() + BUDGET_S
         jobs = [(workload_of(entry, one.shape, limits), entry, one) for one in wanted for entry in one.classes]
-        for workload, entry, one in sorted(jobs, key=lambda job: job[0].cost):
+        jobs.sort(key=lambda job: (rarity(job[1]), job[0].cost))
+        for done, (workload, entry, one) in enumerate(jobs):
+            report(done, len(jobs))
             times = self._compare(entry, one.shape, workload, deadline)
             if times is None:
                 return
             if times:
                 one.times[entry] = times
+        report(len(jobs), len(jobs))
 
     def _compare(
         self, shape_class: ShapeClass, shape: AttentionShape, workload: Workload, deadline: float
@@ -229,14 +237,15 @@ class Tuner:
             if self._clock() >= deadline:
                 return None
             try:
-                times[choice] = self._time(self._prepare(shape, workload, choice), min(times.values(), default=None))
+                times[choice] = self.time(self._prepare(shape, workload, choice), min(times.values(), default=None))
             except Exception as error:  # a kernel that does not compile, or too little memory
                 message = "%s failed for %s and is not timed: %s: %s"
                 logger.error(message, choice, shape_class, type(error).__name__, error)
         return times
 
-    def _time(self, run: Run, best: float | None) -> float:
-        run(1)()  # compiles kernels and fills the pool
+    def time(self, run: Run, best: float | None = None) -> float:
+        """Seconds per call. best: of the candidates before, if there are any."""
+        run(1)  # compiles kernels and fills the pool
         once = self._elapsed(run, 1)
         calls = max(1, min(MAX_CALLS, int(REPETITION_S / once)))
         if calls == 1 and best is not None and once > HOPELESS * best:
@@ -247,9 +256,8 @@ class Tuner:
         return statistics.median(times) / calls
 
     def _elapsed(self, run: Run, calls: int) -> float:
-        finish = run(calls)
         start = self._clock()
-        finish()
+        run(calls)
         return max(self._clock() - start, 1e-9)  # the clock may not have moved
 
 
@@ -259,8 +267,10 @@ def tune(
     retune: bool = False,
     cache: TuningCache | None = None,
     tuner: Tuner | None = None,
+    report: ReportAmount = lambda done, total: None,
 ) -> list[ShapeTimes]:
-    """Times of each distinct shape: from the cache, else measured now and stored. retune: measure all.
+    """Times of each distinct shape: from the cache, else measured now and stored. retune: measure all. report: called
+    with the numbers of classes that are measured, and of all that are missing.
 
     The times are empty if nothing can be measured here.
     """
@@ -274,7 +284,7 @@ def tune(
     missing = [one for one in found if not one.cached]
     if missing:
         try:
-            (tuner or Tuner()).measure(missing, limits)
+            (tuner or Tuner()).measure(missing, limits, report)
         finally:
             mx.clear_cache()  # frees the timed pools
     for one in missing:
@@ -290,7 +300,12 @@ def cache_key(shape: AttentionShape, limits: Limits) -> str:
 
 
 def choose_tunings(
-    backend: str, setting: str, shapes: Iterable[AttentionShape], limits: Limits, retune: bool = False
+    backend: str,
+    setting: str,
+    shapes: Iterable[AttentionShape],
+    limits: Limits,
+    retune: bool = False,
+    report: ReportAmount = lambda done, total: None,
 ) -> Mapping[AttentionShape, Tuning]:
     """The tuning of every shape for an engine that serves on `backend`. setting: value of `--attention-tuning`.
 
@@ -304,7 +319,7 @@ def choose_tunings(
     if forced is not None:
         logger.info("attention tuning: %s, as configured", setting)
         return {shape: usable_tuning(shape, forced) for shape in dict.fromkeys(shapes)}
-    found = tune(shapes, limits, retune)
+    found = tune(shapes, limits, retune, report=report)
     level = logging.WARNING if retune and not can_measure() else logging.INFO
     logger.log(level, "attention tuning: %s", summary(found))
     return {one.shape: usable_tuning(one.shape, one.tuning) for one in found}

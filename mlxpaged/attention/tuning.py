@@ -38,6 +38,16 @@ CONTEXTS = (1024, 8192, 32768)
 CHUNKS = (31, 127, 255, 2048)
 """Upper bounds of the classes: decoding sequences, keys and query tokens. The last class has no upper bound."""
 
+DECODE_CANDIDATES = (64, 128, 256, 512, 1024, 4096)
+SHORT_CHUNK_CANDIDATES = (512, 4096)
+CHUNK_CANDIDATES = (4096,)
+"""Keys per threadgroup that the tuner times. Chunks that are not short fill the device without a split, and a split
+costs memory for each of their tokens."""
+
+MAX_COPIED_SEQUENCES = 4
+"""Most decoding sequences for which the tuner times contiguous copies. Copies cost launches and memory per sequence;
+with 1,024 keys they beat a paged kernel for 1 sequence and lost for 4 (measured by lablup/mlxcel)."""
+
 EVEN = 0.75
 """A decoding batch is even if its mean context is at least this share of the longest, else ragged: most threadgroups of
 a ragged batch finish long before the last."""
@@ -140,6 +150,20 @@ def default_chunk_choice(queries: int, context: int) -> Choice:
     """The choice for a prompt chunk whose last token sees `context` keys if nothing was measured."""
     is_long = queries >= LONG_CHUNK or queries * context > LARGE_CHUNK
     return CONTIGUOUS if is_long else Choice(CHUNK_PARTITION)
+
+
+def candidate_choices(shape_class: ShapeClass) -> list[Choice]:
+    """The choices that the tuner times for a class, the default first."""
+    found = [default_choice(shape_class)]
+    if shape_class.queries == 1:
+        found += map(Choice, DECODE_CANDIDATES)
+    else:
+        found += map(Choice, SHORT_CHUNK_CANDIDATES if shape_class.queries == CHUNKS[0] else CHUNK_CANDIDATES)
+    if shape_class.queries > 1 or shape_class.batch <= MAX_COPIED_SEQUENCES:
+        found.append(CONTIGUOUS)
+    if shape_class.queries > 1:
+        found.append(MATRIX)
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from mlxpaged.attention.tuning import Choice, ShapeClass, parse_choice
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Increase it if the same classes and choices come to mean other launches or workloads."""
 
 Times = dict[ShapeClass, dict[Choice, float]]

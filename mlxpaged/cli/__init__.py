@@ -12,7 +12,7 @@ from mlxpaged import __version__
 COMMANDS = {
     "serve": ("serve", "serve a model over the OpenAI and Anthropic APIs"),
     "bench": ("bench.command", "measure how fast this machine serves a model"),
-    "doctor": ("doctor", "check the attention kernels on this machine"),
+    "doctor": ("doctor.command", "check and measure the attention kernels on this machine"),
     "keys": ("keys", "make, list and remove API keys"),
 }
 """Name -> (module, summary for the help)."""

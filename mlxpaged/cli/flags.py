@@ -53,14 +53,23 @@ class Flags:
         self.value(flag, kind, getattr(self._defaults, dest), help, otherwise, dest)
 
     def value(
-        self, flag: str, kind: Kind, default: Any, help: str, otherwise: str = "", dest: str | None = None
+        self,
+        flag: str,
+        kind: Kind,
+        default: Any,
+        help: str,
+        otherwise: str = "",
+        dest: str | None = None,
+        without_value: str | None = None,
     ) -> None:
+        """Add a flag with a value. without_value: the value if the command line has the flag only."""
         if default is not None:
             help += f" (default {default.name.lower() if isinstance(default, enum.Enum) else default})"
         elif otherwise:
             help += f" (default: {otherwise})"
         # argparse applies `type` to a default that is a string, such as the variable's.
-        self._add(flag, help, type=kind, default=os.environ.get(variable(flag)) or default, dest=dest)
+        options: dict[str, Any] = {} if without_value is None else {"nargs": "?", "const": without_value}
+        self._add(flag, help, type=kind, default=os.environ.get(variable(flag)) or default, dest=dest, **options)
 
     def values(self, flag: str, kind: Kind, help: str, dest: str) -> None:
         """Add a flag that can be repeated. Its variable has commas between the values."""

@@ -19,12 +19,15 @@ from starlette.applications import Starlette
 from mlxpaged import __version__
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.http_protocol import HttpProtocol
+from mlxpaged.cli.start_display import StartDisplay
 from mlxpaged.cpu import blas
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineInfo, EngineUnavailableError
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DISPLAY_SECONDS = 0.1
+"""Between two looks at how far the start is."""
 GRACE_SECONDS = 2.0
 """The events of the last request get this time to reach the client. Then open connections are closed."""
 
@@ -105,8 +108,14 @@ class HttpServer(uvicorn.Server):
             self._tasks.append(asyncio.ensure_future(self._announce(self._engine)))
 
     async def _announce(self, engine: AsyncEngine) -> None:
+        display = StartDisplay(sys.stderr)
+        loaded = asyncio.ensure_future(engine.wait_loaded())
+        while not loaded.done():
+            await asyncio.wait([loaded], timeout=DISPLAY_SECONDS)
+            display.show(engine.progress)
+        display.end()
         try:
-            await engine.wait_loaded()
+            loaded.result()
         except EngineUnavailableError as error:
             if not self.should_exit:
                 print(f"mlxpaged: {error}", file=sys.stderr, flush=True)
@@ -128,6 +137,8 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) ->
         place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
         tokens = slots * info.block_size // len(info.groups)
         extra += f"  swap      {size} in {place}: {slots} blocks, {tokens} tokens\n"
+    if info.kernels_off is not None:
+        extra += f"  slower    the Metal kernels are off: {info.kernels_off}\n"
     if slow := info.num_layers_per_sequence:
         extra += f"  slower    {slow} of {info.num_layers} layers run once per sequence, without a prefix cache\n"
     if not info.groups.keeps_all:

@@ -19,6 +19,7 @@ from mlxpaged.engine.errors import (
 )
 from mlxpaged.engine.grammar import GrammarError
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.progress import Progress, Stage
 from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
 from mlxpaged.engine.request_stream import RequestStream
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -43,6 +44,7 @@ __all__ = [
     "GrammarError",
     "MinTokensError",
     "Priority",
+    "Progress",
     "QueueFullError",
     "Request",
     "RequestCancelledError",
@@ -51,6 +53,7 @@ __all__ = [
     "RequestStream",
     "SamplingParams",
     "SequenceState",
+    "Stage",
     "StructuredOutput",
     "Thinking",
     "Timeline",

@@ -19,6 +19,7 @@ from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
 from mlxpaged.engine.engine_thread import Callbacks, EngineThread
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
 from mlxpaged.engine.status import EngineStats, EngineStatus
@@ -61,7 +62,9 @@ class AsyncEngine:
         self._idle.set()
         self._ended_all = False
         self._reserved = 0
+        self.progress: Progress | None = None
         callbacks = Callbacks(
+            lambda progress: self._hand_over(self._note_progress, progress),
             lambda core: self._hand_over(self._become_ready, EngineInfo(core), core.stats()),
             lambda outputs, stats: self._hand_over(self._dispatch, outputs, stats),
             lambda reason: self._hand_over(self._become_dead, reason),
@@ -69,7 +72,7 @@ class AsyncEngine:
         self.thread = EngineThread(config, callbacks, clock)
 
     def start(self) -> None:
-        """Start the engine thread. The model loads in the background."""
+        """Start the engine thread. The model loads in the background, and `progress` says how far it is."""
         self.loop = asyncio.get_running_loop()
         self.thread.start()
 
@@ -88,7 +91,7 @@ class AsyncEngine:
         if self.state is EngineState.READY and self.info is not None:
             return self.info
         messages = {
-            EngineState.LOADING: "the model is still loading",
+            EngineState.LOADING: f"the model is still loading{f': {self.progress}' if self.progress else ''}",
             EngineState.DRAINING: "the server is shutting down",
         }
         raise EngineUnavailableError(self.state, messages.get(self.state, f"the engine is dead: {self.reason}"))
@@ -252,6 +255,9 @@ class AsyncEngine:
             logger.debug("the event loop is closed; dropped %s", getattr(callback, "__name__", callback))
 
     # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def _note_progress(self, progress: Progress) -> None:
+        self.progress = progress
 
     def _become_ready(self, info: EngineInfo, stats: EngineStats) -> None:
         self.info, self.stats = info, stats

@@ -17,6 +17,7 @@ from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.memory import StateMemory, kv_blocks, state_checkpoints, swap_slots
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.models import ServedModel, UnsupportedModelError, load_embedding_model, own_embedding_model
 from mlxpaged.models.cache_groups import cache_layout, one_group
@@ -32,12 +33,13 @@ def build_engine(
     clock: Callable[[], float] = time.monotonic,
     embedder: Embedder | None = None,
     no_embedder_because: str = "",
+    report: Report = lambda progress: None,
 ) -> EngineCore:
     """Make an engine for a loaded model, on the thread that will run it.
 
-    clock: seconds. Requests' arrival times refer to it. no_embedder_because: the reason if `embedder` is None. Raises
-    MemoryError if the KV pools, the recurrent states or the swap space do not fit, and SwapSpaceError if the swap
-    space's directory cannot be used.
+    clock: seconds. Requests' arrival times refer to it. no_embedder_because: the reason if `embedder` is None. report:
+    called while kernels are compiled, and timed at the first start. Raises MemoryError if the KV pools, the recurrent
+    states or the swap space do not fit, and SwapSpaceError if the swap space's directory cannot be used.
     """
     per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
     layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.context_length)
@@ -63,9 +65,11 @@ def build_engine(
         swap_slots_per_state=-(-per_state // per_block) if slots else 0,
     )
     shapes = [spec.attention_shape(config.block_size) for spec in served.kv_layers]
-    backend = choose_backend(config.attention_backend, shapes)
+    choice = choose_backend(config.attention_backend, shapes, reporter(Stage.COMPILING, report))
+    backend = choice.backend
     limits = Limits(served.context_length, config.max_num_seqs)
-    tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune)
+    timing = reporter(Stage.TIMING, report)
+    tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune, timing)
     runner = ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout)
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     sampler = Sampler(served.vocab_size, compiled=on_gpu)
@@ -73,7 +77,9 @@ def build_engine(
         runner.warm_up()
         sampler.warm_up()
     scheduler, grammars = Scheduler(scheduler_config, clock), Grammars(served.tokenizer, served.vocab_size)
-    return EngineCore(served, scheduler, runner, sampler, grammars, clock, embedder, no_embedder_because)
+    return EngineCore(
+        served, scheduler, runner, sampler, grammars, clock, embedder, no_embedder_because, choice.kernels_off
+    )
 
 
 def build_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder | None, str]:

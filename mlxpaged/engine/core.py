@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Everything that runs on the engine thread. `builder.build_engine` makes one.
+    """Everything that runs on the engine thread. `builder.build_engine` makes one. kernels_off: as in BackendChoice.
 
     One call of `step` launches at most one forward pass of the model, unless it recovers from a failure. The embedder
     has steps of its own.
@@ -45,6 +45,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         embedder: Embedder | None = None,
         no_embedder_because: str = "",
+        kernels_off: str | None = None,
     ) -> None:
         self.served = served
         self.scheduler = scheduler
@@ -54,6 +55,7 @@ class EngineCore:
         self.clock = clock
         self.embedder = embedder
         self.no_embedder_because = no_embedder_because
+        self.kernels_off = kernels_off
         config = scheduler.config
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
         self._in_flight: InFlightStep | None = None

@@ -14,6 +14,7 @@ from mlxpaged.engine.builder import build_embedder, build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.memory import wire_device_memory
+from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
@@ -28,9 +29,10 @@ Command = Callable[[EngineCore], list[RequestOutput]]
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Called on the engine thread. on_step: once per step, with all its outputs. on_end: last, with the reason if the
-    thread ended unexpectedly, else None."""
+    """Called on the engine thread. on_progress: while the model loads and kernels are compiled. on_step: once per step,
+    with all its outputs. on_end: last, with the reason if the thread ended unexpectedly, else None."""
 
+    on_progress: Report
     on_ready: Callable[[EngineCore], None]
     on_step: Callable[[list[RequestOutput], EngineStats], None]
     on_end: Callable[[str | None], None]
@@ -54,8 +56,10 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         try:
             wire_device_memory()
-            served = load_model(self._config.model, self._config.served_model_name, self._config.tool_parser)
-            core = build_engine(self._config, served, self._clock, *build_embedder(self._config, served))
+            config, report = self._config, self.callbacks.on_progress
+            loading = reporter(Stage.LOADING, report)
+            served = load_model(config.model, config.served_model_name, config.tool_parser, loading)
+            core = build_engine(config, served, self._clock, *build_embedder(config, served), report)
             with contextlib.closing(core):
                 self.callbacks.on_ready(core)
                 self._serve(core)

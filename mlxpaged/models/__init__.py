@@ -9,6 +9,7 @@ from mlxpaged.models.loader import (
     load_embedding_model,
     load_model,
     own_embedding_model,
+    resolve_model,
     tool_parsers,
 )
 from mlxpaged.models.tokenizer import Tags, Tokenizer, ToolFormat
@@ -25,6 +26,7 @@ __all__ = [
     "load_embedding_model",
     "load_model",
     "own_embedding_model",
+    "resolve_model",
     "synchronize",
     "tool_parsers",
 ]

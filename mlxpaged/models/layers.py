@@ -19,7 +19,7 @@ class KV:
     """A layer keeps keys and values for each token. key_size, value_size: elements of one head.
 
     latent: one row for all heads, as in KVLayout. window: keys that a query sees, None for all. chunk: as in
-    `LayerKVCache.attend`. A probe finds num_query_heads and sinks.
+    `LayerKVCache.attend`. A probe finds num_query_heads, sinks and softcap.
     """
 
     num_kv_heads: int
@@ -31,12 +31,14 @@ class KV:
     sinks: bool = False
     latent: bool = False
     chunk: int | None = None
+    softcap: bool = False
 
     def kv_layout(self, block_size: int = DEFAULT_BLOCK_SIZE) -> KVLayout:
         return KVLayout(self.num_kv_heads, self.key_size, self.value_size, self.dtype, block_size, self.latent)
 
     def attention_shape(self, block_size: int) -> AttentionShape:
-        return AttentionShape(self.num_query_heads, self.kv_layout(block_size), self.window, self.sinks, self.chunk)
+        layout = self.kv_layout(block_size)
+        return AttentionShape(self.num_query_heads, layout, self.window, self.sinks, self.chunk, self.softcap)
 
 
 @dataclass(frozen=True)

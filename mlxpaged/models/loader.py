@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx_lm.tool_parsers
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_reduce
+from mlx.utils import tree_flatten, tree_reduce
 from mlx_lm.utils import load_model as load_weights
 from mlx_lm.utils import load_tokenizer
 
-from mlxpaged.attention import WindowMismatchError
+from mlxpaged.attention import ReportAmount, WindowMismatchError
 from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
@@ -35,6 +36,9 @@ DEMO_MODEL = "demo"
 DEMO_PATH = Path(__file__).parent / "demo"
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
+
+READ_BYTES = 2**27
+"""Bytes of weights that are read at once: about 40 ms from the SSD of a Mac, so that a display can follow."""
 
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
 """What is downloaded beside the weights."""
@@ -117,15 +121,22 @@ def tool_parsers() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
 
 
-def load_model(name: str, served_name: str | None = None, tool_parser: str | None = None) -> ServedModel:
+def load_model(
+    name: str,
+    served_name: str | None = None,
+    tool_parser: str | None = None,
+    report: ReportAmount = lambda done, total: None,
+) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
-    tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. Call it on the
-    thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. report: called
+    with the bytes of weights that are loaded, and of all. Call it on the thread that will run the model. Raises
+    ModelNotFoundError or UnsupportedModelError.
     """
     path = resolve_model(name)
     try:
-        model, config = load_weights(path)
+        model, config = load_weights(path, lazy=True)
+        read_weights(model, report)
         extra = {"tool_parser_type": tool_parser} if tool_parser else None
         wrapped = load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
@@ -153,6 +164,24 @@ def load_model(name: str, served_name: str | None = None, tool_parser: str | Non
         context_length=longest,
         weight_bytes=tree_reduce(lambda total, array: total + int(array.nbytes), model.parameters(), 0),
     )
+
+
+def read_weights(model: Module, report: ReportAmount) -> None:
+    """Evaluate the weights, which mlx-lm has left to be read when they are needed, in groups of READ_BYTES.
+
+    The total is that of the weights which the model has. Its files may have more, for example an image encoder's.
+    """
+    weights: Any = tree_flatten(model.parameters())
+    total, done, group = sum(array.nbytes for _, array in weights), 0, 0
+    waiting: list[mx.array] = []
+    report(0, total)
+    for _, array in weights:
+        waiting.append(array)
+        group += array.nbytes
+        if group >= READ_BYTES or done + group == total:
+            mx.eval(waiting)
+            done, group, waiting = done + group, 0, []
+            report(done, total)
 
 
 def load_embedding_model(name: str, served_name: str | None, max_tokens: int) -> EmbeddingModel:

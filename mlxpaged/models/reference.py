@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxpaged.attention import layer, route_attention
+from mlxpaged.attention import layer, precision, route_attention
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.probe_steps import ROUNDING_TOKENS, SHORT_PROMPT, prompt_length
 
@@ -122,7 +122,9 @@ def moved(base: type[Module], seeds: Iterator[int]) -> Callable[..., Any]:
         result = base.__call__(self, *args, **kwargs)
         if not isinstance(result, mx.array) or result.dtype not in ROUNDING_UNITS:
             return result
-        by = mx.random.uniform(-1, 1, result.shape, key=mx.random.key(next(seeds))) * ROUNDING_UNITS[result.dtype]
+        is_tf32 = result.dtype == mx.float32 and precision.rounds_float32()
+        unit = precision.TF32_UNIT if is_tf32 else ROUNDING_UNITS[result.dtype]
+        by = mx.random.uniform(-1, 1, result.shape, key=mx.random.key(next(seeds))) * unit
         return (result.astype(mx.float32) * (1 + by)).astype(result.dtype)
 
     return call

@@ -10,6 +10,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from mlxpaged.attention import BackendChoice, resolve_backend
+from mlxpaged.cli.http_server import banner
 from mlxpaged.engine import EngineConfig, EngineState
 from mlxpaged.models import ModelNotFoundError
 from tests.api.helpers import DEADLINE, StepGate, ask, metrics, post, random_tokens, raw, raw_post, run_on
@@ -73,15 +75,18 @@ def test_http_is_up_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> No
     go_on = threading.Event()
     load_model = engine_thread.load_model
 
-    def slow_load(*args: Any) -> Any:
+    def slow_load(name: str, served_name: str | None, tool_parser: str | None, report: Any) -> Any:
+        report(3_240_000_000, 8_100_000_000)
         assert go_on.wait(DEADLINE)
-        return load_model(*args)
+        return load_model(name, served_name, tool_parser, report)
 
     monkeypatch.setattr(engine_thread, "load_model", slow_load)
     with running_server(EngineConfig(kv_cache_bytes=8_000_000), wait_loaded=False) as server:
         try:
+            wait_until(lambda: server.engine.progress is not None)
             health = get(server, "/health")
             assert (health.status_code, health.json()["status"]) == (503, "loading")
+            assert health.json()["progress"] == get(server, "/v1/status").json()["progress"] == "loading 3.2 of 8.1 GB"
             assert get(server, "/v1/models").json() == {"object": "list", "data": []}
             assert get(server, "/metrics").status_code == 200
             with raw(server) as client:
@@ -90,10 +95,27 @@ def test_http_is_up_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> No
                     assert response.status_code == 503
                     assert int(response.headers["retry-after"]) >= 1
                     assert response.json()["error"]["code"] == "loading"
+                    assert "loading 3.2 of 8.1 GB" in response.json()["error"]["message"]
         finally:
             go_on.set()
         wait_until(lambda: get(server, "/health").status_code == 200, DEADLINE)
+        assert "progress" not in get(server, "/health").json()
         assert post(server, ask("What is 17 + 25?"))["choices"][0]["message"]["content"] == "42"
+
+
+def test_the_server_says_that_the_metal_kernels_are_off_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlxpaged.engine import builder
+
+    reason = "kv_gather, mixed chunks (4 heads): the results differ"
+    choice = BackendChoice(resolve_backend("auto"), reason)
+    monkeypatch.setattr(builder, "choose_backend", lambda *_: choice)
+    with running_server(EngineConfig(kv_cache_bytes=8_000_000)) as server:
+        health = get(server, "/health")
+        assert (health.status_code, health.json()["metal_kernels_off"]) == (200, reason)
+        attention = get(server, "/v1/status").json()["attention"]
+        assert attention == {"backend": choice.backend, "metal_kernels_off": reason}
+        info = server.engine.require_ready()
+        assert f"the Metal kernels are off: {reason}\n" in banner(info, server.engine.config, server.url, False)
 
 
 def test_a_server_can_be_stopped_while_its_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:

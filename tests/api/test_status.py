@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.attention import resolve_backend
 from mlxpaged.engine import EngineConfig, Priority
 from tests.api.helpers import (
     DEADLINE,
@@ -72,6 +73,7 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
         "waiting": {"total": 0, "sequences": []},
         "blocks": {"used": 0, "cached": usage.cached, "free": usage.free, "total": server.engine.info.num_blocks},
         "swap": {"used": 0, "total": 0},
+        "attention": {"backend": resolve_backend("auto"), "metal_kernels_off": None},
         "states": {"reserved_bytes": 0, "bytes_per_sequence": 0, "checkpoints": 0, "max_checkpoints": 0},
         "embeddings": {"model": None, "inputs_waiting": 0},
     }

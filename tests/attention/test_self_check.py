@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlxpaged.attention import (
     AttentionShape,
+    BackendChoice,
     KVLayout,
     Limits,
     choose_backend,
     choose_tunings,
     kernels,
+    precision,
     resolve_backend,
 )
-from mlxpaged.attention.self_check import CASES, MATRIX_CASES, self_check, usable_tuning
-from mlxpaged.attention.tuning import CONTIGUOUS, DEFAULT_TUNING, MATRIX, Choice, ShapeClass, Tuning
-from mlxpaged.cli import main
+from mlxpaged.attention.self_check import CASES, MATRIX_CASES, NEEDED_CASES, self_check, usable_tuning
+from mlxpaged.attention.tuning import BY_CONTEXT, CONTIGUOUS, DEFAULT_TUNING, MATRIX, ShapeClass, Tuning
 from mlxpaged.engine import EngineConfig, build_engine
 from mlxpaged.models import load_model
 from tests.support import make_tiny_model, run_requests
@@ -32,6 +35,7 @@ OTHERS = [
     AttentionShape(6, KVLayout(2, 80, 80, mx.float32, 32), window=5, sinks=True),
     AttentionShape(4, KVLayout(2, 48, 32, mx.float16, 32)),
     AttentionShape(4, KVLayout(2, 32, 32, mx.float16, 32), chunk=24),
+    AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32), softcap=True),
     AttentionShape(20, KVLayout(1, 40, 32, mx.float32, 32, latent=True)),
 ]
 
@@ -43,7 +47,6 @@ BROKEN = {
     "kv_gather": ("key_pool", "value_pool", "kv_gather, mixed chunks"),
     "block_copy": ("key_pool", "keys_pool", "block_write, block_copy and block_read"),
 }
-NEEDED = [case for case in CASES if case not in MATRIX_CASES]
 BY_MATRICES = Tuning(((ShapeClass(31, 1, 1024), MATRIX), (ShapeClass(1, 1, 1024), CONTIGUOUS)))
 
 
@@ -70,16 +73,16 @@ def break_kernel(directory: Path, name: str) -> str:
 @pytest.mark.usefixtures("metal")
 @pytest.mark.parametrize("shape", [SHAPE, *OTHERS], ids=str)
 def test_sound_kernels_pass_every_case(shape: AttentionShape) -> None:
-    checks = self_check([shape, shape], NEEDED)
-    assert [check.case for check in checks] == NEEDED, "equal shapes are checked once"
-    assert [check.problem for check in checks] == [None] * len(NEEDED)
-    assert choose_backend("auto", [shape]) == "metal"
+    checks = self_check([shape, shape], cases=NEEDED_CASES)
+    assert [check.case for check in checks] == list(NEEDED_CASES), "equal shapes are checked once"
+    assert [check.problem for check in checks] == [None] * len(NEEDED_CASES)
+    assert choose_backend("auto", [shape]) == BackendChoice("metal")
 
 
 @pytest.mark.usefixtures("metal")
 @pytest.mark.parametrize("shape", [SHAPE, *(pytest.param(shape, marks=pytest.mark.slow) for shape in OTHERS)], ids=str)
 def test_a_sound_matrix_kernel_may_be_chosen(shape: AttentionShape) -> None:
-    assert [check.problem for check in self_check([shape], MATRIX_CASES)] == [None, None]
+    assert [check.problem for check in self_check([shape], cases=MATRIX_CASES)] == [None, None]
     assert usable_tuning(shape, BY_MATRICES) is BY_MATRICES
 
 
@@ -89,14 +92,14 @@ def test_a_broken_matrix_kernel_is_not_chosen_and_the_other_kernels_are_used(
 ) -> None:
     path = copied_kernels / "matrix_attention.metal"
     path.write_text(path.read_text().replace("sum * factor / divisor", "sum"))
-    assert choose_backend("auto", [SHAPE]) == "metal"
+    assert choose_backend("auto", [SHAPE]) == BackendChoice("metal")
     problems = {check.case: check for check in self_check([SHAPE])}
     assert "differ" in str(problems["matrix_attention, mixed chunks"].problem)
     assert not any(check.stops_metal for check in problems.values())
     assert usable_tuning(SHAPE, BY_MATRICES) == Tuning(BY_MATRICES.choices[1:])
     assert usable_tuning(SHAPE, Tuning(chunks=MATRIX)) == DEFAULT_TUNING
     assert usable_tuning(SHAPE, DEFAULT_TUNING) is DEFAULT_TUNING
-    assert choose_tunings("metal", "matrix", [SHAPE], Limits(1024, 1)) == {SHAPE: Tuning(decode=Choice(512))}
+    assert choose_tunings("metal", "matrix", [SHAPE], Limits(1024, 1)) == {SHAPE: Tuning(decode=BY_CONTEXT)}
     assert len(caplog.records) == 3
     assert "the matrix kernel is not used" in caplog.text
     assert str(SHAPE) in caplog.text
@@ -110,7 +113,9 @@ def test_a_broken_kernel_is_named_with_what_is_wrong_and_attention_falls_back(
     case = break_kernel(copied_kernels, name)
     problems = {check.case: check.problem for check in self_check([SHAPE])}
     assert problems[case] is not None
-    assert choose_backend("auto", [SHAPE]) == "gather"
+    choice = choose_backend("auto", [SHAPE])
+    assert choice.backend == "gather"
+    assert name in str(choice.kernels_off)
     [record] = caplog.records
     assert name in record.getMessage()
     assert "not used" in record.getMessage()
@@ -118,18 +123,94 @@ def test_a_broken_kernel_is_named_with_what_is_wrong_and_attention_falls_back(
 
 @pytest.mark.usefixtures("metal")
 def test_a_size_that_the_kernels_are_not_made_for_falls_back_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_backend("auto", [AttentionShape(4, KVLayout(2, 18, 18, mx.float32, 32))]) == "gather"
+    assert choose_backend("auto", [AttentionShape(4, KVLayout(2, 18, 18, mx.float32, 32))]).backend == "gather"
     assert "multiple of 4" in caplog.text
+
+
+def to_tf32(array: mx.array) -> mx.array:
+    """Rounded to a significand of 11 bits."""
+    rounded: mx.array = ((array.astype(mx.float32).view(mx.int32) + 0x1000) & ~0x1FFF).view(mx.float32)
+    return rounded
+
+
+def attention_in_tf32(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: mx.array | None
+) -> mx.array:
+    """`mx.fast.scaled_dot_product_attention` as the GPU of an M5 computes it in float32."""
+    assert sinks is None
+    keys, values = (mx.repeat(each, queries.shape[1] // each.shape[1], axis=1) for each in (keys, values))
+    scores = scale * (to_tf32(queries) @ to_tf32(keys).swapaxes(-1, -2))
+    if isinstance(mask, str):
+        length, num_keys = scores.shape[-2:]
+        mask = mx.arange(num_keys) <= mx.arange(num_keys - length, num_keys)[:, None]
+    weights = mx.softmax(mx.where(mask, scores, -mx.inf), axis=-1)
+    return to_tf32(weights) @ to_tf32(values)
+
+
+@pytest.mark.usefixtures("metal")
+def test_float32_passes_if_mlxs_own_attention_is_rounded_to_tf32_and_a_wrong_key_does_not(
+    copied_kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = AttentionShape(4, KVLayout(2, 128, 128, mx.float32, 32))
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention_in_tf32)
+    assert choose_backend("auto", [shape]).backend == "gather", "the limit for exact products is too tight"
+    monkeypatch.setattr(precision, "rounds_float32", lambda: True)
+    assert choose_backend("auto", [shape]) == BackendChoice("metal")
+    case = break_kernel(copied_kernels, "kv_write")
+    kernels.build.cache_clear()
+    assert case in str(choose_backend("auto", [shape]).kernels_off)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "release", "setting", "expected"),
+    [
+        ("applegpu_g17s", "26.2", None, True),
+        ("applegpu_g17g", "27.0.1", "1", True),
+        ("applegpu_g17p", "26.2", None, False),
+        ("applegpu_g18p", "26.3", None, True),
+        ("applegpu_g16s", "26.4", None, False),
+        ("applegpu_g17s", "26.1", None, False),
+        ("applegpu_g17s", "26.2", "0", False),
+        ("air64_v27", "26.2", None, False),  # a hosted macOS runner
+    ],
+)
+def test_float32_is_rounded_where_mlx_has_matrix_units_and_tf32_is_on(
+    architecture: str, release: str, setting: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+    monkeypatch.setattr(platform, "mac_ver", lambda: (release, ("", "", ""), "arm64"))
+    if setting is None:
+        monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
+    else:
+        monkeypatch.setenv("MLX_ENABLE_TF32", setting)
+    assert precision.rounds_float32() == expected
+
+
+@pytest.mark.usefixtures("metal", "warm_up")
+def test_kernels_that_were_asked_for_by_name_are_compiled_too_and_one_that_fails_is_logged(
+    copied_kernels: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports: list[tuple[int, int]] = []
+    assert choose_backend("metal", [SHAPE, SHAPE], lambda done, total: reports.append((done, total))).backend == "metal"
+    assert reports == [(done, len(CASES)) for done in range(len(CASES) + 1)]
+    assert not caplog.records
+    case = break_kernel(copied_kernels, "block_copy")
+    kernels.build.cache_clear()
+    assert choose_backend("metal", [SHAPE]) == BackendChoice("metal")
+    [record] = caplog.records
+    assert f"{case} failed" in record.getMessage()
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal device")
 def test_without_metal_auto_needs_no_check_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_backend("auto", [SHAPE]) == resolve_backend("auto") != "metal"
+    assert choose_backend("auto", [SHAPE]) == BackendChoice(resolve_backend("auto")) != BackendChoice("metal")
     assert not caplog.records
 
 
 def test_what_was_asked_for_by_name_is_not_second_guessed() -> None:
-    assert [choose_backend(name, []) for name in ("gather", "metal", "cpu")] == ["gather", "metal", "cpu"]
+    for name in ("gather", "metal", "cpu"):
+        assert choose_backend(name, []) == BackendChoice(name)
 
 
 @pytest.mark.usefixtures("metal")
@@ -144,28 +225,3 @@ def test_the_engine_serves_on_metal_if_the_check_passes_else_on_gather(tmp_path:
     core = build_engine(EngineConfig(kv_cache_bytes=1_000_000), served)
     assert core.runner.backend == "gather"
     assert run_requests(core, [[1, 2, 3]], max_tokens=4) == expected
-
-
-@pytest.mark.usefixtures("metal")
-def test_the_doctor_prints_every_kernel_and_its_outcome(
-    capsys: pytest.CaptureFixture[str], copied_kernels: Path
-) -> None:
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert all(
-        any(line.strip().startswith(case) and line.endswith(" ok") for line in out.splitlines()) for case in CASES
-    )
-    assert "mlx " in out
-    case = break_kernel(copied_kernels, "kv_gather")
-    kernels.build.cache_clear()
-    assert main(["doctor"]) == 1
-    [line] = [line for line in capsys.readouterr().out.splitlines() if case in line]
-    assert "differ" in line
-
-
-@pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal device")
-def test_the_doctor_says_why_there_are_no_kernels_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    assert "there is no Metal device" in capsys.readouterr().out
-    assert main(["doctor", "./nothing"]) == 1
-    assert "no such directory" in capsys.readouterr().err

@@ -30,7 +30,7 @@ from mlxpaged.attention import (
 from mlxpaged.attention.tuner import Prepare, Run, ShapeTimes, Tuner, Workload, classes_of, summary, tune
 from mlxpaged.attention.tuning import BY_CONTEXT, CONTIGUOUS, MATRIX, Choice, ShapeClass, default_choice
 from mlxpaged.attention.tuning_cache import Machine, TuningCache
-from mlxpaged.cli import main
+from mlxpaged.cli.doctor import report
 from mlxpaged.engine import EngineConfig, EngineCore, build_engine
 from mlxpaged.models import load_model
 from mlxpaged.models.layers import bytes_per_token
@@ -54,14 +54,14 @@ Cost = Callable[[Workload, Choice], float]
 
 @dataclass
 class FakeDevice:
-    """Attention that takes `cost` seconds a call, `wait` more for a result, and `compile` more at the first call of a
-    run. The calls of all runs are kept."""
+    """Attention that takes `cost` seconds a call on the device and `host` on the host, `wait` more for a result, and
+    `compile` more at the first call of a run. The calls of all runs are kept."""
 
     cost: Cost = lambda workload, choice: 1e-4
     wait: float = 0.0
     compile: float = 0.0
     now: float = 100.0
-    host: float = 0.0
+    host: Callable[[Choice], float] = lambda choice: 0.0
     calls: list[tuple[AttentionShape, Workload, Choice, int]] = field(default_factory=list)
 
     def clock(self) -> float:
@@ -70,14 +70,10 @@ class FakeDevice:
     def prepare(self, shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
         compiling = [self.compile]
 
-        def run(calls: int) -> Callable[[], None]:
-            self.now += self.host  # the work of the host, which is no part of the time
-
-            def finish() -> None:
-                self.calls.append((shape, workload, choice, calls))
-                self.now += (compiling.pop() if compiling else 0) + self.wait + calls * self.cost(workload, choice)
-
-            return finish
+        def run(calls: int) -> None:
+            self.calls.append((shape, workload, choice, calls))
+            device = calls * self.cost(workload, choice)
+            self.now += (compiling.pop() if compiling else 0) + self.wait + calls * self.host(choice) + device
 
         return run
 
@@ -139,9 +135,8 @@ def test_a_choice_that_is_hardly_faster_than_the_default_is_noise(cache: TuningC
 def test_compiling_is_not_timed_and_a_time_is_that_of_one_call(cache: TuningCache) -> None:
     device = FakeDevice(lambda _, choice: 2e-4 if choice == CONTIGUOUS else 1e-4, compile=0.05)
     times = measured(device, cache).times[LONE]
-    assert times == pytest.approx(
-        dict.fromkeys([BY_CONTEXT, *map(Choice, (256, 512, 1024))], 1e-4) | {CONTIGUOUS: 2e-4}
-    )
+    paged = dict.fromkeys([BY_CONTEXT, *map(Choice, (128, 256, 512, 1024))], 1e-4)
+    assert times == pytest.approx({**paged, CONTIGUOUS: 2e-4})
 
 
 def test_fast_calls_are_chained_and_slow_ones_are_not_repeated_often(cache: TuningCache) -> None:
@@ -165,12 +160,12 @@ def test_waiting_for_a_result_makes_no_candidate_hopeless(cache: TuningCache) ->
     assert times[CONTIGUOUS] == pytest.approx(1.5e-5 + 3e-4 / 6)
 
 
-def test_the_work_of_the_host_is_not_timed(cache: TuningCache) -> None:
-    device = FakeDevice(host=1e-4)
+def test_a_choice_that_asks_more_of_the_host_loses_by_that(cache: TuningCache) -> None:
+    device = FakeDevice(host=lambda choice: 2e-5 if choice == BY_CONTEXT else 5e-5 if choice == CONTIGUOUS else 1e-5)
     [one] = tune([SHAPE], Limits(1024, 1), cache=cache, tuner=device.tuner)
-    for workload, times in ((tuner.workload_of(entry, SHAPE, Limits(1024, 1)), t) for entry, t in one.times.items()):
-        for choice, seconds in times.items():
-            assert seconds == pytest.approx(device.cost(workload, choice) + device.wait / 8, rel=0.5)
+    assert one.times[LONE][BY_CONTEXT] == pytest.approx(1.2e-4)
+    assert one.times[LONE][CONTIGUOUS] == pytest.approx(1.5e-4)
+    assert one.choice(LONE) == Choice(128)
 
 
 def test_a_repetition_that_was_disturbed_does_not_count(cache: TuningCache) -> None:
@@ -180,15 +175,10 @@ def test_a_repetition_that_was_disturbed_does_not_count(cache: TuningCache) -> N
     def disturbed(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
         run = ordinary(shape, workload, choice)
 
-        def run_disturbed(calls: int) -> Callable[[], None]:
-            finish = run(calls)
-
-            def finish_disturbed() -> None:
-                finish()
-                if len(device.calls) % 7 in (4, 6):  # two of five repetitions, in turns early and late
-                    device.now += 0.01
-
-            return finish_disturbed
+        def run_disturbed(calls: int) -> None:
+            run(calls)
+            if len(device.calls) % 7 in (4, 6):  # two of five repetitions, in turns early and late
+                device.now += 0.01
 
         return run_disturbed
 
@@ -212,9 +202,13 @@ def test_when_the_time_is_up_the_remaining_classes_keep_the_default_and_that_is_
     one = measured(device, cache, LARGE)
     assert 1 <= device.now - 100 < 1.5
     assert 0 < len(one.times) < len(one.classes)
-    costs = {entry: tuner.workload_of(entry, SHAPE, LARGE).cost for entry in one.classes}
     missing = [entry for entry in one.classes if entry not in one.times]
-    assert max(costs[entry] for entry in one.times) <= min(costs[entry] for entry in missing), "cheap ones come first"
+    assert [str(entry) for entry in one.times][:3] == [
+        "decode 1, to 1024 keys",
+        "decode to 4, to 1024 keys, even",
+        "decode 1, to 8192 keys",
+    ], "what most steps are comes first"
+    assert max(map(tuner.rarity, one.times)) <= min(map(tuner.rarity, missing))
     assert {one.choice(entry) == one.tuning.choice(entry) == default_choice(entry) for entry in missing} == {True}
     assert all(len(times) == len(tuner.candidates(entry, SHAPE, tuner.workload_of(entry, SHAPE, LARGE)))
                for entry, times in one.times.items()), "no class is decided by some of its candidates"  # fmt: skip
@@ -239,7 +233,7 @@ def test_equal_shapes_are_measured_once(cache: TuningCache) -> None:
 
 def failing(device: FakeDevice, broken: Callable[[Choice], bool], at_call: bool) -> Prepare:
     def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
-        def refuse(_: int) -> Callable[[], None]:
+        def refuse(_: int) -> None:
             raise RuntimeError("no such kernel")
 
         if broken(choice):
@@ -604,12 +598,12 @@ def test_what_is_timed_is_the_choice_for_the_workload(metal_on_cpu: Interpreter)
     for choice, kernel in ((CONTIGUOUS, "kv_gather"), (Choice(64), "merge_partials"), (Choice(128), "paged_decode")):
         run = tuner.prepare(SHAPE, Workload([1, 1], [100, 20]), choice)
         before = len(metal_on_cpu.launches)
-        run(3)()
+        run(3)
         names = [launch.kernel for launch in metal_on_cpu.launches[before:]]
         assert names.count(kernel) == (6 if choice == CONTIGUOUS else 3), "one for each sequence where it is copied"
         assert ("merge_partials" in names) == (choice == Choice(64))
     metal_on_cpu.launches.clear()
-    tuner.prepare(SHAPE, Workload([20], [50]), MATRIX)(3)()
+    tuner.prepare(SHAPE, Workload([20], [50]), MATRIX)(3)
     assert [launch.kernel for launch in metal_on_cpu.launches] == ["kv_write", "matrix_attention"] * 3
 
 
@@ -649,7 +643,7 @@ def test_a_timed_call_touches_the_pool_only_after_the_call_before_it(
     monkeypatch.setattr(
         LayerKVCache, "attend", lambda _, queries, *args, **__: mx.full(queries.shape, float(next(outputs)))
     )
-    tuner.prepare(SHAPE, Workload([1, 1], [24, 40]), CONTIGUOUS)(3)()
+    tuner.prepare(SHAPE, Workload([1, 1], [24, 40]), CONTIGUOUS)(3)
     assert written == [0, 0, 1, 1, 2, 2]
 
 
@@ -667,7 +661,7 @@ def test_timed_pools_stay_small_and_are_freed(metal: None, cache: TuningCache, m
     monkeypatch.setattr(tuner, "POOL_BYTES", 3 * 32 * 2 * 2 * 32 * 4)
     run = tuner.prepare(SHAPE, Workload([1] * 3, [70, 40, 40]), CONTIGUOUS)
     assert pools[-1].num_blocks == 3, "shared by the sequences"
-    run(2)()
+    run(2)
     monkeypatch.setattr(tuner, "LayerKVCache", LayerKVCache)
     cleared: list[bool] = []
     monkeypatch.setattr(tuner.mx, "clear_cache", lambda: cleared.append(True))
@@ -721,49 +715,37 @@ def test_an_engine_follows_an_override(
 # The doctor
 
 
-@pytest.mark.usefixtures("metal")
-def test_the_doctor_shows_the_choice_and_the_time_of_every_candidate_and_where_they_are_from(
-    real: FakeDevice, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def doctor(*args: str) -> str:
-        assert main(["doctor", "--max-num-seqs", "4", *args]) == 0
-        return capsys.readouterr().out
+def shown(limits: Limits, retune: bool = False) -> list[str]:
+    """The lines of `mlxpaged doctor` about tuning."""
+    return report.lines("tuning", report.tuning_section(tune([SHAPE], limits, retune)))
 
-    out = doctor()
-    shape = "4 query heads on 2 KV heads of 32, float32, blocks of 32"
-    assert f"{shape}: measured now" in out
-    [line] = [line for line in out.splitlines() if line.startswith("  decode 1, to 1024 keys")]
+
+def test_the_doctor_shows_the_choice_and_the_time_of_every_candidate_and_where_they_are_from(real: FakeDevice) -> None:
+    lines = shown(SMALL)
+    assert f"{SHAPE}: measured now" in lines
+    [line] = [line for line in lines if line.startswith("  decode 1, to 1024 keys")]
     assert line.split()[5] == "contiguous"
-    assert line.endswith("paged 0.100, paged:256 0.100, paged:512 0.100, paged:1024 0.100, contiguous 0.090 ms")
-    classes = [line for line in out.splitlines() if line.startswith(("  decode", "  chunk"))]
-    assert len(classes) == 12
+    times = "paged 100, paged:128 100, paged:256 100, paged:512 100, paged:1024 100, contiguous 90 us"
+    assert line.endswith(f"{times}, 1.11 times as fast as the default")
+    assert len([line for line in lines if line.startswith(("  decode", "  chunk"))]) == 6
     real.calls.clear()
-    assert f"{shape}: cached" in doctor()
+    assert f"{SHAPE}: cached" in shown(SMALL)
     assert real.calls == []
-    assert f"{shape}: measured now" in doctor("--retune")
+    assert f"{SHAPE}: measured now" in shown(SMALL, retune=True)
     assert real.calls
-    assert f"{shape}: measured now" in doctor("--block-size", "16").replace("blocks of 16", "blocks of 32")
 
 
-@pytest.mark.usefixtures("metal")
-def test_the_doctor_shows_classes_that_there_was_no_time_for(
-    real: FakeDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_shows_classes_that_there_was_no_time_for(real: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "BUDGET_S", 0.1)
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "were not measured in time and keep the default" in out
-    [line] = [line for line in out.splitlines() if line.startswith("  chunk to 255, to 8192 keys")]
+    lines = shown(LARGE)
+    assert "were not measured in time and keep the default" in lines[0]
+    [line] = [line for line in lines if line.startswith("  chunk to 255, to 8192 keys")]
     assert line.split()[-3:] == ["contiguous", "not", "measured"]
 
 
-@pytest.mark.usefixtures("metal")
-def test_the_doctor_shows_the_default_if_nothing_is_measured(
-    real: FakeDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_shows_the_default_if_nothing_is_measured(real: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "can_measure", lambda: False)
-    assert main(["doctor", "--retune"]) == 0
-    out = capsys.readouterr().out
-    assert "attention tuning: default, because nothing is measured without a Metal device" in out
-    assert "blocks of 32: default" in out
+    lines = shown(SMALL, retune=True)
+    assert "attention tuning: default, because nothing is measured without a Metal device" in lines
+    assert f"{SHAPE}: default" in lines
     assert real.calls == []

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpaged.attention import AttentionMetadata, AttentionShape, KVLayout, LayerKVCache, Limits
-from mlxpaged.attention.tuner import POOL_BYTES, candidates, classes_of, workload_of
+from mlxpaged.attention.tuner import PARTIAL_BYTES, POOL_BYTES, candidates, classes_of, workload_of
 from mlxpaged.attention.tuning import (
     BY_CONTEXT,
     CONTIGUOUS,
@@ -139,9 +139,9 @@ def test_what_the_server_cannot_meet_is_not_measured(
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        (ShapeClass(1, 1, 1024), "paged paged:256 paged:512 paged:1024 contiguous"),
-        (ShapeClass(1, 4, 8192), "paged paged:256 paged:512 paged:1024 paged:4096 contiguous"),
-        (ShapeClass(1, 16, 8192), "paged paged:256 paged:512 paged:1024 paged:4096"),
+        (ShapeClass(1, 1, 1024), "paged paged:128 paged:256 paged:512 paged:1024 contiguous"),
+        (ShapeClass(1, 4, 8192), "paged paged:64 paged:256 paged:512 paged:1024 paged:4096 contiguous"),
+        (ShapeClass(1, 16, 8192), "paged paged:64 paged:256 paged:512 paged:1024 paged:4096"),
         (ShapeClass(31, 1, 1024), "paged:4096 paged:512 contiguous matrix"),
         (ShapeClass(31, 1, 8192), "contiguous paged:512 paged:4096 matrix"),
         (ShapeClass(127, 1, 8192), "contiguous paged:4096 matrix"),
@@ -160,6 +160,13 @@ def test_contexts_that_would_fill_the_memory_are_not_copied_to_decode() -> None:
     assert CONTIGUOUS in candidates(entry, SHAPE, workload_of(entry, SHAPE, LIMITS))
     assert POOL_BYTES < 32768 * 64 * 128 * 4
     assert CONTIGUOUS not in candidates(entry, wide, workload_of(entry, wide, LIMITS))
+
+
+def test_ranges_whose_partial_results_would_fill_the_memory_are_not_timed() -> None:
+    entry, wide = ShapeClass(1, 64, 8192), AttentionShape(64, KVLayout(8, 128, 128, mx.bfloat16, 32))
+    found = candidates(entry, wide, workload_of(entry, wide, Limits(8192, 64)))
+    assert [choice.partition for choice in found] == [0, 512, 1024, 4096], "the default and what fits"
+    assert 64 * (8192 // 512) * 64 * (128 + 4) * 4 <= PARTIAL_BYTES < 64 * (8192 // 256) * 64 * (128 + 4) * 4
 
 
 def test_an_override_holds_for_all_classes() -> None:

@@ -76,7 +76,7 @@ def test_the_figures_fit_each_other_in_the_table_and_in_the_file(tmp_path: Path)
     assert found["machine"]["mlxpaged"] == __version__
     assert {"device", "system", "packages", "BLAS"} <= found["machine"].keys()
     assert found["model"] == {"name": "demo", "num_layers": 4, "weight_bytes": 3544576, "context_length": 4096}
-    assert found["engine"]["attention_backend"] == "cpu"
+    assert found["engine"]["attention_backend"] == ("metal" if mx.metal.is_available() else "cpu")
     assert found["engine"]["kv_cache_bytes"] <= 16_000_000
     assert (found["max_tokens"], found["runs"], found["context_sweep"]) == (6, 2, None)
     comparison = found["comparison"]

@@ -223,7 +223,9 @@ def test_the_engine_wires_its_memory_before_it_loads_the_model(monkeypatch: pyte
 
     monkeypatch.setattr(engine_thread, "wire_device_memory", lambda: order.append("wire"))
     monkeypatch.setattr(engine_thread, "load_model", load_model)
-    callbacks = engine_thread.Callbacks(lambda _: None, lambda *_: None, lambda reason: order.append(str(reason)))
+    callbacks = engine_thread.Callbacks(
+        lambda _: None, lambda _: None, lambda *_: None, lambda reason: order.append(str(reason))
+    )
     thread = engine_thread.EngineThread(EngineConfig(), callbacks)
     thread.start()
     thread.join(10)

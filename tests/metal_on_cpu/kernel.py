@@ -197,7 +197,8 @@ def _to_mlx(output: Bytes, dtype: mx.Dtype) -> mx.array:
 
 @dataclass
 class Interpreter:
-    """Makes kernels and keeps what they did.
+    """Makes kernels and keeps what they did. sources: the generated source of each kernel that was launched, which is
+    what Metal compiles.
 
     checked: every load and store is checked and counted. Unchecked is faster, for large cases.
     seconds: after which a launch is given up.
@@ -209,6 +210,7 @@ class Interpreter:
     seconds: int = 120
     cache: Path = field(default_factory=compiler.default_cache)
     launches: list[LaunchRecord] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
     _bases: weakref.WeakValueDictionary[int, mx.array] = field(default_factory=weakref.WeakValueDictionary)
 
     def metal_kernel(
@@ -296,4 +298,5 @@ class Interpreter:
                         buffer=argument.name,
                     )
         self.launches.append(record)
+        self.sources.add(signature.source)
         return record

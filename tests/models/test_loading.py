@@ -183,6 +183,20 @@ def test_the_demo_model_loads_by_its_name() -> None:
     assert load_model(DEMO_MODEL, "other").name == "other"
 
 
+def test_weights_are_read_in_groups_and_the_progress_ends_at_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "READ_BYTES", 50_000)
+    path = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=3)
+    reports: list[tuple[int, int]] = []
+    served = load_model(str(path), None, None, lambda done, total: reports.append((done, total)))
+    done = [each for each, _ in reports]
+    assert (done[0], done[-1]) == (0, served.weight_bytes)
+    assert {total for _, total in reports} == {served.weight_bytes}
+    assert len(reports) > 3
+    assert done == sorted(set(done))
+
+
 def test_layers_and_weight_bytes_are_those_of_the_model(tmp_path: Path) -> None:
     overrides: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
     path = make_tiny_model(tmp_path / "m", "olmo3", attention_bias=False, **overrides)

@@ -13,7 +13,7 @@ from mlx_lm.models import gemma3_text
 from mlx_lm.utils import get_total_parameters
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.attention import LayerKVCache, PagedLayer, StepContext
+from mlxpaged.attention import LayerKVCache, PagedLayer, StepContext, precision
 from mlxpaged.models import loader, probe_steps
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layer_finder import Way, layer_specs
@@ -284,3 +284,30 @@ def test_chunks_and_selections_are_found(architecture: str, tmp_path: Path) -> N
     """Of local attention, an indexer, one that selects blocks, and a layer that masks by itself."""
     found = probe_steps.windows(plain_model(make_architecture(tmp_path / "m", architecture)))
     assert found == {12 if architecture in ("llama4", "plamo2") else 16}
+
+
+def test_a_float32_model_is_served_where_mlx_rounds_matrix_products_to_tf32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Products of several rows are rounded, those of single rows are not, as on the GPU of an M5."""
+    path, plain = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=6), nn.Linear.__call__
+
+    def rounded(self: nn.Linear, x: mx.array) -> mx.array:
+        if x.shape[-2] > 1:
+            x = ((x.view(mx.int32) + 0x1000) & ~0x1FFF).view(mx.float32)
+        return plain(self, x)
+
+    monkeypatch.setattr(nn.Linear, "__call__", rounded)
+    with pytest.raises(UnsupportedModelError, match="does not reproduce its logits"):
+        load_model(str(path))
+    monkeypatch.setattr(precision, "rounds_float32", lambda: True)
+    caplog.clear()
+    load_model(str(path))
+    assert not caplog.records
+    attend = LayerKVCache.attend
+    monkeypatch.setattr(
+        LayerKVCache, "attend", lambda *args, scale, **options: attend(*args, scale=1.3 * scale, **options)
+    )
+    load_model(str(path))
+    assert "runs once per sequence" in caplog.text
+    assert "does not reproduce its logits" in caplog.text

@@ -16,7 +16,7 @@ from mlxpaged.cli.bench import plan as plans
 from mlxpaged.cli.bench.plan import NoRoomError, Plan
 from mlxpaged.cli.bench.progress import progress_display
 from mlxpaged.cli.bench.report import json_report, report_console, table
-from mlxpaged.cli.doctor import machine
+from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.flags import Flags, output_file, positive_int, positive_ints

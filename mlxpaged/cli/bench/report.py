@@ -14,7 +14,7 @@ from rich.table import Table
 
 from mlxpaged.cli.bench.figures import BASE_CONTEXT, Figures, comparison_figures, sweep_figures
 from mlxpaged.cli.bench.plan import Plan, at_a_time
-from mlxpaged.cli.doctor import machine
+from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.engine import EngineConfig, EngineInfo
 
 PLAIN_WIDTH = 200

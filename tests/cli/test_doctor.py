@@ -1,0 +1,151 @@
+"""`mlxpaged doctor`: one run says what works, how fast it is, and what could not be measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.attention import kernels, tuner, tuning_cache
+from mlxpaged.attention.self_check import CASES
+from mlxpaged.cli import main
+from mlxpaged.cli.doctor import command
+from mlxpaged.cli.doctor.step_graph import command_buffers
+from mlxpaged.models import load_model
+from tests.attention.step_graphs import fused_functions
+from tests.metal_on_cpu import Interpreter
+from tests.support import make_tiny_model
+
+SECTIONS = [
+    "machine",
+    "model",
+    "kernels",
+    "tuning",
+    "attention",
+    "command_buffers_per_step",
+    "decoding",
+    "largest_prefill",
+]
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Metal kernels, interpreted if there is no Mac."""
+    if mx.metal.is_available():
+        yield
+        return
+    with Interpreter(checked=False).installed():
+        yield
+
+
+@pytest.fixture
+def copied_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    directory = tmp_path / "metal_kernels"
+    shutil.copytree(kernels.kernel_directory(), directory)
+    monkeypatch.setattr(kernels, "kernel_directory", lambda: directory)
+    kernels.build.cache_clear()
+    yield directory
+    kernels.build.cache_clear()
+
+
+def check_measurements(found: dict[str, Any], backend: str) -> None:
+    assert list(found) == SECTIONS
+    assert found["attention"]["backend"] == backend
+    calls = found["attention"]["calls"]
+    assert [(call["call"], call["queries"]) for call in calls] == [("write", 1), ("attend", 1), ("attend", 4)]
+    assert all(call["us"] > 0 for call in calls)
+    assert all(call["mlx_us"] > 0 and call["keys"] == 40 for call in calls[1:])
+    assert [each["batch"] for each in found["decoding"]] == [1, 2]
+    assert all(each["tokens_per_second"] > 0 and each["mlx_lm_tokens_per_second"] > 0 for each in found["decoding"])
+    assert found["largest_prefill"]["tokens"] == 34
+    assert found["largest_prefill"]["bytes"] > 0
+
+
+@pytest.mark.usefixtures("unchecked", "small_doctor")
+def test_the_report_of_a_model_has_checks_times_rates_and_memory_and_no_name_of_a_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuner, "can_measure", lambda: True)
+    monkeypatch.setattr(tuner, "BUDGET_S", 0.2)
+    monkeypatch.setattr(tuning_cache, "default_path", lambda: tmp_path / "tuning.json")
+    monkeypatch.chdir(tmp_path)
+    model = make_tiny_model(tmp_path / "secret" / "tiny", "llama", head_dim=32)
+    assert main(["doctor", str(model), "--json", "--retune", "--block-size", "16", "--report"]) == 0
+    output = capsys.readouterr().out
+    found = json.loads(output)
+    assert json.loads((tmp_path / command.REPORT_FILE).read_text()) == found
+    assert "secret" not in output
+    check_measurements(found, "metal")
+    assert found["model"] == {
+        "name": "tiny",
+        "layers": 2,
+        "weight_bytes": found["model"]["weight_bytes"],
+        "context": 512,
+    }
+    assert [(check["case"], check["problem"]) for check in found["kernels"]] == [(case, None) for case in CASES]
+    [shape] = found["tuning"]["shapes"]
+    assert "blocks of 16" in shape["layers"]
+    assert shape["source"] == "measured now"
+    first = shape["classes"][0]
+    assert first["choice"] in first["us"]
+    assert first["gain"] >= 1
+
+
+@pytest.mark.usefixtures("unchecked", "small_doctor")
+def test_a_kernel_that_fails_is_shown_and_the_rest_is_measured_without_it(
+    copied_kernels: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = copied_kernels / "kv_gather.metal"
+    source.write_text(source.read_text().replace("key_pool", "value_pool"))
+    assert main(["doctor"]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for case in CASES:
+        [line] = [line for line in lines if line.startswith(case)]
+        assert ("differ" in line) == case.startswith(("kv_gather", "merge_partials, long"))
+    assert "attention tuning: not measured, because the Metal kernels are not used" in lines
+    assert any(line.startswith("batch   2  mlxpaged ") and line.endswith(" times)") for line in lines)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal device")
+@pytest.mark.usefixtures("small_doctor")
+def test_without_metal_the_rest_is_measured_and_what_cannot_be_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    check_measurements(found, "cpu")
+    assert found["kernels"] == found["tuning"] == {"not_measured": "there is no Metal device"}
+    assert found["command_buffers_per_step"] == {"not_measured": "there is no Metal device"}
+    assert main(["doctor", "./nothing"]) == 1
+    assert "no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_doctor")
+def test_if_mlx_lm_cannot_run_the_model_the_reason_stands_beside_our_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such generator")
+
+    monkeypatch.setattr(command, "mlx_lm_rates", fail)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("mlx-lm ")[2] for line in lines if line.startswith("  batch")] == [
+        "not measured, because RuntimeError: no such generator"
+    ] * 2
+
+
+def test_command_buffers_of_a_step_are_counted_by_the_limits_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = load_model("demo")
+    for name in ("OPS", "MB"):
+        monkeypatch.delenv(f"MLX_MAX_{name}_PER_BUFFER", raising=False)
+    with fused_functions():
+        few = command_buffers(served, 32)
+        monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "10")
+        many = command_buffers(served, 32)
+        monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1000")
+        assert command_buffers(served, 32) == 1
+    assert 1 < few < many

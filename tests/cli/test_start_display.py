@@ -1,0 +1,66 @@
+"""How far the start is: one rewritten line on a terminal, a few log lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from mlxpaged.cli.start_display import LOG_SECONDS, StartDisplay
+from mlxpaged.engine import Progress, Stage
+
+GB = 10**9
+STEPS = [
+    Progress(Stage.LOADING, 0, 8 * GB),
+    Progress(Stage.LOADING, 3 * GB, 8 * GB),
+    Progress(Stage.LOADING, 3 * GB, 8 * GB),
+    Progress(Stage.LOADING, 8 * GB, 8 * GB),
+    Progress(Stage.COMPILING, 0, 30),
+    Progress(Stage.COMPILING, 12, 30),
+    Progress(Stage.TIMING, 2, 18),
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_one_line_is_rewritten_and_erased_at_the_end() -> None:
+    stream = Terminal()
+    display = StartDisplay(stream)
+    for progress in (None, *STEPS):
+        display.show(progress)
+    shown = stream.getvalue()
+    assert "\n" not in shown
+    assert [text.removesuffix("\r") for text in shown.split("\x1b[2K")] == [
+        "",
+        "loading 0.0 of 8.0 GB",
+        "loading 3.0 of 8.0 GB",
+        "loading 8.0 of 8.0 GB",
+        "compiling kernels 0 of 30",
+        "compiling kernels 12 of 30",
+        "timing kernels 2 of 18",
+    ]
+    display.end()
+    assert stream.getvalue() == shown + "\x1b[2K"
+
+
+def test_elsewhere_each_stage_has_a_log_line_and_one_more_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    stream, now = io.StringIO(), 0.0
+    display = StartDisplay(stream, lambda: now)
+    for progress in STEPS[:3]:
+        display.show(progress)
+    now += LOG_SECONDS
+    for progress in STEPS[3:]:
+        display.show(progress)
+    display.end()
+    assert stream.getvalue() == ""
+    assert caplog.messages == [
+        "loading 0.0 of 8.0 GB",
+        "loading 8.0 of 8.0 GB",
+        "compiling kernels 0 of 30",
+        "timing kernels 2 of 18",
+    ]
