@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is imported)
 from mlxpaged.attention import tuner
 from mlxpaged.cpu import streams
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import EngineConfig, memory_pressure
 from tests.support import RunningServer, running_server
 
 
@@ -18,6 +19,14 @@ def _nothing_is_measured() -> Iterator[None]:
     """On a Mac neither: only tests of timings time, and none writes to the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "can_measure", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _enough_memory() -> Iterator[None]:
+    """What else runs on the machine does not change the pools of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_pressure, "PSI", Path("/no/pressure"))
         yield
 
 

@@ -45,12 +45,13 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 @dataclass
 class Memory:
     """The arrays of a KV pool. Layers of several cache groups can have pools on the same memory, and each pool sees the
-    arrays in the shapes of its own layout. values: None if the layout is latent. token: of the last read or write, for
-    a backend that writes in place.
+    arrays in the shapes of its own layout. num_blocks: of the layout that the memory was made for. values: None if the
+    layout is latent. token: of the last read or write, for a backend that writes in place.
 
     reads: what layers have read since the last write of the running step, for the other backends.
     """
 
+    num_blocks: int
     keys: mx.array
     values: mx.array | None
     token: mx.array | None
@@ -61,7 +62,7 @@ class Memory:
         return tuple(array for array in (self.keys, self.values, self.token) if array is not None)
 
     def replace(self, other: Memory) -> None:
-        self.keys, self.values, self.token = other.keys, other.values, other.token
+        self.num_blocks, self.keys, self.values, self.token = other.num_blocks, other.keys, other.values, other.token
         self.reads = []
 
     def has_read(self, result: mx.array) -> mx.array:

@@ -13,11 +13,14 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.memory import StateMemory, kv_blocks, state_checkpoints, swap_slots
+from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
+from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.models import ServedModel, UnsupportedModelError, load_embedding_model, own_embedding_model
 from mlxpaged.models.cache_groups import cache_layout, one_group
+from mlxpaged.models.device_memory import unused_memory
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.scheduler import Scheduler
 
@@ -30,31 +33,38 @@ def build_engine(
     clock: Callable[[], float] = time.monotonic,
     embedder: Embedder | None = None,
     no_embedder_because: str = "",
+    step_bytes: int = 0,
+    pressure: Callable[[], MemoryPressure] = memory_pressure,
 ) -> EngineCore:
     """Make an engine for a loaded model, on the thread that will run it.
 
-    clock: seconds. Requests' arrival times refer to it. no_embedder_because: the reason if `embedder` is None. Raises
-    MemoryError if the KV pools, the recurrent states or the swap space do not fit, and SwapSpaceError if the swap
-    space's directory cannot be used.
+    clock: seconds. Requests' arrival times refer to it. no_embedder_because: the reason if `embedder` is None.
+    step_bytes: memory of the largest step, as `measure_step` finds it. pressure: what the system says about its memory.
+    Raises MemoryError if the KV pools, the recurrent states or the swap space do not fit, and SwapSpaceError if the
+    swap space's directory cannot be used.
     """
     per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
-    layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.context_length)
+    layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.max_model_len)
     groups = CacheGroups(layout.windows, config.block_size)
     per_block = (bytes_per_token(served.layers) if own_caches else layout.bytes_per_token) * config.block_size
-    per_sequence = groups.blocks_needed(served.context_length, config.max_num_batched_tokens)
+    per_sequence = groups.blocks_needed(served.max_model_len, config.max_num_batched_tokens)
     checkpoints = config.prefix_caching and not own_caches
     num_checkpoints = 0
     if checkpoints:
         most = config.max_num_seqs * per_sequence  # one for each block of the largest default pool
         num_checkpoints = min(most, state_checkpoints(per_state, config.state_cache_bytes))
     states = StateMemory(per_state, config.max_num_seqs, num_checkpoints)
-    reserved = 0 if embedder is None else embedder.model.kv_bytes
+    step_bytes = max(step_bytes, least_step())
+    reserved = step_bytes + (0 if embedder is None else embedder.model.kv_bytes)
     num_blocks = kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved, states)
+    at_start = groups.blocks_needed(min(START_TOKENS, served.max_model_len), config.max_num_batched_tokens)
+    start_blocks = min(num_blocks, at_start) if per_block else num_blocks
     swaps = config.swap_space_bytes > 0 and per_block > 0 and not own_caches
     slots = swap_slots(per_block, config.swap_space_bytes) if swaps else 0
     kv_type = ",".join(sorted({str(spec.dtype) for spec in served.kv_layers}))
     scheduler_config = replace(
         config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode()),
+        start_blocks=start_blocks,
         windows=layout.windows,
         recurrent=keeps_states(served.layers),
         num_checkpoints=num_checkpoints,
@@ -62,12 +72,15 @@ def build_engine(
     )
     shapes = [spec.attention_shape(config.block_size) for spec in served.kv_layers]
     backend = choose_backend(config.attention_backend, shapes)
-    limits = Limits(served.context_length, config.max_num_seqs)
+    limits = Limits(served.max_model_len, config.max_num_seqs)
     tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune)
+    scheduler = Scheduler(scheduler_config, clock)
+    runner = ModelRunner(served, start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout)
     return EngineCore(
         served,
-        Scheduler(scheduler_config, clock),
-        ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout),
+        scheduler,
+        runner,
+        PoolResizer(scheduler, runner, per_block, unused_memory, step_bytes, clock, pressure),
         Sampler(served.vocab_size),
         Grammars(served.tokenizer, served.vocab_size),
         clock,
