@@ -1,4 +1,4 @@
-// Merges the partial results of paged_attention: rescales each range of keys by its maximum, adds the sink to the
+// Merges the partial results of paged_decode or paged_attention: rescales each range of keys by its maximum, adds the sink to the
 // denominator, divides. Eight simdgroups take turns at the ranges of one token and head, each with a running maximum,
 // and merge in threadgroup memory, because a long context has hundreds of ranges.
 //
@@ -31,6 +31,7 @@ const device float* partial = partials + (size_t(range[0]) * HEADS + head) * WID
 float best = LEAST;
 float denominator = 0.0f;
 float acc[CHUNKS * 4];
+#pragma clang loop unroll(full)
 for (int i = 0; i < CHUNKS * 4; i++) {
   acc[i] = 0.0f;
 }

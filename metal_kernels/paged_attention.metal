@@ -1,6 +1,6 @@
-// Attention of query tiles over a paged context. A tile is one token of a decoding sequence, or a few of a prompt
-// chunk, with the query heads that share a KV head. Causal, with optional window (or if CHUNKED, keys from the last
-// multiple of `window` on), softcap and sinks; online softmax in float32.
+// Attention of query tiles over a paged context. A tile is a few tokens of a prompt chunk with the query heads that share
+// a KV head, or one token of a decoding sequence if its heads are too large for paged_decode. Causal, with optional
+// window (or if CHUNKED, keys from the last multiple of `window` on), softcap and sinks; online softmax in float32.
 //
 // A threadgroup takes one work item for one KV head, or for HEADS of its query heads if a group has more: QUERIES
 // tokens x HEADS heads = ROWS rows over a range of keys. It reads each key and each value of the range from device
@@ -32,9 +32,9 @@ constexpr int SPLITS = THREADS / COLUMNS;
 constexpr int SCRATCH = ROWS * TILE > SPLITS * DV ? ROWS * TILE : SPLITS * DV;
 constexpr int ROWS_AT_ONCE = SCRATCH / (SPLITS * DV);
 constexpr int WIDTH = PARTIAL ? DV + 4 : DV;
-constexpr float MASKED = -3.402823466e+38f;  // finite: infinities are not safe under relaxed math
+constexpr float MASKED = -3.402823466e+38f;  // finite: the difference of two infinities is NaN
 
-threadgroup T query_tile[ROWS * DK];
+threadgroup vec<T, 4> query_tile[ROWS * DK / 4];
 threadgroup float scores[SCRATCH];
 threadgroup float row_factor[ROWS];
 threadgroup float row_max[ROWS];
@@ -61,11 +61,12 @@ for (int i = me * 4; i < ROWS * DK; i += THREADS * 4) {
     const size_t head = size_t(first_query + row / HEADS) * (KV_HEADS * GROUP) + kv_head * GROUP + in_group;
     part = *(const device vec<T, 4>*)(queries + head * DK + i % DK);
   }
-  *(threadgroup vec<T, 4>*)(query_tile + i) = part;
+  query_tile[i / 4] = part;
 }
 
 float maxima[ROWS_EACH];
 float sums[ROWS_EACH];
+#pragma clang loop unroll(full)
 for (int i = 0; i < ROWS_EACH; i++) {
   maxima[i] = MASKED;
   sums[i] = 0.0f;
@@ -73,6 +74,7 @@ for (int i = 0; i < ROWS_EACH; i++) {
 const int column = me % COLUMNS * VEC;
 const int split = me / COLUMNS;
 float acc[ROWS * VEC];
+#pragma clang loop unroll(full)
 for (int i = 0; i < ROWS * VEC; i++) {
   acc[i] = 0.0f;
 }
@@ -84,6 +86,7 @@ for (int start = item[4]; start < key_end; start += TILE) {
   for (int base = 0; base < count; base += SIMDGROUPS * KEYS_AT_ONCE) {
     const int key = base + simdgroup * KEYS_AT_ONCE + lane / LANES;
     float k[CHUNKS * 4];
+#pragma clang loop unroll(full)
     for (int i = 0; i < CHUNKS * 4; i++) {
       k[i] = 0.0f;
     }
@@ -107,7 +110,7 @@ for (int start = item[4]; start < key_end; start += TILE) {
       for (int c = 0; c < CHUNKS; c++) {
         const int column_of_query = (c * LANES + lane % LANES) * 4;
         if (WHOLE_CHUNKS || column_of_query < DK) {
-          const vec<T, 4> part = *(const threadgroup vec<T, 4>*)(query_tile + row * DK + column_of_query);
+          const vec<T, 4> part = query_tile[(row * DK + column_of_query) / 4];
           for (int e = 0; e < 4; e++) {
             score += static_cast<float>(part[e]) * k[c * 4 + e];
           }
@@ -131,6 +134,7 @@ for (int start = item[4]; start < key_end; start += TILE) {
       const int first_visible = CHUNKED ? here / window * window : here - window + 1;
       float weights[TILE / 32];
       float best = maxima[i];
+#pragma clang loop unroll(full)
       for (int t = 0; t < TILE / 32; t++) {
         const int key = t * 32 + lane;
         const int position = start + key;
@@ -145,6 +149,7 @@ for (int start = item[4]; start < key_end; start += TILE) {
       }
       best = simd_max(best);
       float sum = 0.0f;
+#pragma clang loop unroll(full)
       for (int t = 0; t < TILE / 32; t++) {
         const int key = t * 32 + lane;
         const float weight = weights[t] == MASKED ? 0.0f : metal::fast::exp(weights[t] - best);

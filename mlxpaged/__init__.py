@@ -2,9 +2,11 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from mlxpaged import mlx_settings
 from mlxpaged.cpu import blas
 
 blas.prepare()
+mlx_settings.prepare()
 
 try:
     __version__ = version("mlxpaged")

@@ -24,6 +24,10 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
         ["queries", "keys", "values", "block_tables", "items", "sinks", "scale", "window", "softcap", "after"],
         ["out", "done"],
     ),
+    "paged_decode": (
+        ["queries", "keys", "values", "block_tables", "items", "sinks", "scale", "softcap", "after"],
+        ["out", "done"],
+    ),
     "merge_partials": (["partials", "ranges", "sinks"], ["out"]),
     "kv_write": (["new_keys", "new_values", "slot_mapping", "key_pool", "value_pool", "after"], ["done"]),
     "kv_gather": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),

@@ -23,108 +23,27 @@ from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Locality, Memory, Options
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
-from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class
+from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning, chunk_class, decode_class, least_range
+from mlxpaged.attention.variants import (
+    BLOCK_SIZES,
+    MAX_KEY_FLOATS,
+    MAX_KEY_SIZE,
+    MAX_VALUE_SIZE,
+    THREADS,
+    VECTOR,
+    TileVariant,
+    choose_decode,
+    choose_tile,
+)
 
-BLOCK_SIZES = (8, 16, 32)
-
-THREADS = 128
 MERGE_THREADS = 256
-
-VECTOR = 4
-"""Elements of a head that a thread loads at once, as `vec<T, 4>`."""
-
-MAX_KEY_FLOATS = 40
-"""Most elements of a key in the registers of a lane, beside the sums."""
-
-MAX_SUMS = 64
-"""Most sums in the registers of a thread."""
-
-MAX_KEY_SIZE = 32 * MAX_KEY_FLOATS
-MAX_VALUE_SIZE = THREADS * VECTOR
-
-ROWS = 32
-"""Most rows (query tokens x heads) of a threadgroup. Their outputs are in its registers, 32 to 64 per thread."""
 
 NO_WINDOW = 2**30
 
 
 @dataclass(frozen=True)
-class AttentionVariant:
-    """One instantiation of paged_attention.metal. group: query heads of a KV head; heads: how many of them one
-    threadgroup serves; queries: tokens of its tile."""
-
-    layout: KVLayout
-    group: int
-    heads: int
-    queries: int
-    partial: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    chunked: bool = False
-
-    @property
-    def rows(self) -> int:
-        return self.queries * self.heads
-
-    @property
-    def head_tiles(self) -> int:
-        return -(-self.group // self.heads)
-
-    @property
-    def tile(self) -> int:
-        """Keys whose scores are in threadgroup memory at once."""
-        return 128 if self.rows <= 16 else 64
-
-    @property
-    def vec(self) -> int:
-        """Output columns per thread, a power of two, so that a thread keeps 32 to 64 sums in its registers."""
-        fewest = -(-self.layout.value_size // THREADS)
-        return max(4 if self.rows <= 8 else 2 if self.rows <= 16 else 1, 1 << (fewest - 1).bit_length())
-
-    @property
-    def lanes(self) -> int:
-        """Lanes that share a key."""
-        lanes = 8 if self.layout.key_size % 32 == 0 else 4
-        while -(-self.layout.key_size // (VECTOR * lanes)) * VECTOR > MAX_KEY_FLOATS:
-            lanes *= 2
-        return lanes
-
-    @property
-    def threadgroup_memory(self) -> int:
-        """Bytes: the query tile, the scores (later the splits' sums in the same place), three numbers per row."""
-        layout = self.layout
-        splits = THREADS // (layout.value_size // self.vec)
-        scratch = max(self.rows * self.tile, splits * layout.value_size)
-        arrays = (self.rows * layout.key_size * layout.dtype.size, 4 * scratch, *[4 * self.rows] * 3)
-        return sum(-(-size // 16) * 16 for size in arrays)
-
-    @functools.cached_property
-    def template(self) -> kernels.Template:
-        layout = self.layout
-        names = ("group", "heads", "queries", "tile", "vec", "lanes", "partial", "softcap", "sinks", "chunked")
-        types = [("T", layout.dtype), ("O", mx.float32 if self.partial else layout.dtype)]
-        sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("LATENT", layout.latent)]
-        counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", THREADS)]
-        return [*types, *sizes, *counts, *((name.upper(), getattr(self, name)) for name in names)]
-
-
-def choose_variant(layout: KVLayout, group: int, single_queries: bool, *flags: bool) -> AttentionVariant:
-    """Put all heads of a group in one threadgroup if they fit its memory and registers, else in as few as possible.
-    flags: the last fields of the variant."""
-    rows = ROWS
-    while True:
-        heads = -(-group // -(-group // rows))
-        queries = 1 if single_queries else max(1, rows // heads)
-        variant = AttentionVariant(layout, group, heads, queries, *flags)
-        in_memory = variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY
-        if in_memory and variant.rows * variant.vec <= MAX_SUMS:
-            return variant
-        rows //= 2
-
-
-@dataclass(frozen=True)
 class PagedPart:
-    """One launch of the paged kernel. single_queries: all its sequences decode, so a query tile is one token."""
+    """One launch of a paged kernel. single_queries: all its sequences decode."""
 
     schedule: TileSchedule
     single_queries: bool
@@ -175,7 +94,9 @@ class MetalPool:
         self.num_kv_heads = layout.num_kv_heads
         self.tuning = tuning
         self._memory = memory
-        self._variant = functools.cache(functools.partial(choose_variant, layout))
+        self._tile = functools.cache(functools.partial(choose_tile, layout))
+        self._decode = functools.cache(functools.partial(choose_decode, layout))
+        self._least_range = functools.cache(functools.partial(least_range, layout))
         self._vectors = max(layout.key_size, layout.stored_value_size) // VECTOR
         self._row_template: kernels.Template = [
             ("T", layout.dtype),
@@ -187,10 +108,11 @@ class MetalPool:
 
     @property
     def _arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Keys, values and the token."""
+        """What kernels get for keys and values, and the token."""
         memory = self._memory
+        assert memory.bound is not None
         assert memory.token is not None
-        return memory.keys, memory.keys if memory.values is None else memory.values, memory.token
+        return *memory.bound, memory.token
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         (self._memory.token,) = kernels.launch(
@@ -203,10 +125,11 @@ class MetalPool:
         )
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
-        tile = self._variant(queries.shape[1] // self.num_kv_heads, False).queries
-        key = ("metal", options.locality, tile, id(self.tuning))  # one plan for all layers with these
+        group = queries.shape[1] // self.num_kv_heads
+        tile, least = self._tile(group).queries, self._least_range(group)
+        key = ("metal", options.locality, tile, least, id(self.tuning))  # one plan for all layers with these
         if key not in meta.shared:
-            meta.shared[key] = self._make_plan(meta, options.locality, tile)
+            meta.shared[key] = self._make_plan(meta, options.locality, tile, least)
         plan: Plan = meta.shared[key]
         outputs, tokens = [], []
         for part in plan.parts:
@@ -246,7 +169,7 @@ class MetalPool:
         new = [keys, keys if self.layout.latent else values]
         self._launch_blocks("block_write", [*new, blocks, *self._arrays], len(ids))
 
-    def _make_plan(self, meta: AttentionMetadata, locality: Locality, tile: int) -> Plan:
+    def _make_plan(self, meta: AttentionMetadata, locality: Locality, tile: int, least: int) -> Plan:
         """All decoding sequences together are one shape class with one choice. Every chunk has its own choice."""
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
@@ -265,7 +188,8 @@ class MetalPool:
             if partition is None:
                 parts += [contiguous_part(meta, i, int(starts[i]), locality) for i in sequences]
             else:
-                schedule = make_schedule(meta, np.asarray(sequences), locality, 1 if single else tile, partition)
+                queries = 1 if single else tile
+                schedule = make_schedule(meta, np.asarray(sequences), locality, queries, partition, least)
                 parts.append(PagedPart(schedule, single))
         if len(parts) == 1:
             return Plan(parts, None)
@@ -279,9 +203,8 @@ class MetalPool:
         schedule = part.schedule
         heads = queries.shape[1]
         partial = schedule.ranges is not None
-        variant = self._variant(
+        variant = (self._decode if part.single_queries else self._tile)(
             heads // self.num_kv_heads,
-            part.single_queries,
             partial,
             options.softcap is not None,
             options.sinks is not None and not partial,
@@ -293,7 +216,7 @@ class MetalPool:
         width = size + 4 if partial else size
         window = min(options.locality.chunk or options.locality.window or NO_WINDOW, NO_WINDOW)
         out, token = kernels.launch(
-            "paged_attention",
+            variant.name,
             [
                 queries,
                 pool_keys,
@@ -302,7 +225,7 @@ class MetalPool:
                 schedule.items,
                 sinks,
                 float(options.scale),
-                window,
+                *([window] if isinstance(variant, TileVariant) else []),
                 float(options.softcap or 1.0),
                 last,
             ],

@@ -42,27 +42,53 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 """Of the keys and the values of a pool, as its backend sees them."""
 
 
+BOUND_ELEMENTS = 8
+"""Elements of the array that a kernel gets for a pool: MLX passes smaller arrays in the constant address space."""
+
+
+def bind(pool: mx.array) -> mx.array:
+    """The array that kernels get for a pool: its first elements, in the pool's own buffer. Kernels reach the whole
+    buffer through the pointer, and MLX orders kernels by buffers.
+
+    MLX ends a command buffer if the elements of the arrays bound to it pass a limit (command_buffers.py). So a kernel
+    that gets the whole pool ends one at every launch. `mx.as_strided` is reached through its module, so that a stand-in
+    can note which array's buffer the result has.
+    """
+    first = mx.as_strided(pool, (BOUND_ELEMENTS,), (1,))
+    mx.eval(first)  # in a step it would be an operation for each layer
+    return first
+
+
 @dataclass
 class Memory:
     """The arrays of a KV pool. Layers of several cache groups can have pools on the same memory, and each pool sees the
     arrays in the shapes of its own layout. num_blocks: of the layout that the memory was made for. values: None if the
     layout is latent. token: of the last read or write, for a backend that writes in place.
 
-    reads: what layers have read since the last write of the running step, for the other backends.
+    bound: what kernels get for keys and values. A latent layout's kernels get the keys for both. None for the other
+    backends: MLX's operations would copy an array that shares its buffer. reads: what layers have read since the last
+    write of the running step, for these backends.
     """
 
     num_blocks: int
     keys: mx.array
     values: mx.array | None
     token: mx.array | None
+    bound: tuple[mx.array, mx.array] | None = field(init=False, default=None)
     reads: list[mx.array] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.token is not None:
+            keys = bind(self.keys)
+            self.bound = keys, keys if self.values is None else bind(self.values)
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         return tuple(array for array in (self.keys, self.values, self.token) if array is not None)
 
     def replace(self, other: Memory) -> None:
-        self.num_blocks, self.keys, self.values, self.token = other.num_blocks, other.keys, other.values, other.token
+        self.num_blocks, self.bound = other.num_blocks, other.bound
+        self.keys, self.values, self.token = other.keys, other.values, other.token
         self.reads = []
 
     def has_read(self, result: mx.array) -> mx.array:

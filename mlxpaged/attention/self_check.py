@@ -22,7 +22,7 @@ from mlxpaged.attention.tuning import CONTIGUOUS, DEFAULT_TUNING, Choice, Tuning
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Largest difference of values of about 1: far above rounding with relaxed math, far below a wrong key."""
+"""Largest difference of values of about 1: far above a chip's own rounding, far below a wrong key."""
 
 SPLIT_CONTEXT = 1100  # more than two ranges of keys, so that partial results are merged
 OVERLAPPED_STEPS = 4
@@ -91,7 +91,7 @@ class CheckRun:
 IN_RANGES = Tuning(decode=Choice(8), chunks=Choice(8))  # fewer keys than a tile of any chunk sees
 
 CASES: dict[str, tuple[Callable[[CheckRun], list[mx.array]], Tuning]] = {
-    "kv_write and paged_attention, overlapped steps": (CheckRun.overlapped_steps, DEFAULT_TUNING),
+    "kv_write, paged_attention and paged_decode, overlapped steps": (CheckRun.overlapped_steps, DEFAULT_TUNING),
     "paged_attention, mixed chunks": (CheckRun.mixed_chunks, DEFAULT_TUNING),
     "kv_gather, mixed chunks": (CheckRun.mixed_chunks, Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)),
     "merge_partials, mixed chunks": (CheckRun.mixed_chunks, IN_RANGES),

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Locality
+from mlxpaged.attention.tuning import MIN_RANGE, range_keys
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,16 @@ class TileSchedule:
 
 
 def make_schedule(
-    meta: AttentionMetadata, members: npt.NDArray[np.int64], locality: Locality, queries: int, partition: int
+    meta: AttentionMetadata,
+    members: npt.NDArray[np.int64],
+    locality: Locality,
+    queries: int,
+    partition: int,
+    least: int = MIN_RANGE,
 ) -> TileSchedule:
-    """Tiles of up to `queries` tokens of the sequences `members`, and ranges of up to `partition` keys of each tile."""
+    """Tiles of up to `queries` tokens of the sequences `members`, and ranges of up to `partition` keys of each tile; 0:
+    as many as `range_keys` says, and at least `least`. Ranges end at multiples of their size, so that few blocks are in
+    two ranges."""
     query_lens = np.asarray(meta.host_query_lens)
     starts = np.concatenate(([0], np.cumsum(query_lens)))
     lens = query_lens[members]
@@ -41,20 +49,22 @@ def make_schedule(
     position = np.asarray(meta.host_context_lens)[sequence] - query_lens[sequence] + offset
     first_key = locality.first_key(position)
     end_key = position + count
-    parts = -(-(end_key - first_key) // partition)
+    size = np.full_like(end_key, partition) if partition else range_keys(end_key - first_key, least)
+    first_range = first_key // size
+    parts = -(-end_key // size) - first_range
     first_partial = np.cumsum(parts * count) - parts * count
 
     tile = np.repeat(np.arange(len(sequence)), parts)
     part = counts_from_zero(parts)
-    begin = first_key[tile] + part * partition
+    begin = (first_range[tile] + part) * size[tile]
     items = np.stack(
         [
             sequence[tile],
             (starts[sequence] + offset)[tile],
             count[tile],
             position[tile],
-            begin,
-            np.minimum(begin + partition, end_key[tile]),
+            np.maximum(begin, first_key[tile]),
+            np.minimum(begin + size[tile], end_key[tile]),
             first_partial[tile] + part * count[tile],
             np.zeros_like(tile),
         ],

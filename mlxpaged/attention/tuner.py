@@ -146,10 +146,10 @@ def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workloa
     longest, queries = max(workload.context_lens), shape_class.queries
     default = default_choice(shape_class)
     found = [default]
-    ranges = {-(-longest // default.partition)} if default.partition is not None else set()
+    ranges = {default.num_ranges(longest)}
     tried = SHORT_CHUNK_PARTITIONS if queries == tuning.CHUNKS[0] else CHUNK_PARTITIONS
     for partition in DECODE_PARTITIONS if queries == 1 else tried:
-        if (count := -(-longest // partition)) not in ranges:
+        if (count := Choice(partition).num_ranges(longest)) not in ranges:
             ranges.add(count)
             found.append(Choice(partition))
     copied = sum(workload.context_lens) * shape.layout.bytes_per_token

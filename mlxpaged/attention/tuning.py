@@ -13,10 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import IntArray
 
-DECODE_PARTITION = 512
-"""Keys per threadgroup for a decoding sequence, as in vLLM and mistral.rs."""
+MIN_RANGE = 64
+"""Fewest keys per threadgroup of a decoding sequence. 1,024 keys of 8 KV heads make 128 threadgroups; a Mac has up to
+80 GPU cores. Each range of keys costs a row of float32 results per head (`least_range`)."""
+
+MAX_RANGES = 64
+"""Most ranges of a decoding sequence. Longer contexts have longer ranges."""
 
 CHUNK_PARTITION = 4096
 """Keys per threadgroup for a tile of a prompt chunk: many tiles fill the device, and each range costs memory."""
@@ -42,16 +47,36 @@ MAX_PARTITION = 2**20
 
 @dataclass(frozen=True)
 class Choice:
-    """The paged kernel with `partition` keys per threadgroup; None: MLX's own attention over a contiguous copy of each
-    sequence's keys."""
+    """A paged kernel with `partition` keys per threadgroup; 0: as many as `range_keys` says; None: MLX's own attention
+    over a contiguous copy of each sequence's keys."""
 
     partition: int | None
 
     def __str__(self) -> str:
-        return "contiguous" if self.partition is None else f"paged:{self.partition}"
+        return "contiguous" if self.partition is None else f"paged:{self.partition}" if self.partition else "paged"
+
+    def num_ranges(self, keys: int) -> int:
+        """Threadgroups of a sequence that sees `keys` keys, for each KV head; 0 if they are copied."""
+        if self.partition is None:
+            return 0
+        return -(-keys // (self.partition or int(range_keys(np.array(keys)))))
 
 
 CONTIGUOUS = Choice(None)
+BY_CONTEXT = Choice(0)
+
+
+def range_keys(keys: npt.NDArray[np.int64], least: int = MIN_RANGE) -> npt.NDArray[np.int64]:
+    """Keys per threadgroup of sequences whose token sees `keys` keys. It depends on nothing else in the batch, so that
+    the rounding of a sequence's outputs does not depend on the other sequences."""
+    return np.maximum(least, -(-keys // (MAX_RANGES * 32)) * 32)
+
+
+def least_range(layout: KVLayout, group: int) -> int:
+    """Fewest keys of a range for `group` query heads of a KV head: so many that to write and read the range's results
+    takes at most a third of the bytes of its keys and values."""
+    results = 2 * 4 * group * (layout.value_size + 4)
+    return max(MIN_RANGE, -(-3 * results * layout.num_kv_heads // (layout.bytes_per_token * 32)) * 32)
 
 
 @dataclass(frozen=True)
@@ -100,7 +125,7 @@ def chunk_class(queries: int, context: int) -> ShapeClass:
 def default_choice(shape_class: ShapeClass) -> Choice:
     """The choice if nothing was measured."""
     if shape_class.queries == 1:
-        return Choice(DECODE_PARTITION)
+        return BY_CONTEXT
     return Choice(CHUNK_PARTITION) if shape_class.queries < LONG_CHUNK else CONTIGUOUS
 
 
@@ -132,14 +157,15 @@ AUTO = "auto"
 
 
 def parse_choice(text: str) -> Choice:
-    """Parses "contiguous" or "paged:512". Raises ValueError for anything else."""
-    if text == "contiguous":
-        return CONTIGUOUS
+    """Parses "contiguous", "paged" or "paged:512". Raises ValueError for anything else."""
+    for choice in (CONTIGUOUS, BY_CONTEXT):
+        if text == str(choice):
+            return choice
     match = re.fullmatch(r"paged:([0-9]{1,7})", text)
     if match and MIN_PARTITION <= int(match[1]) <= MAX_PARTITION:
         return Choice(int(match[1]))
     partitions = f"paged:N with N from {MIN_PARTITION} to {MAX_PARTITION} keys"
-    raise ValueError(f"must be auto, default, contiguous or {partitions}, got {text!r}")
+    raise ValueError(f"must be auto, default, contiguous, paged or {partitions}, got {text!r}")
 
 
 def parse_tuning(text: str) -> Tuning | None:

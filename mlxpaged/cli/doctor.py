@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
         "and show which kernel is fastest on this machine for each shape of batch.",
     )
     flags = Flags(parser, defaults=DEFAULTS)
-    flags.model("model directory or hub repository, whose layers decide which kernels are needed")
+    flags.model(DEFAULTS.model, "model directory or hub repository, whose layers decide which kernels are needed")
     add_block_size(flags)
     flags.field("--max-num-seqs", positive_int, "most sequences in a measured batch")
     add_retune(flags)

@@ -5,28 +5,42 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlxpaged.attention import BACKENDS
+from mlxpaged.attention import BACKENDS, parse_tuning
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli import flags
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import EngineConfig, Priority
+from mlxpaged.engine.memory import parse_size
 from mlxpaged.scheduler import PREFILL_MODES
 from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS
 
 DEFAULTS = EngineConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+size = flags.checked(parse_size)
+block_size = flags.fitting(int, f"one of {SUPPORTED_BLOCK_SIZES}", SUPPORTED_BLOCK_SIZES.__contains__)
+
+
+@flags.checked
+def tuning(text: str) -> str:
+    parse_tuning(text.lower())
+    return text.lower()
+
+
+def priority(text: str) -> Priority:
+    return Priority[flags.one_of(*(each.name.lower() for each in Priority))(text).upper()]
+
 
 def add_engine_flags(groups: flags.Flags) -> None:
     memory = groups.group("memory", DEFAULTS)
     pool, rest = "greatest size of the KV cache, for example 8GB", "what is left, so that a desktop stays usable"
-    memory.field("--kv-cache-memory", flags.size, pool, rest, "kv_cache_bytes")
+    memory.field("--kv-cache-memory", size, pool, rest, "kv_cache_bytes")
     longest = "most tokens of a prompt and its answer together"
     memory.field("--max-model-len", flags.positive_int, longest, "the model's context length")
     lost = "space for KV blocks of preempted sequences, for example 4GB; 0: they are recomputed"
-    memory.field("--swap-space", flags.or_zero(flags.size, 0), lost, dest="swap_space_bytes")
+    memory.field("--swap-space", flags.or_zero(size, 0), lost, dest="swap_space_bytes")
     memory.field("--swap-dir", flags.directory, "directory for the swap space", "swap space is in memory")
     states = "checkpoints of recurrent states for the prefix cache, for example 1GB; 0: none"
-    memory.field("--state-cache-memory", flags.or_zero(flags.size, 0), states, "a tenth of it", "state_cache_bytes")
+    memory.field("--state-cache-memory", flags.or_zero(size, 0), states, "a tenth of it", "state_cache_bytes")
     add_block_size(memory)
     memory.switch("--no-prefix-cache", "turn off the prefix cache: compute every prompt from its first token")
 
@@ -43,13 +57,13 @@ def add_engine_flags(groups: flags.Flags) -> None:
 
     attention = groups.group("attention", DEFAULTS)
     attention.field("--attention-backend", flags.one_of(*BACKENDS), ", ".join(BACKENDS))
-    choices = "auto: measured once on this machine; default, contiguous, or paged:N for N keys per threadgroup"
-    attention.field("--attention-tuning", flags.tuning, choices)
+    choices = "auto: measured once on this machine; default, contiguous, paged, or paged:N for N keys per threadgroup"
+    attention.field("--attention-tuning", tuning, choices)
     add_retune(attention)
 
 
 def add_block_size(groups: flags.Flags) -> None:
-    groups.field("--block-size", flags.block_size, f"tokens per KV block: {', '.join(map(str, SUPPORTED_BLOCK_SIZES))}")
+    groups.field("--block-size", block_size, f"tokens per KV block: {', '.join(map(str, SUPPORTED_BLOCK_SIZES))}")
 
 
 def add_retune(groups: flags.Flags) -> None:

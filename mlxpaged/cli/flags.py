@@ -1,21 +1,20 @@
-"""Defines flags that MLXPAGED_* variables can set too. The command line wins. An empty variable counts as not set."""
+"""Defines flags that MLXPAGED_* variables can set too. The command line wins. An empty variable counts as not set.
+
+engine_flags.py has the kinds of values that need the engine. Its import takes two seconds, and `mlxpaged keys` does
+without it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import math
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-
-from mlxpaged.attention import parse_tuning
-from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
-from mlxpaged.engine import Priority
-from mlxpaged.engine.memory import parse_size
-from mlxpaged.models import DEMO_MODEL
 
 TRUE, FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
@@ -40,12 +39,12 @@ class Flags:
         """Returns a group, whose flags the help shows together. defaults: the configuration whose fields they set."""
         return Flags(self._parser, title, defaults)
 
-    def model(self, help: str) -> None:
+    def model(self, default: str, help: str) -> None:
         """Add the model's name, as MODEL or as --model."""
         either = self._parser.add_mutually_exclusive_group()
         either.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help)
-        default = os.environ.get(variable("model")) or DEMO_MODEL
-        same = f"the same as MODEL (default {DEMO_MODEL}) [{variable('model')}]"
+        same = f"the same as MODEL (default {default}) [{variable('model')}]"
+        default = os.environ.get(variable("model")) or default
         either.add_argument("--model", default=default, metavar="MODEL", help=same)
 
     def field(self, flag: str, kind: Kind, help: str, otherwise: str = "", dest: str | None = None) -> None:
@@ -57,7 +56,7 @@ class Flags:
         self, flag: str, kind: Kind, default: Any, help: str, otherwise: str = "", dest: str | None = None
     ) -> None:
         if default is not None:
-            help += f" (default {default.name.lower() if isinstance(default, Priority) else default})"
+            help += f" (default {default.name.lower() if isinstance(default, enum.Enum) else default})"
         elif otherwise:
             help += f" (default: {otherwise})"
         # argparse applies `type` to a default that is a string, such as the variable's.
@@ -112,9 +111,6 @@ def checked(parse: Kind) -> Kind:
     return check
 
 
-size = checked(parse_size)
-
-
 def fitting(kind: Kind, what: str, fits: Callable[[Any], object]) -> Kind:
     """Returns a parser of values of this kind. what: names the values that fit, for the error message."""
 
@@ -142,7 +138,6 @@ def or_zero(parse: Kind, zero: Any) -> Kind:
 positive_int = fitting(int, "a whole number of at least 1", lambda value: value >= 1)
 natural_int = fitting(int, "a whole number of at least 0", lambda value: value >= 0)
 port = fitting(int, "a whole number from 0 to 65535", range(65536).__contains__)
-block_size = fitting(int, f"one of {SUPPORTED_BLOCK_SIZES}", SUPPORTED_BLOCK_SIZES.__contains__)
 fraction = fitting(float, "a number of at least 0 and below 1", lambda value: 0 <= value < 1)
 milliseconds = fitting(float, "a number of milliseconds, at least 0", lambda value: 0 <= value < math.inf)
 seconds = fitting(float, "a number of seconds, at least 0", lambda value: 0 <= value < math.inf)
@@ -152,16 +147,6 @@ positive_seconds = fitting(float, "a positive number of seconds", lambda value: 
 def positive_ints(text: str) -> tuple[int, ...]:
     """Parses numbers with commas between them."""
     return tuple(positive_int(number) for number in text.split(","))
-
-
-@checked
-def tuning(text: str) -> str:
-    parse_tuning(text.lower())
-    return text.lower()
-
-
-def priority(text: str) -> Priority:
-    return Priority[one_of(*(each.name.lower() for each in Priority))(text).upper()]
 
 
 def directory(text: str) -> Path:

@@ -15,7 +15,7 @@ from mlxpaged.api.app import create_app
 from mlxpaged.api.batches import DataDirInUseError
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import flags
-from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config
+from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority, size
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.cli.logs import set_up
 from mlxpaged.engine import EngineConfig
@@ -35,7 +35,9 @@ def add_parser(commands: Any) -> None:
         "variable in brackets.",
     )
     groups = flags.Flags(parser)
-    groups.model("model directory or hub repository; 'demo' is the bundled model, 'none' serves without a model")
+    groups.model(
+        DEFAULTS.model, "model directory or hub repository; 'demo' is the bundled model, 'none' serves without a model"
+    )
 
     model = groups.group("model", DEFAULTS)
     model.field("--served-model-name", str, "name of the model in the API", "MODEL as given")
@@ -51,7 +53,7 @@ def add_parser(commands: Any) -> None:
     network.value("--port", flags.port, 8080, "port to listen on; 0: any free port")
     network.field("--max-connections", flags.positive_int, "requests that are answered at once; further ones get a 503")
     largest = f"{HttpConfig.max_body_bytes // 2**20}MiB"
-    network.value("--max-body-size", flags.size, largest, "largest request body", dest="max_body_bytes")
+    network.value("--max-body-size", size, largest, "largest request body", dest="max_body_bytes")
     network.value("--drain-timeout", flags.seconds, 30, "seconds that running requests have at shutdown to finish")
 
     access = groups.group("access", HttpConfig())
@@ -65,7 +67,7 @@ def add_parser(commands: Any) -> None:
     queue = "requests that may wait in addition to --max-num-seqs running ones; further ones get a 503"
     requests.field("--max-queue", flags.natural_int, queue)
     classes = "high, normal or low: priority of requests that do not ask for a lower one"
-    requests.field("--default-priority", flags.priority, classes)
+    requests.field("--default-priority", priority, classes)
     limit = "in seconds, for requests that do not set it; 0: no limit"
     timeout = flags.or_zero(flags.positive_seconds, None)
     requests.field("--request-timeout", timeout, f"time for the whole answer, {limit}", "0")

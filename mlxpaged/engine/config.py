@@ -43,7 +43,7 @@ class EngineConfig:
     timelines: bool = False  # whether every answer has a timeline, also if the request does not ask for it
 
     attention_backend: str = "auto"  # "auto", "metal", "gather" or "cpu"
-    attention_tuning: str = "auto"  # "auto": measured once on this machine; or "default", "contiguous", "paged:512"
+    attention_tuning: str = "auto"  # "auto": measured once; or "default", "contiguous", "paged", "paged:512"
     retune: bool = False  # whether attention_tuning "auto" measures again
 
     def __post_init__(self) -> None:

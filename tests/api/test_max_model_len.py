@@ -17,7 +17,9 @@ MESSAGES = [{"role": "user", "content": LONG}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server(EngineConfig(served_model_name="local", kv_cache_bytes=64_000_000, max_model_len=100)) as server:
+    with running_server(
+        EngineConfig(served_model_name="local", kv_cache_bytes=64_000_000, max_model_len=100)
+    ) as server:
         yield server
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, kernels, resolve_backend
 from mlxpaged.attention.layout import KV_DTYPES
-from mlxpaged.attention.metal import BLOCK_SIZES
+from mlxpaged.attention.variants import BLOCK_SIZES
 from tests.attention.metal_cases import HEAD_DIMS, Case
 from tests.metal_on_cpu import Interpreter, is_supported
 
@@ -43,7 +43,8 @@ def nth(choices: Any, i: int) -> Any:
 
 @pytest.mark.parametrize(("i", "dtype", "head_dim"), TYPES_AND_SIZES)
 def test_decode_is_exact_for_every_type_and_head_size(metal: None, i: int, dtype: mx.Dtype, head_dim: int) -> None:
-    """Beside them block sizes, groups and extras in turns; the slow tests take the product."""
+    """Beside them block sizes, groups and extras in turns; the slow tests take the product. Ranges by context are of 64
+    keys here."""
     options = {
         "dtype": dtype,
         "head_dim": head_dim,
@@ -51,7 +52,7 @@ def test_decode_is_exact_for_every_type_and_head_size(metal: None, i: int, dtype
         "group": nth(GROUPS, i),
         "seed": i,
     }
-    Case(SHORT_DECODE, decode_partition=nth((512, 32), i), **options, **nth(EXTRAS, i)).check()
+    Case(SHORT_DECODE, decode_partition=nth((None, 512), i), **options, **nth(EXTRAS, i)).check()
 
 
 @pytest.mark.parametrize(("i", "dtype", "head_dim"), CHECKERED)
@@ -90,7 +91,7 @@ def test_values_of_their_own_size_and_latents_are_exact(metal: None, name: str) 
 @pytest.mark.parametrize("group", [16, 64, 128])
 def test_many_heads_on_one_latent_take_tiles_of_heads(metal_on_cpu: Interpreter, group: int) -> None:
     Case([(1, 40), (1, 7)], group=group, dtype=mx.bfloat16, **DEEPSEEK).check()
-    assert metal_on_cpu.last_launch("paged_attention").grid == (128, group // 16, 2)
+    assert metal_on_cpu.last_launch("paged_attention").grid == (128, group // 16, 2), "too large for paged_decode"
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -128,7 +129,8 @@ def test_long_chunks_go_through_mlx_attention(metal_on_cpu: Interpreter) -> None
     Case([(1, 40), (130, 150), (3, 9), (128, 128)], head_dim=32).check()
     names = [launch.kernel for launch in metal_on_cpu.launches]
     assert names.count("kv_gather") == 2
-    assert names.count("paged_attention") == 2, "one for the decoding sequence, one for the short chunk"
+    assert names.count("paged_decode") == 1, "for the decoding sequence"
+    assert names.count("paged_attention") == 1, "for the short chunk"
 
 
 def test_layers_of_one_step_may_have_groups_of_their_own(metal: None) -> None:
@@ -173,10 +175,12 @@ def test_weights_of_other_ranges_of_keys_vanish(metal: None) -> None:
 def test_the_bits_of_an_answer_do_not_depend_on_its_company(
     metal: None, company: list[tuple[int, int]], extras: dict[str, Any]
 ) -> None:
-    case = Case([(1, 70), *company], **extras)
-    alone = AttentionMetadata.build([1], [70], case.tables[:1], case.block_size)
-    out = case.kv.attend(case.array(case.queries[0]), alone, **case.options)
-    assert np.array_equal(np.array(out), case.attend()[:1])
+    case = Case([(1, 70), (1, 40), *company], **extras)
+    together = case.attend()
+    for i, context in enumerate((70, 40)):  # of two ranges, and of one
+        alone = AttentionMetadata.build([1], [context], case.tables[i : i + 1], case.block_size)
+        out = case.kv.attend(case.array(case.queries[i]), alone, **case.options)
+        assert np.array_equal(np.array(out)[0], together[i])
 
 
 @on_cpu
@@ -204,7 +208,7 @@ def test_decode_reads_every_key_and_value_once(
 ) -> None:
     case = Case([(1, 1), (1, 33), (1, 600)], group=group, head_dim=head_dim, dtype=mx.float16, window=window)
     case.check()
-    launch = metal_on_cpu.last_launch("paged_attention")
+    launch = metal_on_cpu.last_launch("paged_decode")
     for pool in ("keys", "values"):
         assert case.elements <= launch.loads[pool] <= 1.05 * case.elements
 
@@ -220,7 +224,7 @@ def test_a_tile_of_heads_reads_every_latent_once_for_scores_and_once_for_values(
 def test_a_mixed_batch_reads_keys_and_values_once_per_query_tile(metal_on_cpu: Interpreter, group: int) -> None:
     case = Case([(1, 100), (40, 90), (9, 9)], group=group, head_dim=32)
     case.check()
-    launches = [launch for launch in metal_on_cpu.launches if launch.kernel == "paged_attention"]
+    launches = [launch for launch in metal_on_cpu.launches if launch.kernel in ("paged_attention", "paged_decode")]
     assert len(launches) == 2
     queries = 32 // group
     tiles = sum(-(-query // queries) * context for query, context in case.lens) * case.kv_heads * case.head_dim
@@ -359,7 +363,7 @@ def test_readers_wait_for_the_write_before_them_and_a_writer_for_every_reader(
     case.kv.copy_blocks([(0, 1)])
     case.kv.read_blocks([1])
     names, after, done = zip(*calls, strict=True)
-    assert names == ("kv_write", "paged_attention", "paged_attention", "kv_gather", "block_copy", "block_read")
+    assert names == ("kv_write", "paged_decode", "paged_attention", "kv_gather", "block_copy", "block_read")
     assert after[1] is after[2] is after[3] is done[0]
     assert int(after[4].item()) == 3, "the sum of three tokens"  # type: ignore[arg-type]
     assert after[5] is done[4]

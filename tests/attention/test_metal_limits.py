@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 
 from mlxpaged.attention import KV_DTYPES, AttentionMetadata, KVLayout, LayerKVCache, kernels
-from mlxpaged.attention.metal import MAX_KEY_FLOATS, MAX_SUMS, ROWS, THREADS, choose_variant
 from mlxpaged.attention.pool import Locality
 from mlxpaged.attention.tile_schedule import make_schedule
+from mlxpaged.attention.variants import (
+    MAX_KEY_FLOATS,
+    MAX_SUMS,
+    ROWS,
+    THREADS,
+    DecodeVariant,
+    TileVariant,
+    choose_decode,
+    choose_tile,
+)
 from tests.attention.metal_cases import HEAD_DIMS, Case
 from tests.metal_on_cpu import Interpreter
 
@@ -22,9 +31,9 @@ SIZES += [(1280, 512), (1276, 4), (4, 4), (264, 260)]
 
 
 @pytest.mark.parametrize("single_queries", [True, False])
-def test_every_variant_keeps_to_the_limits_of_a_threadgroup(single_queries: bool) -> None:
+def test_every_tile_keeps_to_the_limits_of_a_threadgroup(single_queries: bool) -> None:
     for dtype, (key_size, size), group in itertools.product(KV_DTYPES, SIZES, range(1, 130)):
-        variant = choose_variant(KVLayout(2, key_size, size, dtype, 32), group, single_queries)
+        variant = choose_tile(KVLayout(2, key_size, size, dtype, 32), group, single_queries=single_queries)
         assert variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY
         assert THREADS <= kernels.MAX_THREADS
         assert variant.heads * variant.head_tiles >= group > variant.heads * (variant.head_tiles - 1)
@@ -39,6 +48,29 @@ def test_every_variant_keeps_to_the_limits_of_a_threadgroup(single_queries: bool
             assert variant.head_tiles == 1, "all heads of a KV head in one threadgroup"
 
 
+@pytest.mark.parametrize(("size", "largest"), [(64, 16), (128, 16), (192, 8), (256, 8), (512, 4)])
+def test_the_decode_kernel_takes_groups_whose_sums_fit_the_registers(size: int, largest: int) -> None:
+    layout = KVLayout(2, size, size, mx.bfloat16, 32)
+    kinds = [type(choose_decode(layout, group)) for group in range(1, 130)]
+    assert kinds == [DecodeVariant] * largest + [TileVariant] * (129 - largest)
+
+
+def test_every_decode_variant_keeps_to_the_limits_of_a_threadgroup() -> None:
+    for dtype, (key_size, size), group in itertools.product(KV_DTYPES, SIZES, range(1, 130)):
+        variant = choose_decode(KVLayout(2, key_size, size, dtype, 32), group)
+        if isinstance(variant, TileVariant):
+            assert variant.queries == 1
+            continue
+        assert variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY
+        assert variant.group * variant.value_chunks * 4 <= MAX_SUMS
+        assert variant.values * variant.value_chunks <= 8, "vectors of values in the registers of a lane"
+        assert variant.keys * -(-key_size // (4 * variant.lanes)) * 4 <= MAX_KEY_FLOATS, "and elements of keys"
+        assert variant.tile % (32 // variant.lanes * variant.keys) == 0
+        assert variant.tile % (32 // variant.column_lanes * variant.values) == 0
+        assert 4 * variant.column_lanes * variant.value_chunks >= size
+        assert group <= 32, "a lane for each head"
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "group", "lens"),
     [
@@ -50,6 +82,7 @@ def test_every_variant_keeps_to_the_limits_of_a_threadgroup(single_queries: bool
         (mx.float16, 112, 3, [(20, 40)]),
         (mx.bfloat16, 512, 16, [(1, 40)]),
         (mx.float32, 512, 4, [(3, 9)]),
+        (mx.float16, 64, 8, [(1, 40)]),
     ],
     ids=str,
 )
@@ -57,8 +90,8 @@ def test_threadgroup_memory_is_what_was_calculated(
     metal_on_cpu: Interpreter, dtype: mx.Dtype, head_dim: int, group: int, lens: list[tuple[int, int]]
 ) -> None:
     Case(lens, dtype=dtype, head_dim=head_dim, group=group, kv_heads=1).check()
-    variant = choose_variant(KVLayout(1, head_dim, head_dim, dtype, 32), group, lens[0][0] == 1)
-    used = metal_on_cpu.last_launch("paged_attention").threadgroup_memory
+    variant = (choose_decode if lens[0][0] == 1 else choose_tile)(KVLayout(1, head_dim, head_dim, dtype, 32), group)
+    used = metal_on_cpu.last_launch(variant.name).threadgroup_memory
     assert variant.threadgroup_memory - 64 <= used <= variant.threadgroup_memory
 
 
@@ -117,7 +150,7 @@ def test_a_kernel_is_built_once(metal_on_cpu: Interpreter) -> None:
     builds = kernels.build.cache_info().misses
     for _ in range(3):
         case.check()
-    assert kernels.build.cache_info().misses == builds + 1, "paged_attention; the writes had been built before"
+    assert kernels.build.cache_info().misses == builds + 1, "paged_decode; the writes had been built before"
 
 
 def test_every_kernel_file_has_its_names_and_a_header() -> None:
@@ -190,6 +223,7 @@ def test_work_items_cover_every_visible_key_of_every_query_once(
     for sequence, row, count, position, begin, end, first, _ in items.tolist():
         assert 1 <= count <= queries
         assert 0 < end - begin <= partition
+        assert begin // partition == (end - 1) // partition, "between two multiples"
         assert position == lens[sequence][1] - lens[sequence][0] + row - starts[sequence]
         for j in range(count):
             seen.setdefault(row + j, []).append((begin, end, first + j))

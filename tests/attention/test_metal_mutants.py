@@ -1,11 +1,7 @@
-"""Mutants of our kernels: each a mistake one could make in them, and each caught by the numbers or by a check.
-
-A mutant that no test catches is a hole in the tests; a new line in a kernel deserves a line here.
-"""
+"""Mutants of our kernels but paged_decode, which has a file of its own (test_decode_mutants.py)."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, kernels
+from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache
 from tests.attention.metal_cases import TOLERANCE, Case
+from tests.attention.mutants import Mutant, check_mutant, scenarios
 from tests.metal_on_cpu import (
     DataRace,
     Divergence,
@@ -34,14 +31,14 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="needs the kernels to
 # What is run, and whether its numbers are right.
 
 
-def decode() -> bool:
-    """Tiles of 128 keys: three of them, in one work item."""
-    case = Case([(1, 300), (1, 33), (1, 1)], head_dim=32, group=3)
+def chunks() -> bool:
+    """Tiles of ten tokens, three heads and 64 keys, in one work item."""
+    case = Case([(2, 300), (12, 33), (2, 2)], head_dim=32, group=3)
     return case.error() <= TOLERANCE[case.dtype]
 
 
-def sharp_decode() -> bool:
-    return Case([(1, 300), (1, 33)], head_dim=32, sharpness=1000).error() < 1e-3
+def sharp_chunks() -> bool:
+    return Case([(2, 300), (2, 33)], head_dim=32, sharpness=1000).error() < 1e-3
 
 
 def split_decode() -> bool:
@@ -77,8 +74,8 @@ def chunked() -> bool:
     return case.error() <= TOLERANCE[case.dtype]
 
 
-def bfloat_decode() -> bool:
-    case = Case([(1, 40)], head_dim=32, dtype=mx.bfloat16)
+def bfloat_chunk() -> bool:
+    case = Case([(2, 40)], head_dim=32, dtype=mx.bfloat16)
     return case.error() <= TOLERANCE[case.dtype]
 
 
@@ -103,7 +100,7 @@ def nan_in_a_later_range() -> bool:
 
 def full_blocks() -> bool:
     """Nothing comes after the last sequence's table."""
-    case = Case([(1, 33), *[(1, 64)] * 4], head_dim=32)
+    case = Case([(2, 32)] * 8, head_dim=32)
     return case.error() <= TOLERANCE[case.dtype]
 
 
@@ -112,14 +109,13 @@ def long_chunk() -> bool:
     return case.error() <= TOLERANCE[case.dtype]
 
 
-def latent_decode() -> bool:
-    case = Case([(1, 40), (1, 33)], head_dim=40, value_size=32, latent=True, kv_heads=1, group=3)
+def latent_chunks() -> bool:
+    case = Case([(2, 40), (2, 33)], head_dim=40, value_size=32, latent=True, kv_heads=1, group=3)
     return case.error() <= TOLERANCE[case.dtype]
 
 
-def narrow_decode() -> bool:
-    """Keys of 40: the four lanes of a key share ten vectors."""
-    case = Case([(1, 40)], head_dim=40, kv_heads=1, group=1)
+def narrow_chunk() -> bool:
+    case = Case([(2, 40)], head_dim=40, kv_heads=1, group=16)
     return case.error() <= TOLERANCE[case.dtype]
 
 
@@ -176,40 +172,37 @@ AT_KEYS = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + pos
 AT_VALUES = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * VALUE_STRIDE;"
 TOKEN = "if (me == 0 && threadgroup_position_in_grid.y == 0 && threadgroup_position_in_grid.z == 0)"
 
-Mutant = tuple[str, str, str, Callable[[], bool], type[MetalError] | None]
-
-# Kernel, what is replaced, by what, where it shows, what must be said of it. None: it runs, and the numbers are off.
 MUTANTS: dict[str, Mutant] = {
-    "no barrier before the softmax": ("paged_attention", BARRIER + SOFTMAX, SOFTMAX, decode, DataRace),
+    "no barrier before the softmax": ("paged_attention", BARRIER + SOFTMAX, SOFTMAX, chunks, DataRace),
     "no barrier before the values": (
-        "paged_attention", BARRIER + "  if (split", "  if (split", decode, DataRace),
+        "paged_attention", BARRIER + "  if (split", "  if (split", chunks, DataRace),
     "no barrier after the values": (
         "paged_attention", "  threadgroup_barrier(mem_flags::mem_threadgroup);  // the weights have been read\n", "",
-        decode, DataRace),
+        chunks, DataRace),
     "no barrier after the query tile": (
         "paged_attention", "threadgroup_barrier(mem_flags::mem_threadgroup);\n\nfor (int start", "for (int start",
-        decode, DataRace),
+        chunks, DataRace),
     "no barrier before the splits are summed": (
         "paged_attention", "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  for (int i = me; i < ROWS", 
-        "  for (int i = me; i < ROWS", decode, DataRace),
+        "  for (int i = me; i < ROWS", chunks, DataRace),
     "no barrier between rows of the splits": (
-        "paged_attention", "  if (first > 0) {", "  if (false) {", decode, DataRace),
+        "paged_attention", "  if (first > 0) {", "  if (false) {", chunks, DataRace),
     "a fence for the wrong memory": (
         "paged_attention", BARRIER + SOFTMAX, BARRIER.replace("mem_threadgroup", "mem_device") + SOFTMAX,
-        decode, DataRace),
+        chunks, DataRace),
     "a simdgroup barrier for a threadgroup one": (
         "paged_attention", BARRIER + SOFTMAX, BARRIER.replace("threadgroup_b", "simdgroup_b") + SOFTMAX,
-        decode, DataRace),
+        chunks, DataRace),
     "a shuffle that some lanes skip": (
-        "paged_attention", "for (int distance", "if (key < count) for (int distance", decode, Divergence),
+        "paged_attention", "for (int distance", "if (key < count) for (int distance", chunks, Divergence),
     "a reduction that some lanes skip": (
         "paged_attention", "best = simd_max(best);", "if (lane < count) { best = simd_max(best); }",
-        decode, Divergence),
+        chunks, Divergence),
     "a lane that returns": (
-        "paged_attention", "const int key_end", "if (lane == 31) { return; }\nconst int key_end", decode, Divergence),
+        "paged_attention", "const int key_end", "if (lane == 31) { return; }\nconst int key_end", chunks, Divergence),
     "a thread without a column that returns": (
         "paged_attention", "const int key_end", "if (me / COLUMNS >= 2) { return; }\nconst int key_end",
-        decode, Divergence),
+        chunks, Divergence),
     "one key too many": ("paged_attention", "min(TILE, key_end - start);", "min(TILE, key_end + 1 - start);",
                          full_blocks, OutOfBounds),
     "sees the future": ("paged_attention", "position <= here && ", "", mixed, None),
@@ -219,47 +212,47 @@ MUTANTS: dict[str, Mutant] = {
         "paged_attention", "weights[t] == MASKED ? 0.0f : ", "", nan_in_a_later_range, None),
     "a masked value is multiplied by zero": (
         "paged_attention", "if (weight != 0.0f) {", "if (true) {", nan_in_a_later_token, None),
-    "no rescaling": ("paged_attention", "acc[row * VEC + e] *= factor;", "", decode, None),
-    "sum not rescaled": ("paged_attention", "sums[i] = sums[i] * factor +", "sums[i] = sums[i] +", sharp_decode, None),
-    "no maximum": ("paged_attention", "best = simd_max(best);", "best = 0.0f;", sharp_decode, None),
+    "no rescaling": ("paged_attention", "acc[row * VEC + e] *= factor;", "", chunks, None),
+    "sum not rescaled": ("paged_attention", "sums[i] = sums[i] * factor +", "sums[i] = sums[i] +", sharp_chunks, None),
+    "no maximum": ("paged_attention", "best = simd_max(best);", "best = 0.0f;", sharp_chunks, None),
     "maximum of the last tile alone": (
-        "paged_attention", "float best = maxima[i];", "float best = MASKED;", sharp_decode, None),
+        "paged_attention", "float best = maxima[i];", "float best = MASKED;", sharp_chunks, None),
     "softcap left out": ("paged_attention", "if (SOFTCAP) {", "if (false) {", mixed, None),
     "softcap on one side": ("paged_attention", "tanh(weights[t] / softcap)", "tanh(weights[t])", mixed, None),
     "scale left out": ("paged_attention", "+ key] * scale;", "+ key];", mixed, None),
     "sink left out": ("paged_attention", "if (SINKS) {", "if (false) {", mixed, None),
-    "wrong KV head of the keys": ("paged_attention", AT_KEYS, AT_KEYS.replace(" + kv_head", ""), decode, None),
-    "wrong KV head of the values": ("paged_attention", AT_VALUES, AT_VALUES.replace(" + kv_head", ""), decode, None),
+    "wrong KV head of the keys": ("paged_attention", AT_KEYS, AT_KEYS.replace(" + kv_head", ""), chunks, None),
+    "wrong KV head of the values": ("paged_attention", AT_VALUES, AT_VALUES.replace(" + kv_head", ""), chunks, None),
     "a latent's values apart": (
-        "paged_attention", "LATENT ? DK : DV", "DV", latent_decode, None),
+        "paged_attention", "LATENT ? DK : DV", "DV", latent_chunks, None),
     "a chunk of a query beyond its end": (
-        "paged_attention", "WHOLE_CHUNKS || column", "true || column", narrow_decode, MetalError),
+        "paged_attention", "WHOLE_CHUNKS || column", "true || column", narrow_chunk, MetalError),
     "the next slot": (
-        "paged_attention", AT_VALUES, AT_VALUES.replace("position %", "(position + 1) %"), decode, None),
+        "paged_attention", AT_VALUES, AT_VALUES.replace("position %", "(position + 1) %"), chunks, None),
     "the next block": (
-        "paged_attention", AT_KEYS, AT_KEYS.replace("/ BLOCK]", "/ BLOCK + 1]"), decode, MetalRunError),
+        "paged_attention", AT_KEYS, AT_KEYS.replace("/ BLOCK]", "/ BLOCK + 1]"), chunks, MetalRunError),
     "another sequence's table": (
-        "paged_attention", "block_tables + size_t(item[0]) *", "block_tables + size_t(0) *", decode, None),
+        "paged_attention", "block_tables + size_t(item[0]) *", "block_tables + size_t(0) *", chunks, None),
     "a query tile one element short": (
-        "paged_attention", "query_tile[ROWS * DK]", "query_tile[ROWS * DK - 1]", decode, OutOfBounds),
-    "scratch for one split less": ("paged_attention", "scores[SCRATCH]", "scores[SCRATCH - DV]", decode, OutOfBounds),
+        "paged_attention", "query_tile[ROWS * DK / 4]", "query_tile[ROWS * DK / 4 - 1]", chunks, OutOfBounds),
+    "scratch for one split less": ("paged_attention", "scores[SCRATCH]", "scores[SCRATCH - DV]", chunks, OutOfBounds),
     "too much threadgroup memory": (
-        "paged_attention", "scores[SCRATCH]", "scores[SCRATCH * 16]", decode, ResourceLimit),
-    "sums not cleared": ("paged_attention", "  acc[i] = 0.0f;\n", "", decode, MetalError),
-    "a split left out": ("paged_attention", "for (int s = 0; s < SPLITS", "for (int s = 1; s < SPLITS", decode, None),
+        "paged_attention", "scores[SCRATCH]", "scores[SCRATCH * 16]", chunks, ResourceLimit),
+    "sums not cleared": ("paged_attention", "  acc[i] = 0.0f;\n", "", chunks, MetalError),
+    "a split left out": ("paged_attention", "for (int s = 0; s < SPLITS", "for (int s = 1; s < SPLITS", chunks, None),
     "the last column not stored": (
         "paged_attention", "i < ROWS_AT_ONCE * DV; i += THREADS", "i < ROWS_AT_ONCE * DV - 1; i += THREADS",
-        decode, UninitialisedOutput),
+        chunks, UninitialisedOutput),
     "a head beyond the group": (
         "paged_attention", "&& in_group < GROUP) {\n      const int d", ") {\n      const int d",
         two_head_tiles, MetalRunError),
-    "a token by every threadgroup": ("paged_attention", TOKEN, "if (me == 0)", decode, DataRace),
+    "a token by every threadgroup": ("paged_attention", TOKEN, "if (me == 0)", chunks, DataRace),
     "a pointer without address space": (
-        "paged_attention", "const device int* item", "const int* item", decode, MetalCompileError),
+        "paged_attention", "const device int* item", "const int* item", chunks, MetalCompileError),
     "a pointer into the wrong address space": (
-        "paged_attention", "const device int* item", "const threadgroup int* item", decode, MetalCompileError),
+        "paged_attention", "const device int* item", "const threadgroup int* item", chunks, MetalCompileError),
     "an implicit bfloat": (
-        "paged_attention", "static_cast<O>(sum / denominator)", "(sum / denominator)", bfloat_decode,
+        "paged_attention", "static_cast<O>(sum / denominator)", "(sum / denominator)", bfloat_chunk,
         MetalCompileError),
     "a range left out": (
         "merge_partials", "for (int i = split; i < count", "for (int i = split + 1; i < count", split_decode, None),
@@ -306,26 +299,9 @@ MUTANTS: dict[str, Mutant] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, old, new, scenario, error = MUTANTS[name]
-    directory = shutil.copytree(kernels.kernel_directory(), tmp_path / "kernels")
-    path = directory / f"{kernel}.metal"
-    source = path.read_text()
-    assert old in source
-    path.write_text(source.replace(old, new, 1))
-    monkeypatch.setattr(kernels, "kernel_directory", lambda: directory)
-    with Interpreter().installed():
-        if error is None:
-            try:
-                assert not scenario(), "the numbers are right"
-            except MetalError:
-                pytest.fail("a check catches it: say which")
-        else:
-            with pytest.raises(error, match=kernel):
-                scenario()
+    check_mutant(MUTANTS[name], tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "scenario", list(dict.fromkeys(mutant[3] for mutant in MUTANTS.values())), ids=lambda s: s.__name__
-)
+@pytest.mark.parametrize("scenario", scenarios(MUTANTS), ids=lambda s: s.__name__)
 def test_without_a_mutant_all_is_well(scenario: Callable[[], bool], metal_on_cpu: Interpreter) -> None:
     assert scenario()

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.attention.layout import KV_DTYPES
-from mlxpaged.attention.metal import BLOCK_SIZES
+from mlxpaged.attention.variants import BLOCK_SIZES
 from tests.attention.metal_cases import HEAD_DIMS, Case
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,9 @@ from tests.support import make_tiny_model, run_requests
 SHAPE = AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32))
 
 BROKEN = {
-    "kv_write": ("slot % BLOCK", "(slot + 1) % BLOCK", "kv_write and paged_attention, overlapped steps"),
-    "paged_attention": ("softcap", "soft_cap", "kv_write and paged_attention, overlapped steps"),
+    "kv_write": ("slot % BLOCK", "(slot + 1) % BLOCK", "kv_write, paged_attention and paged_decode, overlapped steps"),
+    "paged_attention": ("softcap", "soft_cap", "kv_write, paged_attention and paged_decode, overlapped steps"),
+    "paged_decode": ("softcap", "soft_cap", "kv_write, paged_attention and paged_decode, overlapped steps"),
     "merge_partials": ("HEADS", "HEADZ", "merge_partials, long contexts"),
     "kv_gather": ("key_pool", "value_pool", "kv_gather, mixed chunks"),
     "block_copy": ("key_pool", "keys_pool", "block_write, block_copy and block_read"),

@@ -28,7 +28,7 @@ from mlxpaged.attention import (
     tuning_cache,
 )
 from mlxpaged.attention.tuner import Prepare, Run, ShapeTimes, Tuner, Workload, classes_of, summary, tune
-from mlxpaged.attention.tuning import CONTIGUOUS, Choice, ShapeClass, default_choice
+from mlxpaged.attention.tuning import BY_CONTEXT, CONTIGUOUS, Choice, ShapeClass, default_choice
 from mlxpaged.attention.tuning_cache import Machine, TuningCache
 from mlxpaged.cli import main
 from mlxpaged.engine import EngineConfig, EngineCore, build_engine
@@ -126,7 +126,7 @@ def test_each_class_gets_the_choice_that_is_fastest_for_it(cache: TuningCache) -
 
 
 def test_a_choice_that_is_hardly_faster_than_the_default_is_noise(cache: TuningCache) -> None:
-    factor = {Choice(256): 0.96, Choice(512): 1.0, Choice(4096): 1.0}
+    factor = {Choice(256): 0.96, BY_CONTEXT: 1.0, Choice(4096): 1.0}
     one = measured(FakeDevice(lambda _, choice: factor.get(choice, 1.2) * 1e-4), cache)
     assert [one.choice(entry) for entry in one.classes] == [default_choice(entry) for entry in one.classes[:-1]] + [
         Choice(4096)
@@ -139,7 +139,9 @@ def test_a_choice_that_is_hardly_faster_than_the_default_is_noise(cache: TuningC
 def test_compiling_is_not_timed_and_a_time_is_that_of_one_call(cache: TuningCache) -> None:
     device = FakeDevice(lambda _, choice: 2e-4 if choice == CONTIGUOUS else 1e-4, compile=0.05)
     times = measured(device, cache).times[LONE]
-    assert times == pytest.approx({Choice(512): 1e-4, Choice(256): 1e-4, Choice(1024): 1e-4, CONTIGUOUS: 2e-4})
+    assert times == pytest.approx(
+        dict.fromkeys([BY_CONTEXT, *map(Choice, (256, 512, 1024))], 1e-4) | {CONTIGUOUS: 2e-4}
+    )
 
 
 def test_fast_calls_are_chained_and_slow_ones_are_not_repeated_often(cache: TuningCache) -> None:
@@ -147,7 +149,7 @@ def test_fast_calls_are_chained_and_slow_ones_are_not_repeated_often(cache: Tuni
         device = FakeDevice(lambda *_: cost)
         [one] = tune([SHAPE], Limits(1024, 1), True, cache, device.tuner)
         assert one.times[LONE] == pytest.approx(dict.fromkeys(one.times[LONE], cost))
-        return [number for _, work, choice, number in device.calls if work.query_lens == [1] and choice == Choice(512)]
+        return [number for _, work, choice, number in device.calls if work.query_lens == [1] and choice == BY_CONTEXT]
 
     assert calls(1e-5) == [1, 1, *[8] * 5]
     assert calls(0.48e-3) == [1, 1, *[4] * 5]
@@ -157,9 +159,9 @@ def test_fast_calls_are_chained_and_slow_ones_are_not_repeated_often(cache: Tuni
 
 
 def test_waiting_for_a_result_makes_no_candidate_hopeless(cache: TuningCache) -> None:
-    device = FakeDevice(lambda _, choice: 1e-5 if choice == Choice(512) else 1.5e-5, wait=3e-4)
+    device = FakeDevice(lambda _, choice: 1e-5 if choice == BY_CONTEXT else 1.5e-5, wait=3e-4)
     times = measured(device, cache).times[LONE]
-    assert times[Choice(512)] == pytest.approx(1e-5 + 3e-4 / 6)
+    assert times[BY_CONTEXT] == pytest.approx(1e-5 + 3e-4 / 6)
     assert times[CONTIGUOUS] == pytest.approx(1.5e-5 + 3e-4 / 6)
 
 
@@ -250,7 +252,7 @@ def failing(device: FakeDevice, broken: Callable[[Choice], bool], at_call: bool)
 
 
 @pytest.mark.parametrize("at_call", [False, True])
-@pytest.mark.parametrize("choice", [Choice(512), CONTIGUOUS], ids=["default", "other"])
+@pytest.mark.parametrize("choice", [BY_CONTEXT, CONTIGUOUS], ids=["default", "other"])
 def test_a_candidate_that_fails_is_dropped_with_its_error(
     cache: TuningCache, caplog: pytest.LogCaptureFixture, at_call: bool, choice: Choice
 ) -> None:
@@ -599,7 +601,7 @@ def test_every_candidate_of_every_class_runs(
 
 
 def test_what_is_timed_is_the_choice_for_the_workload(metal_on_cpu: Interpreter) -> None:
-    for choice, kernel in ((CONTIGUOUS, "kv_gather"), (Choice(64), "merge_partials"), (Choice(128), "paged_attention")):
+    for choice, kernel in ((CONTIGUOUS, "kv_gather"), (Choice(64), "merge_partials"), (Choice(128), "paged_decode")):
         run = tuner.prepare(SHAPE, Workload([1, 1], [100, 20]), choice)
         before = len(metal_on_cpu.launches)
         run(3)()
@@ -729,7 +731,7 @@ def test_the_doctor_shows_the_choice_and_the_time_of_every_candidate_and_where_t
     assert f"{shape}: measured now" in out
     [line] = [line for line in out.splitlines() if line.startswith("  decode 1, to 1024 keys")]
     assert line.split()[5] == "contiguous"
-    assert line.endswith("paged:512 0.100, paged:256 0.100, paged:1024 0.100, contiguous 0.090 ms")
+    assert line.endswith("paged 0.100, paged:256 0.100, paged:512 0.100, paged:1024 0.100, contiguous 0.090 ms")
     classes = [line for line in out.splitlines() if line.startswith(("  decode", "  chunk"))]
     assert len(classes) == 12
     real.calls.clear()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlxpaged.attention import AttentionMetadata, AttentionShape, KVLayout, LayerKVCache, Limits
 from mlxpaged.attention.tuner import POOL_BYTES, candidates, classes_of, workload_of
 from mlxpaged.attention.tuning import (
+    BY_CONTEXT,
     CONTIGUOUS,
     DEFAULT_TUNING,
     Choice,
@@ -21,7 +22,9 @@ from mlxpaged.attention.tuning import (
     Tuning,
     chunk_class,
     decode_class,
+    least_range,
     parse_tuning,
+    range_keys,
 )
 from tests.attention.metal_cases import TOLERANCE, Case
 from tests.metal_on_cpu import Interpreter
@@ -69,7 +72,7 @@ def test_a_chunk_has_a_class_by_its_tokens_and_keys(queries: int, context: int, 
 
 def test_without_measurements_decoding_and_short_chunks_are_paged_and_long_chunks_copied() -> None:
     lone, crowd = decode_class(np.array([7])), decode_class(np.array([9000, 5, 5]))
-    assert {DEFAULT_TUNING.choice(entry) for entry in (lone, crowd)} == {Choice(512)}
+    assert {DEFAULT_TUNING.choice(entry) for entry in (lone, crowd)} == {BY_CONTEXT}
     assert DEFAULT_TUNING.choice(chunk_class(127, 20000)) == Choice(4096)
     assert DEFAULT_TUNING.choice(chunk_class(128, 128)) == CONTIGUOUS
     assert DEFAULT_TUNING.choice(chunk_class(4000, 4000)) == CONTIGUOUS
@@ -128,9 +131,9 @@ def test_what_the_server_cannot_meet_is_not_measured(
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        (ShapeClass(1, 1, 1024), "paged:512 paged:256 paged:1024 contiguous"),
-        (ShapeClass(1, 4, 8192), "paged:512 paged:256 paged:1024 paged:4096 contiguous"),
-        (ShapeClass(1, 16, 8192), "paged:512 paged:256 paged:1024 paged:4096"),
+        (ShapeClass(1, 1, 1024), "paged paged:256 paged:512 paged:1024 contiguous"),
+        (ShapeClass(1, 4, 8192), "paged paged:256 paged:512 paged:1024 paged:4096 contiguous"),
+        (ShapeClass(1, 16, 8192), "paged paged:256 paged:512 paged:1024 paged:4096"),
         (ShapeClass(31, 1, 1024), "paged:4096 paged:512 contiguous"),
         (ShapeClass(127, 1, 8192), "paged:4096 contiguous"),
         (ShapeClass(255, 1, 8192), "contiguous paged:4096"),
@@ -160,6 +163,43 @@ def test_an_override_holds_for_all_classes() -> None:
     assert {contiguous.choice(entry) for entry in classes} == {CONTIGUOUS}
     assert {paged.choice(entry) for entry in classes if entry.queries == 1} == {Choice(256)}
     assert {paged.choice(entry) for entry in classes if entry.queries > 1} == {Choice(4096)}, "or it takes gigabytes"
+    assert parse_tuning("paged") == Tuning(decode=BY_CONTEXT, chunks=Choice(4096))
+
+
+@given(st.integers(1, 2_000_000))
+def test_a_decoding_sequence_has_few_ranges_and_none_is_shorter_than_64_keys(keys: int) -> None:
+    size, count = int(range_keys(np.array(keys))), BY_CONTEXT.num_ranges(keys)
+    assert size % 32 == 0
+    assert size >= 64
+    assert (count - 1) * size < keys <= count * size
+    assert count <= 64
+    assert size <= 128 or keys > 4096
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "expected"), [(128, 2, 64), (128, 4, 64), (128, 8, 64), (64, 8, 64), (128, 16, 128), (256, 8, 64)]
+)
+def test_many_heads_have_longer_ranges(size: int, group: int, expected: int) -> None:
+    """Or their results would take more memory traffic than the keys."""
+    assert least_range(KVLayout(8, size, size, mx.bfloat16, 32), group) == expected
+    assert range_keys(np.array(100), expected) == expected
+    assert least_range(KVLayout(1, 576, 512, mx.bfloat16, 32, latent=True), 20) == 224
+
+
+@pytest.mark.parametrize(("kv_heads", "cores"), [(8, 80), (4, 60), (2, 30)])
+def test_one_sequence_of_1024_keys_has_a_threadgroup_for_each_core(
+    metal_on_cpu: Interpreter, kv_heads: int, cores: int
+) -> None:
+    Case([(1, 1024)], head_dim=32, kv_heads=kv_heads, group=1).check()
+    grid = metal_on_cpu.last_launch("paged_decode").grid
+    assert grid[0] == 128, "threads of a threadgroup"
+    assert grid[1] * grid[2] >= cores
+
+
+def test_ranges_are_merged_only_if_a_sequence_has_several(metal_on_cpu: Interpreter) -> None:
+    assert kernels_of(metal_on_cpu, Case([(1, 64), (1, 3)], head_dim=32))["merge_partials"] == 0
+    assert kernels_of(metal_on_cpu, Case([(1, 65), (1, 3)], head_dim=32))["merge_partials"] == 1
+    assert kernels_of(metal_on_cpu, Case([(1, 500)], head_dim=32, window=20))["merge_partials"] <= 1
 
 
 # Numbers
@@ -179,7 +219,7 @@ def gather_error(case: Case) -> float:
     return float(np.abs(case.attend() - np.array(expected.astype(mx.float32))).max())
 
 
-CHOICES = [CONTIGUOUS, *map(Choice, (64, 256, 512, 1024, 4096))]
+CHOICES = [CONTIGUOUS, BY_CONTEXT, *map(Choice, (64, 256, 4096))]
 DECODE = [(1, 600), (1, 33), (1, 1), (1, 1030)]
 CHUNKS = [(1, 33), (5, 5), (140, 300), (1, 600), (2, 70)]
 
@@ -207,7 +247,7 @@ def kernels_of(interpreter: Interpreter, case: Case) -> dict[str, int]:
     before = len(interpreter.launches)
     case.check()
     names = [launch.kernel for launch in interpreter.launches[before:]]
-    return {name: names.count(name) for name in ("paged_attention", "merge_partials", "kv_gather")}
+    return {name: names.count(name) for name in ("paged_attention", "paged_decode", "merge_partials", "kv_gather")}
 
 
 def test_a_step_takes_the_ways_of_the_classes_of_its_parts(metal_on_cpu: Interpreter) -> None:
@@ -216,7 +256,7 @@ def test_a_step_takes_the_ways_of_the_classes_of_its_parts(metal_on_cpu: Interpr
     choices += [(ShapeClass(31, 1, 1024), Choice(16)), (ShapeClass(255, 1, 1024), Choice(64))]
     lens = [(5, 40), (1, 70), (130, 200), (1, 9), (300, 300), (9, 20)]
     launched = kernels_of(metal_on_cpu, Case(lens, head_dim=32, tuning=Tuning(tuple(choices))))
-    assert launched == {"paged_attention": 2, "merge_partials": 2, "kv_gather": 3}
+    assert launched == {"paged_attention": 2, "paged_decode": 0, "merge_partials": 2, "kv_gather": 3}
 
 
 @pytest.mark.parametrize(

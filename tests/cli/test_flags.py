@@ -272,7 +272,6 @@ BAD = [
     ("--attention-backend", "cuda"),
     ("--attention-backend", "metal"),
     ("--attention-tuning", "fast"),
-    ("--attention-tuning", "paged"),
     ("--attention-tuning", "paged:"),
     ("--attention-tuning", "paged:63"),
     ("--attention-tuning", "paged:1048577"),

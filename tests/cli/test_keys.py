@@ -38,6 +38,14 @@ def make(keys: Callable[..., Result]) -> Callable[..., str]:
     return make
 
 
+def test_the_command_starts_without_the_engine() -> None:
+    engine = ("mlx", "transformers", "starlette")
+    code = "import sys, mlxpaged.cli.keys; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "mlxpaged.cli.keys" in modules
+    assert not set(engine) & set(modules)
+
+
 def test_a_key_is_made_used_listed_and_removed(
     tmp_path: Path, keys: Callable[..., Result], make: Callable[..., str]
 ) -> None:

@@ -115,7 +115,7 @@ def test_the_engine_gives_the_same_tokens_on_either_backend(
         assert stats.prefix_hit_tokens_total >= 64
     if interpreter is not None:
         kernels = {launch.kernel for launch in interpreter.launches}
-        assert {"paged_attention", "kv_write", "block_write"} <= kernels
+        assert {"paged_attention", "paged_decode", "kv_write", "block_write"} <= kernels
 
 
 def test_sampled_requests_survive_aborts_and_a_failing_step_on_either_backend(

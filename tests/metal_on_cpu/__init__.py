@@ -3,7 +3,7 @@ it on the CPU, strictly. See README.md for what it checks and what only a Mac ca
 
     with Interpreter().installed() as metal:
         code_that_builds_kernels()
-        assert metal.last_launch("paged_attention").loads["keys"] == keys.size
+        assert metal.last_launch("paged_decode").loads["keys"] == keys.size
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ place, that is the order in which it was called.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from .compiler import Compiled
 from .errors import ResourceLimit, Unrepeatable
 from .launch import MAX_THREADS_PER_THREADGROUP, Argument, Bytes, LaunchRecord, launch, poisoned
 from .signature import Role, Signature, TemplateArgument, generate
+
+_as_strided: Any = mx.as_strided
 
 Size3 = tuple[int, int, int]
 Input = mx.array | bool | int | float
@@ -151,7 +154,8 @@ class MetalKernel:
             constant = parameter.is_constant
             if parameter.role is Role.DATA:
                 phase = phases[parameter.argument]
-                arguments.append(Argument(parameter.name, view, is_constant=constant, phase=phase))
+                memory = self._interpreter.memory_of(view)
+                arguments.append(Argument(parameter.name, memory, is_constant=constant, phase=phase))
                 continue
             if parameter.role is Role.SHAPE:
                 memory = np.array(view.shape, np.int32)
@@ -205,6 +209,7 @@ class Interpreter:
     seconds: int = 120
     cache: Path = field(default_factory=compiler.default_cache)
     launches: list[LaunchRecord] = field(default_factory=list)
+    _bases: weakref.WeakValueDictionary[int, mx.array] = field(default_factory=weakref.WeakValueDictionary)
 
     def metal_kernel(
         self,
@@ -225,6 +230,19 @@ class Interpreter:
                 raise ValueError(f"[metal_kernel] Unknown compile option `{option}` or value `{value}`.")
         return MetalKernel(self, name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs)
 
+    def as_strided(self, array: mx.array, *args: Any, **options: Any) -> mx.array:
+        """`mx.as_strided`. It notes that the result has the buffer of `array`."""
+        view: mx.array = _as_strided(array, *args, **options)
+        mx.eval(array, view)
+        self._bases[_view(array).ctypes.data] = array
+        return view
+
+    def memory_of(self, view: Bytes) -> Bytes:
+        """What a kernel may reach through an input. As on a Mac, that is a whole buffer, but only if the input begins
+        where an array that was given to `mx.as_strided` begins. For all others it is the input itself."""
+        base = self._bases.get(view.ctypes.data)
+        return view if base is None else _view(base)
+
     def last_launch(self, kernel: str) -> LaunchRecord:
         """The last launch of the kernel of that name; KeyError if it was never launched."""
         for record in reversed(self.launches):
@@ -234,8 +252,11 @@ class Interpreter:
 
     @contextmanager
     def installed(self) -> Iterator[Interpreter]:
-        """In place of `mx.fast.metal_kernel` while the context lasts."""
-        with mock.patch.object(mx.fast, "metal_kernel", self.metal_kernel):
+        """In place of `mx.fast.metal_kernel` and `mx.as_strided` while the context lasts."""
+        with (
+            mock.patch.object(mx.fast, "metal_kernel", self.metal_kernel),
+            mock.patch.object(mx, "as_strided", self.as_strided),
+        ):
             yield self
 
     def _run(

@@ -204,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=20_000 if LONG else 300,
+    max_examples=20_000 if LONG else 150,
     stateful_step_count=60 if LONG else 40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -17,7 +17,7 @@ from mlxpaged.cli.bench.plan import NoRoomError, Plan
 from mlxpaged.cli.bench.progress import progress_display
 from mlxpaged.cli.bench.report import json_report, report_console, table
 from mlxpaged.cli.doctor import machine
-from mlxpaged.cli.engine_flags import add_engine_flags, add_log_level, engine_config
+from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.flags import Flags, output_file, positive_int, positive_ints
 from mlxpaged.cli.http_server import megabytes
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         "serves, without HTTP. Each flag can also be set as the environment variable in brackets.",
     )
     flags = Flags(parser)
-    flags.model("model directory or hub repository; 'demo' is the bundled model")
+    flags.model(DEFAULTS.model, "model directory or hub repository; 'demo' is the bundled model")
     load = flags.group("measurement")
     several = "requests at a time, for example 2,4,8,16; one at a time is always measured, too"
     load.value("--concurrency", positive_ints, None, several, f"{plans.CONCURRENCY}, at most --prompts")

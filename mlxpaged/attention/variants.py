@@ -1,0 +1,214 @@
+"""The instantiations of the attention kernels: template arguments, and what they need of registers and memory."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxpaged.attention import kernels
+from mlxpaged.attention.layout import KVLayout
+
+BLOCK_SIZES = (8, 16, 32)
+
+THREADS = 128
+
+VECTOR = 4
+"""Elements of a head that a thread loads at once, as `vec<T, 4>`."""
+
+MAX_KEY_FLOATS = 40
+"""Most elements of a key in the registers of a lane, beside the sums."""
+
+MAX_SUMS = 64
+"""Most sums in the registers of a thread."""
+
+MAX_KEY_SIZE = 32 * MAX_KEY_FLOATS
+MAX_VALUE_SIZE = THREADS * VECTOR
+
+ROWS = 32
+"""Most rows (query tokens x heads) of a tile. Their outputs are in its registers, 32 to 64 per thread."""
+
+DECODE_TILE = 16
+"""Keys that a simdgroup of the decode kernel takes at once. Its four simdgroups have work in a range of 64 keys."""
+
+SPLIT_BYTES = 8192
+"""Most bytes of threadgroup memory in which the simdgroups of the decode kernel merge. With more, fewer threadgroups
+are resident at once; with less, there are more barriers at the end."""
+
+
+@dataclass(frozen=True)
+class TileVariant:
+    """One instantiation of paged_attention.metal. group: query heads of a KV head; heads: how many of them one
+    threadgroup serves; queries: tokens of its tile."""
+
+    layout: KVLayout
+    group: int
+    heads: int
+    queries: int
+    partial: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    chunked: bool = False
+
+    name = "paged_attention"
+
+    @property
+    def rows(self) -> int:
+        return self.queries * self.heads
+
+    @property
+    def head_tiles(self) -> int:
+        return -(-self.group // self.heads)
+
+    @property
+    def tile(self) -> int:
+        """Keys whose scores are in threadgroup memory at once."""
+        return 128 if self.rows <= 16 else 64
+
+    @property
+    def vec(self) -> int:
+        """Output columns per thread, a power of two, so that a thread keeps 32 to 64 sums in its registers."""
+        fewest = -(-self.layout.value_size // THREADS)
+        return max(4 if self.rows <= 8 else 2 if self.rows <= 16 else 1, power_of_two(fewest))
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a key."""
+        lanes = 8 if self.layout.key_size % 32 == 0 else 4
+        while key_floats(self.layout, lanes) > MAX_KEY_FLOATS:
+            lanes *= 2
+        return lanes
+
+    @property
+    def threadgroup_memory(self) -> int:
+        """Bytes: the query tile, the scores (later the splits' sums in the same place), three numbers per row."""
+        layout = self.layout
+        splits = THREADS // (layout.value_size // self.vec)
+        scratch = max(self.rows * self.tile, splits * layout.value_size)
+        return bytes_of(self.rows * layout.key_size * layout.dtype.size, 4 * scratch, *[4 * self.rows] * 3)
+
+    @functools.cached_property
+    def template(self) -> kernels.Template:
+        names = ("heads", "queries", "tile", "vec", "lanes", "softcap", "sinks", "chunked")
+        return [*common_template(self), *((name.upper(), getattr(self, name)) for name in names)]
+
+
+@dataclass(frozen=True)
+class DecodeVariant:
+    """One instantiation of paged_decode.metal. A threadgroup serves all query heads of a KV head."""
+
+    layout: KVLayout
+    group: int
+    partial: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+    name = "paged_decode"
+    head_tiles = 1
+    tile = DECODE_TILE
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a key: as few as hold it with 16 elements each."""
+        lanes = 4
+        while lanes < 32 and key_floats(self.layout, lanes) > 16:
+            lanes *= 2
+        return lanes
+
+    @property
+    def keys(self) -> int:
+        """Keys of a lane at once."""
+        return 2 if key_floats(self.layout, self.lanes) <= 16 else 1
+
+    @property
+    def column_lanes(self) -> int:
+        """Lanes that share a value. The others take other keys."""
+        return min(32, max(32 // self.tile, power_of_two(-(-self.layout.value_size // VECTOR))))
+
+    @property
+    def value_chunks(self) -> int:
+        return -(-self.layout.value_size // (VECTOR * self.column_lanes))
+
+    @property
+    def sums(self) -> int:
+        """In the registers of a lane."""
+        return VECTOR * self.group * self.value_chunks
+
+    @property
+    def values(self) -> int:
+        """Values of a lane at once: up to 32 elements, or 16 beside many sums."""
+        most = (8 if self.sums <= MAX_SUMS // 2 else 4) // self.value_chunks
+        return max(1, min(most, self.tile * self.column_lanes // 32))
+
+    @property
+    def rows_at_once(self) -> int:
+        """Heads that the simdgroups merge at once."""
+        return max(1, min(self.group, SPLIT_BYTES // (THREADS // 32 * 4 * self.layout.value_size)))
+
+    @property
+    def scratch(self) -> int:
+        """Vectors of four floats."""
+        return THREADS // 32 * max(self.group * self.tile, self.rows_at_once * self.layout.value_size) // 4
+
+    @property
+    def threadgroup_memory(self) -> int:
+        """Bytes: the query heads, the scores (later sums in the same place), two numbers per simdgroup and head."""
+        layout, numbers = self.layout, THREADS // 32 * self.group * 4
+        return bytes_of(self.group * layout.key_size * layout.dtype.size, 16 * self.scratch, numbers, numbers)
+
+    @property
+    def fits(self) -> bool:
+        return self.sums <= MAX_SUMS and self.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY
+
+    @functools.cached_property
+    def template(self) -> kernels.Template:
+        names = ("tile", "lanes", "keys", "column_lanes", "values", "rows_at_once", "scratch", "softcap", "sinks")
+        return [*common_template(self), *((name.upper(), getattr(self, name)) for name in names)]
+
+
+Variant = TileVariant | DecodeVariant
+
+
+def common_template(variant: Variant) -> kernels.Template:
+    layout = variant.layout
+    types = [("T", layout.dtype), ("O", mx.float32 if variant.partial else layout.dtype)]
+    sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("LATENT", layout.latent), ("GROUP", variant.group)]
+    counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", THREADS)]
+    return [*types, *sizes, *counts, ("PARTIAL", variant.partial)]
+
+
+def choose_tile(layout: KVLayout, group: int, *flags: bool, single_queries: bool = False) -> TileVariant:
+    """Put all heads of a group in one threadgroup if they fit its memory and registers, else in as few as possible.
+    flags: the last fields of the variant. single_queries: tiles of one token."""
+    rows = ROWS
+    while True:
+        heads = -(-group // -(-group // rows))
+        queries = 1 if single_queries else max(1, rows // heads)
+        variant = TileVariant(layout, group, heads, queries, *flags)
+        in_memory = variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY
+        if in_memory and variant.rows * variant.vec <= MAX_SUMS:
+            return variant
+        rows //= 2
+
+
+def choose_decode(layout: KVLayout, group: int, *flags: bool) -> Variant:
+    """The decode kernel if the sums of all heads of a group fit the registers of a simdgroup, else tiles of one token.
+    flags: the last fields of a TileVariant."""
+    variant = DecodeVariant(layout, group, *flags[:3])
+    return variant if variant.fits else choose_tile(layout, group, *flags, single_queries=True)
+
+
+def key_floats(layout: KVLayout, lanes: int) -> int:
+    """Elements of a key in the registers of a lane."""
+    return -(-layout.key_size // (VECTOR * lanes)) * VECTOR
+
+
+def power_of_two(number: int) -> int:
+    """The smallest one that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def bytes_of(*arrays: int) -> int:
+    """Of arrays in threadgroup memory, each aligned to 16 bytes."""
+    return sum(-(-size // 16) * 16 for size in arrays)

@@ -1,0 +1,108 @@
+"""How many command buffers MLX makes of a decoding step, by its own rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.attention import AttentionMetadata, LayerKVCache, kernels
+from mlxpaged.attention.command_buffers import CommitLimits, Operation, commit_limits, count_commits, operations
+from tests.attention.step_graphs import MODELS, our_step, step_of_mlx_lm
+
+LIMITS = {"base or Pro": commit_limits("applegpu_g16g"), "Max": commit_limits("applegpu_g14s")}
+LONG = CommitLimits(1000, 50)
+"""As mlx_settings.py sets it."""
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_decoding_step_takes_hardly_more_command_buffers_than_mlx_lms_own(name: str, batch: int) -> None:
+    ours, theirs = our_step(MODELS[name], batch), step_of_mlx_lm(MODELS[name], batch)
+    for limits in (*LIMITS.values(), LONG):
+        assert count_commits(ours, limits) <= count_commits(theirs, limits) + 2
+
+
+def test_longer_command_buffers_help_small_models() -> None:
+    step = our_step(MODELS["Qwen3-0.6B"], 1)
+    assert count_commits(step, LIMITS["Max"]) == 11
+    assert count_commits(step, LONG) == 3
+
+
+def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the limit of 40 M elements, a pool of 80 MB would end every command buffer."""
+    bound: list[tuple[str, int]] = []
+    launch = kernels.launch
+
+    def recording(name: str, inputs: list[Any], *rest: Any, **options: Any) -> list[mx.array]:
+        bound.extend((name, array.size) for array in inputs if isinstance(array, mx.array))
+        return launch(name, inputs, *rest, **options)
+
+    monkeypatch.setattr(kernels, "launch", recording)
+    kv = LayerKVCache(300, 2, 32, mx.float16, backend="metal")
+    meta = AttentionMetadata.build([1, 5, 128], [700, 5, 128], [list(range(22)), [30], [31, 32, 33, 34]])
+    rows = mx.zeros((meta.num_tokens, 2, 32), mx.float16)
+    for _ in range(2):
+        kv.write(rows, rows, meta)
+        kv.attend(rows, meta, scale=1.0)
+        kv.copy_blocks([(0, 1)])
+        kv.write_blocks([2], *kv.read_blocks([3]))
+        kv.clear()
+    assert {name for name, _ in bound} == kernels.INPUTS_AND_OUTPUTS.keys()
+    assert max(size for _, size in bound) <= rows.size < kv.arrays[0].size / 50
+
+
+# MLX's rule
+
+
+def test_limits_are_those_of_the_chip() -> None:
+    assert [commit_limits(f"applegpu_g15{letter}") for letter in "pgsd"] == [
+        CommitLimits(20, 40),
+        CommitLimits(40, 40),
+        CommitLimits(50, 50),
+        CommitLimits(50, 50),
+    ]
+    assert commit_limits("") == commit_limits("unknown?") == CommitLimits(40, 40)
+
+
+def small(dispatches: int = 1) -> Operation:
+    return Operation("Add", dispatches, {"a": 1})
+
+
+def test_a_command_buffer_ends_after_the_dispatch_beyond_the_limit() -> None:
+    assert count_commits([], CommitLimits(3, 40)) == 1
+    assert count_commits([small()] * 3, CommitLimits(3, 40)) == 1
+    assert count_commits([small()] * 4, CommitLimits(3, 40)) == 2
+    assert count_commits([small()] * 8, CommitLimits(3, 40)) == 3
+    assert count_commits([small(2)] * 4, CommitLimits(3, 40)) == 3, "an operation is never divided"
+
+
+def test_a_command_buffer_ends_with_the_elements_beyond_the_limit_each_buffer_once() -> None:
+    large = [Operation("Matmul", 1, {name: 2**20}) for name in "abcdef"]
+    limits = CommitLimits(1000, 2)
+    assert count_commits(large[:2], limits) == 1
+    assert count_commits(large[:3], limits) == 2
+    assert count_commits(large, limits) == 3
+    assert count_commits([large[0]] * 50, limits) == 1
+    assert count_commits([large[0], large[1], large[0], large[2], large[0]], limits) == 2
+
+
+def test_operations_of_a_graph_leave_out_views_and_count_their_buffers() -> None:
+    records: list[dict[str, Any]] = []
+
+    def run(x: mx.array, cache: mx.array) -> mx.array:
+        row = x[None, :4].reshape(2, 2).transpose()
+        cache[3:5] = row
+        return mx.concatenate([cache[2:4], row, row]) * row[:1]
+
+    mx.export_function(records.append, run, mx.zeros((8,)), mx.zeros((100, 2)))
+    found = operations(records)
+    assert [(each.name, each.dispatches) for each in found] == [
+        ("SliceUpdate", 1),
+        ("Concatenate", 3),
+        ("Multiply", 1),
+    ]
+    [x, cache] = (name for name, _, _ in records[0]["inputs"])
+    assert found[0].bound == {cache: 200, x: 4}, "the cache is written in place"
+    assert found[1].bound.items() >= {cache: 4, x: 4}.items()
