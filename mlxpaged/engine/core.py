@@ -15,7 +15,7 @@ from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.pool_resizer import POLL_SECONDS, PoolResizer
+from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
@@ -181,7 +181,7 @@ class EngineCore:
         """Seconds for which nothing is to be done if no command arrives."""
         if self.embeds() or self.resizer.is_resizing or (self.has_work() and not self.waits_for_memory):
             return 0.0
-        return POLL_SECONDS
+        return POLL_SECONDS if self.has_work() or self.resizer.can_shrink else REST_SECONDS
 
     def embeds(self) -> bool:
         return self.embedder is not None and self.embedder.has_work()
@@ -266,7 +266,8 @@ class EngineCore:
                 self.resizer.shrink(num_blocks)
         except DeviceError as error:
             self._rebuild_pools(error)
-        self.resizer.advance()
+        if self.resizer.is_due:
+            self.resizer.advance()
         return True
 
     def _schedule(self) -> Batch:

@@ -32,6 +32,9 @@ MAX_RETRY_SECONDS = 60.0
 POLL_SECONDS = 1.0
 """Seconds between two readings of the system's memory pressure. A reading takes microseconds."""
 
+REST_SECONDS = 3600.0
+"""An idle engine that has nothing to give back does not wake up more often than this without a command."""
+
 IDLE_SECONDS = 60.0
 """After this time without a request the pool gives back half of its blocks, and half of the rest after each further
 one. What the prefix cache used last is kept longest: a person often answers within a minute, and seldom after ten."""
@@ -86,6 +89,10 @@ class PoolResizer:
     def can_wait(self) -> bool:
         """Whether a sequence that finds no room may find it later, in a larger pool."""
         return self._size.num_blocks < self._size.limit
+
+    @property
+    def can_shrink(self) -> bool:
+        return self._size.num_blocks > self._least
 
     def bytes_of(self, num_blocks: int) -> int:
         """Bytes of so many blocks in all pools."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -70,7 +71,9 @@ def machine_free_memory() -> int:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
     if sys.platform == "darwin":
-        return free_in_vm_stat(subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, check=True).stdout)
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            run = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, check=True, timeout=5)
+            return free_in_vm_stat(run.stdout)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
