@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is impo
 from mlxpaged.attention import self_check, tuner
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import EngineConfig, memory_pressure
 from tests.support import RunningServer, running_server
 
 
@@ -38,6 +39,14 @@ def _nothing_is_warmed_up() -> Iterator[None]:
 def warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines warm up after all."""
     monkeypatch.setattr(self_check, "warm_up", WARM_UP)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _enough_memory() -> Iterator[None]:
+    """What else runs on the machine does not change the pools of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_pressure, "PSI", Path("/no/pressure"))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

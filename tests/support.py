@@ -10,7 +10,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,7 +256,12 @@ def run_requests(core: EngineCore, prompts: list[list[int]], **params: Any) -> l
 def poison_new_blocks(core: EngineCore) -> None:
     """Fill every block with NaN when it is handed out: a read before it is rewritten spoils the answer."""
     pool, runner = core.scheduler.pool, core.runner
-    allocate, forward, move_blocks = pool.allocate, runner.forward, runner.move_blocks
+    allocate, forward, move_blocks, copy_blocks = (
+        pool.allocate,
+        runner.forward,
+        runner.move_blocks,
+        runner.copy_blocks,
+    )
     fresh: set[int] = set()
 
     def poisoning_allocate(count: int) -> list[int]:
@@ -284,6 +289,11 @@ def poison_new_blocks(core: EngineCore) -> None:
         poison()
         return forward(*args)
 
+    def poisoning_copies(moves: Mapping[int, int]) -> None:
+        poison()
+        copy_blocks(moves)
+
+    runner.copy_blocks = poisoning_copies  # type: ignore[method-assign]
     pool.allocate = poisoning_allocate  # type: ignore[method-assign]
     runner.forward = poisoning_forward  # type: ignore[method-assign]
     runner.move_blocks = poisoning_moves  # type: ignore[method-assign]

@@ -52,6 +52,9 @@ class Metrics(Collector):
                 gauge.add_metric([state], getattr(usage, state))
             yield gauge
         for name, text, value in (
+            ("max_kv_blocks", "Most KV blocks that the pool can have", scheduler.max_blocks),
+            ("kv_cache_bytes", "Bytes of the KV pools", stats.kv_cache_bytes),
+            ("max_kv_cache_bytes", "Most bytes of the KV pools", stats.max_kv_cache_bytes),
             ("state_checkpoints", "Checkpoints of recurrent states in the prefix cache", scheduler.checkpoints),
             ("max_state_checkpoints", "Most checkpoints of recurrent states", scheduler.max_checkpoints),
             ("state_reserved_bytes", "Bytes reserved for recurrent states", stats.state_bytes),

@@ -63,7 +63,17 @@ async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
         "steps": found.steps_total,
         "running": {"total": found.scheduler.running, "sequences": describe(found.running)},
         "waiting": {"total": found.scheduler.waiting, "sequences": describe(found.waiting)},
-        "blocks": {"used": blocks.used, "cached": blocks.cached, "free": blocks.free, "total": sum(astuple(blocks))},
+        "blocks": {
+            "used": blocks.used,
+            "cached": blocks.cached,
+            "free": blocks.free,
+            "total": sum(astuple(blocks)),
+            "max_total": found.scheduler.max_blocks,
+        },
+        "kv_cache": {
+            "bytes": 0 if engine.stats is None else engine.stats.kv_cache_bytes,
+            "max_bytes": engine.info.kv_cache_bytes,
+        },
         "swap": {"used": swap.used, "total": swap.used + swap.free},
         "attention": {"backend": engine.info.backend, "metal_kernels_off": engine.info.kernels_off},
         "states": {

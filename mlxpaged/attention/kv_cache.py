@@ -66,11 +66,11 @@ class LayerKVCache:
             raise ValueError(f"head_dim must be positive, got {head_dim}")
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be positive, got {num_blocks}")
-        self.num_blocks = num_blocks
         self.layout = KVLayout(num_kv_heads, head_dim, value_size or head_dim, dtype, block_size, latent)
         self.backend = resolve_backend(backend)
         self.tuning = tuning
-        self._memory = self._zeros()
+        self._blocks_per_block = 1  # blocks of this layout in a block of the memory
+        self._memory = self._zeros(num_blocks)
         self._pool = self._make_pool()
 
     @classmethod
@@ -87,7 +87,8 @@ class LayerKVCache:
         if not ratio:
             raise ValueError(f"a block of {self.layout} does not consist of blocks of {layout}")
         other = copy.copy(self)
-        other.layout, other.num_blocks, other.tuning = layout, self.num_blocks * ratio, tuning
+        other.layout, other.tuning = layout, tuning
+        other._blocks_per_block = self._blocks_per_block * ratio
         other._pool = other._make_pool()
         return other
 
@@ -96,16 +97,39 @@ class LayerKVCache:
             return MetalPool(self.layout, self._memory, self.tuning)
         return (CpuPool if self.backend == "cpu" else GatherPool)(self.layout, self._memory)
 
-    def _zeros(self) -> Memory:
-        layout, on_metal = self.layout, self.backend == "metal"
-        rows = (self.num_blocks + on_metal) * layout.num_kv_heads * layout.block_size
+    @property
+    def num_blocks(self) -> int:
+        return self._memory.num_blocks * self._blocks_per_block
+
+    def _rows(self, num_blocks: int) -> int:
+        """Rows of the arrays. The kernels have one block more, which is never allocated."""
+        return (num_blocks + (self.backend == "metal")) * self.layout.num_kv_heads * self.layout.block_size
+
+    def _zeros(self, num_blocks: int) -> Memory:
+        layout, rows = self.layout, self._rows(num_blocks)
         keys = mx.zeros((rows, layout.key_size), layout.dtype)
         values = None if layout.latent else mx.zeros((rows, layout.value_size), layout.dtype)
-        return Memory(keys, values, mx.zeros((1,), mx.int32) if on_metal else None)
+        return Memory(num_blocks, keys, values, mx.zeros((1,), mx.int32) if self.backend == "metal" else None)
 
     def clear(self) -> None:
-        """Make every block zero, in new memory, for all views too."""
-        self._memory.replace(self._zeros())
+        """Make every block zero, in new memory, for all views too. Call it on the cache that made the memory."""
+        self._memory.replace(self._zeros(self.num_blocks))
+
+    def resize(self, num_blocks: int) -> None:
+        """Copy the blocks that remain into new memory of `num_blocks` blocks, for all views too, and free the old one.
+
+        Call it between two steps, on the cache that made the memory. Needs memory for the old and the new blocks. If
+        it raises MLX's error because there is too little, nothing has changed.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be positive, got {num_blocks}")
+        memory, rows = self._memory, self._rows(num_blocks)
+        mx.eval(memory.arrays)  # writes in place are done when their token is
+        keys, values = memory.seen_as(((-1, self.layout.key_size), (-1, self.layout.value_size)))
+        values = None if values is None else with_rows(values, rows)
+        new = Memory(num_blocks, with_rows(keys, rows), values, memory.token)
+        mx.eval(new.arrays)
+        memory.replace(new)
 
     @property
     def memory(self) -> Memory:
@@ -250,3 +274,9 @@ class LayerKVCache:
         for block in ids:
             if not isinstance(block, int) or not 0 <= block < self.num_blocks:
                 raise ValueError(f"block id {block} is out of range: the pool has {self.num_blocks} blocks")
+
+
+def with_rows(array: mx.array, rows: int) -> mx.array:
+    """The first `rows` rows of an array, in memory of its own; further rows are zero."""
+    missing = rows - array.shape[0]
+    return mx.pad(array, [(0, missing), (0, 0)]) if missing > 0 else mx.contiguous(array[:rows])

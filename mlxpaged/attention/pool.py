@@ -62,14 +62,15 @@ def bind(pool: mx.array) -> mx.array:
 @dataclass
 class Memory:
     """The arrays of a KV pool. Layers of several cache groups can have pools on the same memory, and each pool sees the
-    arrays in the shapes of its own layout. values: None if the layout is latent. token: of the last read or write, for
-    a backend that writes in place.
+    arrays in the shapes of its own layout. num_blocks: of the layout that the memory was made for. values: None if the
+    layout is latent. token: of the last read or write, for a backend that writes in place.
 
     bound: what kernels get for keys and values. A latent layout's kernels get the keys for both. None for the other
     backends: MLX's operations would copy an array that shares its buffer. reads: what layers have read since the last
     write of the running step, for these backends.
     """
 
+    num_blocks: int
     keys: mx.array
     values: mx.array | None
     token: mx.array | None
@@ -98,7 +99,8 @@ class Memory:
         self.bound = keys, values
 
     def replace(self, other: Memory) -> None:
-        self.keys, self.values, self.token, self.bound = other.keys, other.values, other.token, other.bound
+        self.num_blocks, self.bound = other.num_blocks, other.bound
+        self.keys, self.values, self.token = other.keys, other.values, other.token
         self.reads = []
 
     def has_read(self, result: mx.array) -> mx.array:

@@ -7,7 +7,7 @@ prefix cache attaches to each block a record of its content, which this module o
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -93,6 +93,45 @@ class BlockPool(Generic[Content]):
 
     def content(self, block: int) -> Content | None:
         return self._content.get(block)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks until there are `num_blocks`."""
+        added = range(self.num_blocks, num_blocks)
+        self._ref_counts += [0] * len(added)
+        self._empty.extend(added)
+        self.num_blocks = max(self.num_blocks, num_blocks)
+
+    def moves_to(self, num_blocks: int) -> dict[int, int]:
+        """Evict the least recently used content until `num_blocks` blocks can hold the rest. Returns the copies, source
+        to target, after which the first `num_blocks` blocks hold it. Nothing else changes before `shrink`.
+
+        Raises OutOfBlocksError, with nothing evicted, if more blocks are in use.
+        """
+        used = self.num_blocks - self.num_free
+        if used > num_blocks:
+            raise OutOfBlocksError(f"{used} blocks are in use, so the pool cannot shrink to {num_blocks}")
+        self.evict(used + self._num_cached - num_blocks)
+        sources = [
+            block for block in range(num_blocks, self.num_blocks) if self._ref_counts[block] or self._is_cached(block)
+        ]
+        targets = sorted(block for block in self._empty if block < num_blocks)
+        return dict(zip(sources, targets, strict=False))
+
+    def shrink(self, num_blocks: int, moves: Mapping[int, int]) -> None:
+        """Drop the blocks from `num_blocks` on, after the copies that `moves_to` returned."""
+        taken = set(moves.values())
+        for source, target in moves.items():
+            self._ref_counts[target] = self._ref_counts[source]
+            if source in self._content:
+                self._content[target] = self._content.pop(source)
+        self._shared = {moves.get(block, block) for block in self._shared}
+        self._found = {moves.get(block, block) for block in self._found - taken}
+        self._cached, self._passed = (
+            OrderedDict((moves.get(block, block), None) for block in kept) for kept in (self._cached, self._passed)
+        )
+        self._empty = deque(block for block in self._empty if block < num_blocks and block not in taken)
+        del self._ref_counts[num_blocks:]
+        self.num_blocks = num_blocks
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, evicting the least recently used content if needed.

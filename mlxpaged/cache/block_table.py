@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mlxpaged.cache.block_pool import BlockPool
 from mlxpaged.cache.groups import ONE_GROUP, CacheGroups, blocks_for
@@ -177,6 +177,12 @@ class BlockTable:
             self._pool.forget(block)
         del self.chain[num_full_blocks:]
         return unpublished
+
+    def rename(self, moves: Mapping[int, int]) -> None:
+        """Its blocks were copied to others: source to target."""
+        for group, ids in enumerate(self.ids):
+            if not moves.keys().isdisjoint(ids):
+                self._put(group, 0, [moves.get(block, block) for block in ids])
 
     def release(self) -> None:
         """Free all blocks, the last first, so that the tail of a prefix is evicted before its head."""

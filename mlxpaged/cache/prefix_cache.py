@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -161,6 +161,12 @@ class PrefixCache:
         for block in record.blocks:
             if block != UNUSED:
                 self._pool.forget(block)
+
+    def rename(self, moves: Mapping[int, int]) -> None:
+        """Blocks were copied to others: source to target. Call it before the pool forgets the sources."""
+        for source, target in moves.items():
+            if content := self._pool.content(source):
+                content.record.blocks[content.group] = target
 
     def clear(self) -> None:
         """Forget every cached block. Running sequences keep their blocks."""

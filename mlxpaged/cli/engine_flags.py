@@ -32,8 +32,10 @@ def priority(text: str) -> Priority:
 
 def add_engine_flags(groups: flags.Flags) -> None:
     memory = groups.group("memory", DEFAULTS)
-    pool, rest = "size of the KV cache, for example 8GB", "what is left after the weights"
+    pool, rest = "greatest size of the KV cache, for example 8GB", "what is left, so that a desktop stays usable"
     memory.field("--kv-cache-memory", size, pool, rest, "kv_cache_bytes")
+    longest = "most tokens of a prompt and its answer together"
+    memory.field("--max-model-len", flags.positive_int, longest, "the model's context length")
     lost = "space for KV blocks of preempted sequences, for example 4GB; 0: they are recomputed"
     memory.field("--swap-space", flags.or_zero(size, 0), lost, dest="swap_space_bytes")
     memory.field("--swap-dir", flags.directory, "directory for the swap space", "swap space is in memory")

@@ -131,7 +131,9 @@ class HttpServer(uvicorn.Server):
 def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) -> str:
     body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
-    weights, pool = megabytes(info.weight_bytes), megabytes(info.kv_cache_bytes)
+    weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)
+    if info.start_kv_cache_bytes < info.kv_cache_bytes:
+        pool += f", grows to {megabytes(info.kv_cache_bytes)}"
     extra, slots = "", info.num_swap_slots
     if slots:
         place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
@@ -153,8 +155,8 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) ->
         extra += f"  embedding {model.name}: {model.dimensions} dimensions, inputs up to {model.max_tokens} tokens\n"
     return f"""
 mlxpaged {__version__}
-  model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.context_length}
-  KV cache  {pool}: {info.num_blocks} blocks of {info.block_size} tokens, {info.backend} attention
+  model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.longest}
+  KV cache  {pool}: up to {info.num_blocks} blocks of {info.block_size} tokens, {info.backend} attention
 {extra}  batch     up to {config.max_num_seqs} sequences
   address   {url}
 

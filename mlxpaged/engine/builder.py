@@ -15,12 +15,15 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.memory import StateMemory, kv_blocks, state_checkpoints, swap_slots
+from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
+from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.models import ServedModel, UnsupportedModelError, load_embedding_model, own_embedding_model
 from mlxpaged.models.cache_groups import cache_layout, one_group
+from mlxpaged.models.device_memory import unused_memory
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.scheduler import Scheduler
 
@@ -34,31 +37,38 @@ def build_engine(
     embedder: Embedder | None = None,
     no_embedder_because: str = "",
     report: Report = lambda progress: None,
+    step_bytes: int = 0,
+    pressure: Callable[[], MemoryPressure] = memory_pressure,
 ) -> EngineCore:
     """Make an engine for a loaded model, on the thread that will run it.
 
     clock: seconds. Requests' arrival times refer to it. no_embedder_because: the reason if `embedder` is None. report:
-    called while kernels are compiled, and timed at the first start. Raises MemoryError if the KV pools, the recurrent
-    states or the swap space do not fit, and SwapSpaceError if the swap space's directory cannot be used.
+    called while kernels are compiled, and timed at the first start. step_bytes: memory of the largest step, as
+    `measure_step` finds it. pressure: what the system says about its memory. Raises MemoryError if the KV pools, the
+    recurrent states or the swap space do not fit, and SwapSpaceError if the swap space's directory cannot be used.
     """
     per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
-    layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.context_length)
+    layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.max_model_len)
     groups = CacheGroups(layout.windows, config.block_size)
     per_block = (bytes_per_token(served.layers) if own_caches else layout.bytes_per_token) * config.block_size
-    per_sequence = groups.blocks_needed(served.context_length, config.max_num_batched_tokens)
+    per_sequence = groups.blocks_needed(served.max_model_len, config.max_num_batched_tokens)
     checkpoints = config.prefix_caching and not own_caches
     num_checkpoints = 0
     if checkpoints:
         most = config.max_num_seqs * per_sequence  # one for each block of the largest default pool
         num_checkpoints = min(most, state_checkpoints(per_state, config.state_cache_bytes))
     states = StateMemory(per_state, config.max_num_seqs, num_checkpoints)
-    reserved = 0 if embedder is None else embedder.model.kv_bytes
+    step_bytes = max(step_bytes, least_step())
+    reserved = step_bytes + (0 if embedder is None else embedder.model.kv_bytes)
     num_blocks = kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved, states)
+    at_start = groups.blocks_needed(min(START_TOKENS, served.max_model_len), config.max_num_batched_tokens)
+    start_blocks = min(num_blocks, at_start) if per_block else num_blocks
     swaps = config.swap_space_bytes > 0 and per_block > 0 and not own_caches
     slots = swap_slots(per_block, config.swap_space_bytes) if swaps else 0
     kv_type = ",".join(sorted({str(spec.dtype) for spec in served.kv_layers}))
     scheduler_config = replace(
         config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode()),
+        start_blocks=start_blocks,
         windows=layout.windows,
         recurrent=keeps_states(served.layers),
         num_checkpoints=num_checkpoints,
@@ -67,18 +77,27 @@ def build_engine(
     shapes = [spec.attention_shape(config.block_size) for spec in served.kv_layers]
     choice = choose_backend(config.attention_backend, shapes, reporter(Stage.COMPILING, report))
     backend = choice.backend
-    limits = Limits(served.context_length, config.max_num_seqs)
+    limits = Limits(served.max_model_len, config.max_num_seqs)
     timing = reporter(Stage.TIMING, report)
     tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune, timing)
-    runner = ModelRunner(served, num_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout)
+    runner = ModelRunner(served, start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout)
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     sampler = Sampler(served.vocab_size, compiled=on_gpu)
     if on_gpu:
         runner.warm_up()
         sampler.warm_up()
-    scheduler, grammars = Scheduler(scheduler_config, clock), Grammars(served.tokenizer, served.vocab_size)
+    scheduler = Scheduler(scheduler_config, clock)
     return EngineCore(
-        served, scheduler, runner, sampler, grammars, clock, embedder, no_embedder_because, choice.kernels_off
+        served,
+        scheduler,
+        runner,
+        PoolResizer(scheduler, runner, per_block, unused_memory, step_bytes, clock, pressure),
+        sampler,
+        Grammars(served.tokenizer, served.vocab_size),
+        clock,
+        embedder,
+        no_embedder_because,
+        choice.kernels_off,
     )
 
 

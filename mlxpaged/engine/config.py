@@ -23,7 +23,8 @@ class EngineConfig:
     served_embedding_model_name: str | None = None  # name in the API; None: same as `embedding_model`
     embedding_max_model_len: int = 8192  # tokens of the longest input for embeddings, at most the model's context
 
-    kv_cache_bytes: int | None = None  # size of the KV pools; None: `memory.kv_blocks` decides
+    max_model_len: int | None = None  # most tokens of a prompt and its answer; None: the model's context length
+    kv_cache_bytes: int | None = None  # greatest size of the KV pools; None: `memory.kv_blocks` decides
     swap_space_bytes: int = 0  # size of the swap space; 0: preempted sequences are recomputed
     swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
     state_cache_bytes: int | None = None  # checkpoints of recurrent states; None: `memory.state_checkpoints` decides
@@ -57,7 +58,7 @@ class EngineConfig:
         if self.tool_parser not in (None, *tool_parsers()):
             raise ValueError(f"tool_parser must be one of {', '.join(tool_parsers())}, got {self.tool_parser!r}")
         self._check_embedding_model()
-        for name in ("embedding_max_model_len", "kv_cache_bytes", "request_timeout", "ttft_timeout"):
+        for name in ("embedding_max_model_len", "max_model_len", "kv_cache_bytes", "request_timeout", "ttft_timeout"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {limit}")

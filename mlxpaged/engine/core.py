@@ -15,6 +15,7 @@ from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
@@ -40,6 +41,7 @@ class EngineCore:
         served: ServedModel,
         scheduler: Scheduler,
         runner: ModelRunner,
+        resizer: PoolResizer,
         sampler: Sampler,
         grammars: Grammars,
         clock: Callable[[], float] = time.monotonic,
@@ -50,6 +52,7 @@ class EngineCore:
         self.served = served
         self.scheduler = scheduler
         self.runner = runner
+        self.resizer = resizer
         self.sampler = sampler
         self.grammars = grammars
         self.clock = clock
@@ -59,6 +62,7 @@ class EngineCore:
         config = scheduler.config
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
         self._in_flight: InFlightStep | None = None
+        self.waits_for_memory = False  # whether the last step was empty: the pool has to grow, and cannot yet
         self._outputs: list[RequestOutput] = []  # of the running call of `step`
         self._ids = itertools.count()
         self.requests: dict[int, RunningRequest] = {}
@@ -166,12 +170,20 @@ class EngineCore:
             self.runner.model_calls,
             self.runner.attention_calls,
             self._num_generated_tokens,
+            self.runner.kv_cache_bytes,
+            self.resizer.bytes_of(self.scheduler.config.num_blocks),
             self.states.nbytes,
             NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
         )
 
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished() or self._in_flight is not None
+
+    def pause(self) -> float:
+        """Seconds for which nothing is to be done if no command arrives."""
+        if self.embeds() or self.resizer.is_resizing or (self.has_work() and not self.waits_for_memory):
+            return 0.0
+        return POLL_SECONDS if self.has_work() or self.resizer.can_shrink else REST_SECONDS
 
     def embeds(self) -> bool:
         return self.embedder is not None and self.embedder.has_work()
@@ -191,11 +203,13 @@ class EngineCore:
         return outputs
 
     def step(self) -> list[RequestOutput]:
-        """Schedule and launch one batch. Returns the outputs of the step that ended.
+        """Schedule and launch one batch, after a part of the KV pools is resized if they are to grow or shrink. Returns
+        the outputs of the step that ended.
 
         A request that makes its step fail ends with an error. An exception that leaves this method means that the
         engine's own state is wrong: the engine cannot go on.
         """
+        self._resize_pools()
         batch = self._schedule()
         try:
             if not self._move_blocks(batch):
@@ -203,7 +217,7 @@ class EngineCore:
                 recovery.run_rows(self, batch.rows)
             elif self.runner.overlaps:
                 self.overlap_step(batch)
-            else:
+            elif batch.rows:
                 self.normal_step(batch)
         except HostError as error:
             self._isolate(batch, error)
@@ -230,6 +244,11 @@ class EngineCore:
             self._sample(step)
         self._in_flight = step
 
+    def rest(self) -> bool:
+        """What the engine does instead of a step while it has no work: it gives back memory. Returns whether it did."""
+        self.scheduler.blocks.size.missing = 0  # no request waits for more
+        return self._resize_pools(is_idle=True)
+
     def finish_in_flight_step(self) -> list[RequestOutput]:
         """Wait for the step in flight, if there is one, and process its tokens."""
         try:
@@ -238,12 +257,30 @@ class EngineCore:
             self._rebuild_pools(error)
         return self._take_outputs()
 
+    def _resize_pools(self, is_idle: bool = False) -> bool:
+        """Resize a part of the KV pools if they are to grow or shrink, after the step in flight. Returns whether."""
+        num_blocks = self.resizer.poll(is_idle)
+        if num_blocks is None and not self.resizer.is_due:
+            return False
+        try:
+            self._finish_in_flight()
+            if num_blocks is not None:
+                self.resizer.shrink(num_blocks)
+        except DeviceError as error:
+            self._rebuild_pools(error)
+        if self.resizer.is_due:
+            self.resizer.advance()
+        return True
+
     def _schedule(self) -> Batch:
+        """The next batch. It may be empty while sequences wait for the pool to grow."""
         batch = self.scheduler.schedule()
         self._log.start_step(batch, self.requests, self.clock())
         if batch.rows:
             self._num_steps += 1
-        elif self._in_flight is None:
+        nothing_runs = self.scheduler.has_unfinished() and not batch.rows and self._in_flight is None
+        self.waits_for_memory = nothing_runs and not self.resizer.is_due
+        if nothing_runs and not self.resizer.can_wait:
             raise RuntimeError(f"nothing can be scheduled: {self.scheduler.stats()}")
         return batch
 

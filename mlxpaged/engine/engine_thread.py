@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from mlxpaged.engine.builder import build_embedder, build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.memory import wire_device_memory
+from mlxpaged.engine.memory import least_step, prepare_device_memory
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.status import EngineStats
+from mlxpaged.engine.step_memory import measure_step
 from mlxpaged.engine.swap_space import SwapSpaceError
-from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, load_model
+from mlxpaged.models import ModelNotFoundError, Reserved, UnsupportedModelError, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class Callbacks:
 
 
 class EngineThread(threading.Thread):
-    """Runs commands between steps, and steps while there is work. Without work it waits for commands."""
+    """Runs commands between steps, and steps while there is work. Without work it waits for commands, and looks about
+    once a second whether it is to give back memory."""
 
     def __init__(self, config: EngineConfig, callbacks: Callbacks, clock: Callable[[], float] = time.monotonic) -> None:
         # A daemon: a step or a download must not delay an interpreter that quits.
@@ -55,11 +57,15 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            wire_device_memory()
+            prepare_device_memory()
             config, report = self._config, self.callbacks.on_progress
+            reserved = Reserved(config.kv_cache_bytes or 0, least_step())
             loading = reporter(Stage.LOADING, report)
-            served = load_model(config.model, config.served_model_name, config.tool_parser, loading)
-            core = build_engine(config, served, self._clock, *build_embedder(config, served), report)
+            names = config.model, config.served_model_name, config.tool_parser
+            served = load_model(*names, loading, config.max_model_len, reserved)
+            step_bytes = measure_step(served, config)
+            embedder = build_embedder(config, served)
+            core = build_engine(config, served, self._clock, *embedder, report, step_bytes)
             with contextlib.closing(core):
                 self.callbacks.on_ready(core)
                 self._serve(core)
@@ -76,8 +82,13 @@ class EngineThread(threading.Thread):
     def _serve(self, core: EngineCore) -> None:
         while True:
             outputs: list[RequestOutput] = []
-            while not (core.has_work() or core.embeds()) or not self.commands.empty():
-                command = self.commands.get()
+            pause = core.pause()
+            while pause or not self.commands.empty():
+                try:
+                    command = self.commands.get(timeout=pause)
+                except queue.Empty:
+                    break
+                pause = 0.0
                 if command is None:
                     self._deliver(core, outputs + core.abort_all("the server was shut down"))
                     return
@@ -90,6 +101,8 @@ class EngineThread(threading.Thread):
                 self._deliver(core, outputs)
             if core.has_work():
                 self._deliver(core, core.logged_step())
+            elif core.rest():
+                self._deliver(core, [])
             if core.embedder is not None and core.embeds():
                 # An embedding waits for the device anyway, and its time must not count as that of the step in flight.
                 if outputs := core.finish_in_flight_step():

@@ -14,18 +14,21 @@ class EngineInfo:
     """Facts about an engine that do not change while it lives."""
 
     def __init__(self, core: EngineCore) -> None:
-        served, pool = core.served, core.scheduler.pool
+        served = core.served
         self.model = served.name
         self.tokenizer = served.tokenizer
         self.vocab_size = served.vocab_size
         self.context_length = served.context_length
+        self.longest = served.max_model_len  # most tokens of a prompt and its answer, in any pool
         self.num_layers = len(served.layers)
         self.num_layers_per_sequence = sum(is_per_sequence([spec]) for spec in served.layers)  # called for each alone
         self.weight_bytes = served.weight_bytes
-        self.kv_cache_bytes = core.runner.kv_cache_bytes  # of all KV pools
         self.states = core.states  # what is reserved for recurrent states
-        self.num_blocks, self.block_size = pool.num_blocks, pool.block_size
         self.scheduler_config = core.scheduler.config
+        self.num_blocks = self.scheduler_config.num_blocks  # that the KV pools can grow to
+        self.block_size = self.scheduler_config.block_size
+        self.kv_cache_bytes = core.resizer.bytes_of(self.num_blocks)
+        self.start_kv_cache_bytes = core.resizer.bytes_of(core.scheduler.pool.num_blocks)
         self.groups = self.scheduler_config.groups
         self.num_swap_slots = self.scheduler_config.num_swap_slots  # KV blocks that the swap space holds
         self.backend = core.runner.backend
@@ -44,27 +47,33 @@ class EngineInfo:
     def max_tokens_in_pool(self) -> int:
         """Tokens of the longest sequence that the pool can hold."""
         chunk, limit = self.scheduler_config.max_num_batched_tokens, self.num_blocks * self.block_size
-        return self.groups.most_tokens(self.num_blocks, chunk, max(self.context_length, limit))
+        return self.groups.most_tokens(self.num_blocks, chunk, max(self.longest, limit))
 
     @property
     def max_model_len(self) -> int:
         """The most tokens of a prompt and its answer together. The last token of an answer needs no KV."""
-        return min(self.context_length, self.max_tokens_in_pool + 1)
+        return min(self.longest, self.max_tokens_in_pool + 1)
+
+    @property
+    def limit(self) -> str:
+        """The end of a message about a request that is too long for any pool."""
+        if self.longest < self.context_length:
+            return f"this server's limit is {self.longest} tokens (--max-model-len)"
+        return f"this model's context length is {self.context_length} tokens"
 
     def max_new_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """The most tokens that a request may generate: `max_tokens`, or if it is None, all that have room.
 
         Raises PromptTooLongError, with size and limit, if the request could never run.
         """
-        room = self.context_length - num_prompt_tokens
+        room = self.longest - num_prompt_tokens
         if room < 1 or (max_tokens is not None and max_tokens > room):
             wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
             raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens{wanted}; this model's context length is "
-                f"{self.context_length} tokens",
+                f"the prompt has {num_prompt_tokens} tokens{wanted}; {self.limit}",
                 num_prompt_tokens,
                 max_tokens,
-                self.context_length,
+                self.longest,
             )
         check_fits(num_prompt_tokens, max_tokens, self.scheduler_config)
         return self.max_model_len - num_prompt_tokens if max_tokens is None else max_tokens

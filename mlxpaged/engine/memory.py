@@ -1,4 +1,4 @@
-"""Decides the sizes of the KV pools and the swap space."""
+"""Decides the greatest sizes of the KV pools, the recurrent states and the swap space, and what a step keeps free."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from decimal import Decimal
 
 import mlx.core as mx
 
-from mlxpaged.models.device_memory import free_device_memory
+from mlxpaged.models.device_memory import default_device_memory, free_device_memory
 
 logger = logging.getLogger(__name__)
 
-WORKING_MEMORY = 0.15
-"""Share of the free memory that is left for activations and the rest of the process."""
+LEAST_STEP = 10**9
+"""Bytes that a GPU keeps free for a step, also if less was measured: a prompt chunk of 2,048 tokens of a model with 4
+billion parameters takes about 0.8 GB."""
 
-SYSTEM_SHARE = 0.5
-"""Share of the system's free memory that the pools may take if there is no GPU with a working-set limit."""
+CACHE_LIMIT = 2**30
+"""Most bytes of freed buffers that MLX keeps for later allocations: those of one step. Without a limit MLX keeps up to
+95 % of the GPU's working set (mlx/backend/metal/allocator.cpp)."""
 
 CPU_POOL = 2**30
-"""Bytes of the default KV pools on a CPU. All of them are written at the start, at 3 s per GB on two cores."""
+"""Most bytes of the KV pools on a CPU by default."""
+
+START_TOKENS = 2048
+"""Tokens that the KV pools hold at the start: one step of the default token budget, or a short request with its answer.
+That is 0.3 GB for Qwen3-4B. The pools grow before they are full."""
 
 STATE_CACHE_SHARE = 0.1
 """Share of the free memory that checkpoints of recurrent states take by default."""
@@ -45,12 +51,14 @@ def parse_size(text: str) -> int:
     return size
 
 
-def wire_device_memory() -> None:
-    """Keep weights and KV pools resident on a GPU that shares the system's memory, up to its working-set limit.
+def prepare_device_memory() -> None:
+    """Keep weights and KV pools resident on a GPU that shares the system's memory, up to its working-set limit, and
+    limit what MLX keeps of freed memory.
 
     Otherwise macOS pages them out while the server is idle, and the next request is slow. Before macOS 15 the limit has
     no effect. A limit that MLX refuses is only logged.
     """
+    mx.set_cache_limit(CACHE_LIMIT)
     if mx.metal.is_available():
         try:
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
@@ -90,6 +98,11 @@ class StateMemory:
 NO_STATES = StateMemory()
 
 
+def least_step() -> int:
+    """Bytes that are kept free for a step whatever was measured."""
+    return LEAST_STEP if mx.metal.is_available() else 0
+
+
 def kv_blocks(
     bytes_per_block: int,
     wanted_bytes: int | None,
@@ -98,31 +111,33 @@ def kv_blocks(
     reserved_bytes: int = 0,
     states: StateMemory = NO_STATES,
 ) -> int:
-    """Number of blocks of the KV pools.
+    """The most blocks that the KV pools may have.
 
-    wanted_bytes: the configured size. If it is None, the pools take what the device has left, less WORKING_MEMORY, but
-    no more than `max_num_seqs` sequences of `blocks_per_sequence` (the full context length) fill. Without a GPU they
-    take no more than CPU_POOL, or one such sequence if that is larger. reserved_bytes: memory that the embedder takes
+    wanted_bytes: the configured size. If it is None, the pools take what `default_device_memory` leaves, but no more
+    than `max_num_seqs` sequences of `blocks_per_sequence` (the longest that is served) fill. Without a GPU they take no
+    more than CPU_POOL, or one such sequence if that is larger. reserved_bytes: memory that a step and the embedder take
     later. states: what the recurrent states take later. Raises MemoryError if the states do not fit, if not even one
     block fits, or if more is wanted than is free.
     """
-    left = max(0, free_device_memory() - reserved_bytes)
+    free = free_device_memory()
+    left = max(0, free - reserved_bytes)
     if states.nbytes > left:
         raise MemoryError(f"the recurrent states do not fit: {left / 1e6:.1f} MB are free{states.remedy}")
+    taken = reserved_bytes + states.nbytes
     left -= states.nbytes
     if wanted_bytes is not None:
         if wanted_bytes > left:
-            message = f"--kv-cache-memory is {wanted_bytes / 1e9:.1f} GB, but only {left / 1e9:.1f} GB are free"
+            kept = f" beside {reserved_bytes / 1e9:.1f} GB for a step and embeddings" if reserved_bytes else ""
+            message = f"--kv-cache-memory is {wanted_bytes / 1e9:.1f} GB, but only {left / 1e9:.1f} GB are free{kept}"
             raise MemoryError(message + states.remedy)
         blocks = wanted_bytes // bytes_per_block if bytes_per_block else max_num_seqs * blocks_per_sequence
         limit = f"--kv-cache-memory is {wanted_bytes / 1e6:.1f} MB"
     else:
-        on_gpu = mx.metal.is_available()
-        free = int(left * (1.0 if on_gpu else SYSTEM_SHARE) * (1 - WORKING_MEMORY))
-        blocks = min(free // max(1, bytes_per_block), max_num_seqs * blocks_per_sequence)
-        if not on_gpu and bytes_per_block:
+        left = max(0, min(left, default_device_memory() - taken))
+        blocks = min(left // max(1, bytes_per_block), max_num_seqs * blocks_per_sequence)
+        if not mx.metal.is_available() and bytes_per_block:
             blocks = min(blocks, max(CPU_POOL // bytes_per_block, blocks_per_sequence))
-        limit = f"only {free / 1e6:.1f} MB are left for KV after the weights"
+        limit = f"only {left / 1e6:.1f} MB are left for KV after the weights"
     if blocks < 1:
         message = f"no KV block fits: {limit}, but one block takes {bytes_per_block / 1e6:.1f} MB"
         raise MemoryError(message if wanted_bytes is not None else message + states.remedy)

@@ -17,7 +17,7 @@ import numpy as np
 from mlxpaged import attention
 from mlxpaged.attention.metadata import HostStep, IntArray
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
-from mlxpaged.engine.swap_space import SwapSpace
+from mlxpaged.engine.swap_space import PIECE_BYTES, SwapSpace
 from mlxpaged.models import ServedModel, synchronize
 from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
@@ -250,6 +250,17 @@ class ModelRunner:
                 arrays = iter(self.swap.load_arrays(slots, [like for state in self._recurrent for like in state.likes]))
                 for state in self._recurrent:
                     state.restore(sequence_id, arrays)
+
+    def copy_blocks(self, moves: Mapping[int, int]) -> None:
+        """Copy blocks, source to target, in one layer after the other. The copies are done on return. Raises
+        DeviceError."""
+        pairs = list(moves.items())
+        with device_errors():
+            for pool in self.pools if pairs else ():
+                count = max(1, PIECE_BYTES // pool.layout.bytes_per_block)
+                for start in range(0, len(pairs), count):
+                    pool.copy_blocks(pairs[start : start + count])
+                    mx.eval(pool.arrays)
 
     def start_step(self, *results: mx.array) -> None:
         """Let the device begin and return at once. Raises DeviceError."""

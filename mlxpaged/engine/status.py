@@ -23,6 +23,8 @@ class EngineStats:
     model_calls_total: int = 0
     attention_calls_total: int = 0
     generated_tokens_total: int = 0
+    kv_cache_bytes: int = 0  # of the KV pools now
+    max_kv_cache_bytes: int = 0  # that they can grow to
     state_bytes: int = 0  # reserved for recurrent states, of sequences and of checkpoints
     embeddings: EmbedderStats = NO_EMBEDDINGS
 

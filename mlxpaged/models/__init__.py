@@ -12,12 +12,14 @@ from mlxpaged.models.loader import (
     resolve_model,
     tool_parsers,
 )
+from mlxpaged.models.preflight import Reserved
 from mlxpaged.models.tokenizer import Tags, Tokenizer, ToolFormat
 
 __all__ = [
     "DEMO_MODEL",
     "EmbeddingModel",
     "ModelNotFoundError",
+    "Reserved",
     "ServedModel",
     "Tags",
     "Tokenizer",

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import mlx.core as mx
+
+DESKTOP_SHARE, DESKTOP_LEAST = 0.25, 3 * 2**30
+"""What the system and other programs keep of a Mac's memory by default: a quarter of it, and at least 3 GiB. macOS with
+a browser takes about that much."""
+
+SYSTEM_SHARE = 0.5
+"""Share of the system's free memory that the server takes by default if there is no GPU with a working-set limit."""
+
+
+def default_working_set(total: int, working_set: int) -> int:
+    """Bytes of a Mac that the whole server takes by default. total: of the machine. working_set: the GPU's limit."""
+    return max(0, min(working_set, total - max(DESKTOP_LEAST, int(DESKTOP_SHARE * total))))
+
+
+def default_device_memory() -> int:
+    """Free bytes that the server takes by default, so that the machine stays usable."""
+    if mx.metal.is_available():
+        info = mx.device_info()
+        total, limit = int(info["memory_size"]), int(info["max_recommended_working_set_size"])
+        return max(0, default_working_set(total, limit) - int(mx.get_active_memory()))
+    return int(SYSTEM_SHARE * system_free_memory())
+
+
+def unused_memory() -> int:
+    """Bytes that the device can take now without another program losing any."""
+    return min(free_device_memory(), system_free_memory())
 
 
 def free_device_memory() -> int:
@@ -41,4 +70,20 @@ def machine_free_memory() -> int:
             for line in meminfo:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            run = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, check=True, timeout=5)
+            return free_in_vm_stat(run.stdout)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_in_vm_stat(text: str) -> int:
+    """Bytes of free pages, and of those that macOS reuses at once because nobody used them lately. The sum is psutil's
+    `available`. text: vm_stat's output. Raises ValueError for any other text."""
+    size = re.search(r"page size of (\d+) bytes", text)
+    pages = [
+        re.search(rf"^Pages {kind}:\s+(\d+)\.", text, re.MULTILINE) for kind in ("free", "inactive", "speculative")
+    ]
+    if size is None or None in pages:
+        raise ValueError(f"not the output of vm_stat: {text[:80]!r}")
+    return int(size[1]) * sum(int(count[1]) for count in pages if count)

@@ -23,9 +23,19 @@ from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.head import RowSelection, select_rows_before_head
+from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers
-from mlxpaged.models.preflight import GGUF_ADVICE, WEIGHTS, FileSizes, check_directory, hub_file_sizes, local_file_sizes
+from mlxpaged.models.preflight import (
+    GGUF_ADVICE,
+    NOTHING,
+    WEIGHTS,
+    FileSizes,
+    Reserved,
+    check_directory,
+    hub_file_sizes,
+    local_file_sizes,
+)
 from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.tokenizer import Tokenizer
@@ -48,7 +58,8 @@ SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tikt
 class ServedModel:
     """A loaded model with all that the engine needs to know about it.
 
-    path: its directory. rows: None if its output head cannot select rows.
+    path: its directory. rows: None if its output head cannot select rows. max_model_len: most tokens of a prompt and
+    its answer that are served, at most the context length.
     """
 
     name: str
@@ -59,6 +70,7 @@ class ServedModel:
     rows: RowSelection | None
     vocab_size: int
     context_length: int
+    max_model_len: int
     weight_bytes: int
 
     @property
@@ -67,9 +79,10 @@ class ServedModel:
         return kv_layers(self.layers)
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, reserved: Reserved = NOTHING) -> Path:
     """The directory of the demo model, of a local model, or of a hub repository, which is downloaded if it is not
-    cached. The weights are neither downloaded nor read if other files show that they cannot be loaded.
+    cached. The weights are neither downloaded nor read if other files show that they cannot be loaded. reserved: memory
+    that is needed beside the weights.
 
     Raises ModelNotFoundError, whose message says what was tried, or UnsupportedModelError."""
     if name == DEMO_MODEL:
@@ -87,18 +100,18 @@ def resolve_model(name: str) -> Path:
     if not path.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
             raise ModelNotFoundError(f"no such directory: {path}; a hub repository is named OWNER/NAME")
-        path = download(name)
-    check_before_loading(name, path, local_file_sizes(path))
+        path = download(name, reserved)
+    check_before_loading(name, path, local_file_sizes(path), reserved)
     return path
 
 
-def download(name: str) -> Path:
+def download(name: str, reserved: Reserved) -> Path:
     """The directory of a hub repository in the local cache. Raises ModelNotFoundError or UnsupportedModelError."""
     try:
         sizes = hub_file_sizes(name)
         if sizes is not None:
             small_files = snapshot_download(name, allow_patterns=SMALL_FILES)
-            check_before_loading(name, Path(small_files), sizes)
+            check_before_loading(name, Path(small_files), sizes, reserved)
         return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, WEIGHTS]))
     except hub_errors.GatedRepoError:
         message = f"{name} is gated: accept its terms on the hub and log in with `hf auth login`"
@@ -109,9 +122,9 @@ def download(name: str) -> Path:
         raise ModelNotFoundError(f"{name} could not be fetched from the hub: {error}") from error
 
 
-def check_before_loading(name: str, directory: Path, sizes: FileSizes) -> None:
+def check_before_loading(name: str, directory: Path, sizes: FileSizes, reserved: Reserved) -> None:
     try:
-        check_directory(directory, sizes, free_device_memory())
+        check_directory(directory, sizes, free_device_memory(), reserved)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
 
@@ -126,14 +139,22 @@ def load_model(
     served_name: str | None = None,
     tool_parser: str | None = None,
     report: ReportAmount = lambda done, total: None,
+    max_model_len: int | None = None,
+    reserved: Reserved = NOTHING,
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
     tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. report: called
-    with the bytes of weights that are loaded, and of all. Call it on the thread that will run the model. Raises
-    ModelNotFoundError or UnsupportedModelError.
+    with the bytes of weights that are loaded, and of all. max_model_len: None for the context length. reserved: memory
+    that is needed beside the weights. Call it on the thread that will run the model. Raises ModelNotFoundError or
+    UnsupportedModelError.
     """
-    path = resolve_model(name)
+    path = resolve_model(name, reserved)
+    limit = context_length(read_object(path / "config.json"))
+    if max_model_len is not None and max_model_len > limit:
+        raise UnsupportedModelError(
+            f"{name} cannot be loaded: --max-model-len is {max_model_len}, but its context length is {limit}"
+        )
     try:
         model, config = load_weights(path, lazy=True)
         read_weights(model, report)
@@ -162,6 +183,7 @@ def load_model(
         rows=rows,
         vocab_size=vocab_size,
         context_length=longest,
+        max_model_len=min(longest, max_model_len or longest),
         weight_bytes=tree_reduce(lambda total, array: total + int(array.nbytes), model.parameters(), 0),
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, constants
 from mlx_lm import utils as mlx_lm_utils
@@ -38,6 +38,16 @@ GGUF_ADVICE = (
     "mlx_lm.convert"
 )
 
+
+class Reserved(NamedTuple):
+    """Bytes that are needed beside the weights: of the KV cache, if its size is configured, and of a step."""
+
+    kv_cache: int = 0
+    step: int = 0
+
+
+NOTHING = Reserved()
+
 FileSizes = Mapping[str, int | None]
 """Bytes by the name of a file, which is relative to the model's directory; None if the size is not known."""
 
@@ -56,20 +66,24 @@ def hub_file_sizes(repository: str) -> FileSizes | None:
     return {file.rfilename: file.size for file in siblings or []} or None
 
 
-def check_directory(directory: Path, sizes: FileSizes, free_bytes: int) -> None:
+def check_directory(directory: Path, sizes: FileSizes, free_bytes: int, reserved: Reserved = NOTHING) -> None:
     """`check_model` with the JSON files of `directory`. The weights do not need to be there."""
     config = read_object(directory / "config.json") if (directory / "config.json").is_file() else None
     tokenizer_config = read_object(directory / "tokenizer_config.json", missing_is_empty=True)
-    check_model(config, tokenizer_config, sizes, free_bytes)
+    check_model(config, tokenizer_config, sizes, free_bytes, reserved)
 
 
 def check_model(
-    config: Mapping[str, Any] | None, tokenizer_config: Mapping[str, Any], sizes: FileSizes, free_bytes: int
+    config: Mapping[str, Any] | None,
+    tokenizer_config: Mapping[str, Any],
+    sizes: FileSizes,
+    free_bytes: int,
+    reserved: Reserved = NOTHING,
 ) -> None:
     """Raises UnsupportedModelError, with the reason, if a model with these files cannot be loaded.
 
-    config: None if there is no config.json. free_bytes: memory for the weights. If the size of a file of weights is not
-    known, the memory is not checked.
+    config: None if there is no config.json. free_bytes: memory for the weights and what is `reserved`. If the size of a
+    file of weights is not known, the memory is not checked.
     """
     weights = {name: size for name, size in sizes.items() if fnmatch(name, WEIGHTS) and "/" not in name}
     if not weights and any(name.lower().endswith(".gguf") for name in sizes):
@@ -81,10 +95,13 @@ def check_model(
     check_architecture(config)
     check_tokenizer(tokenizer_config, sizes)
     known = [size for size in weights.values() if size is not None]
-    if len(known) == len(weights) and sum(known) > free_bytes:
+    if len(known) == len(weights) and sum(known) + sum(reserved) > free_bytes:
+        parts = [f"its weights take {sum(known) / 1e9:.1f} GB"]
+        parts += [f"--kv-cache-memory {reserved.kv_cache / 1e9:.1f} GB"] * bool(reserved.kv_cache)
+        parts += [f"a step {reserved.step / 1e9:.1f} GB"] * bool(reserved.step)
         raise UnsupportedModelError(
-            f"its weights take {sum(known) / 1e9:.1f} GB, but only {free_bytes / 1e9:.1f} GB of memory are free; use a "
-            "smaller model, or a variant with fewer bits per weight"
+            f"{' and '.join(parts)}, but only {free_bytes / 1e9:.1f} GB of memory are free; use a smaller model, or a "
+            "variant with fewer bits per weight"
         )
 
 

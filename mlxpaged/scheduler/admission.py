@@ -25,8 +25,8 @@ class PromptTooLongError(ValueError):
 
 
 def check_fits(num_prompt_tokens: int, max_tokens: int | None, config: SchedulerConfig) -> None:
-    """Raises PromptTooLongError if the pool is too small. The last token of an answer is never run through the model,
-    so it needs no room."""
+    """Raises PromptTooLongError if even the largest pool is too small. The last token of an answer is never run through
+    the model, so it needs no room."""
     groups, chunk, num_blocks = config.groups, config.max_num_batched_tokens, config.num_blocks
     needed = num_prompt_tokens + (max_tokens or 1) - 1
     blocks = groups.blocks_needed(needed, chunk)
@@ -43,7 +43,7 @@ def check_fits(num_prompt_tokens: int, max_tokens: int | None, config: Scheduler
 
 @dataclass(frozen=True)
 class AdmissionControl:
-    """It only decides, and changes nothing. The scheduler keeps `changed` up to date."""
+    """It only decides, and asks for a larger pool. The scheduler keeps `changed` up to date."""
 
     max_num_seqs: int
     """Sequence slots. Each running sequence has one."""
@@ -62,7 +62,8 @@ class AdmissionControl:
             return None
         blocks = self.preemption.blocks
         room = blocks.pool.num_free - self.preemption.reserved_blocks(sequence)
-        if blocks.least_room_for(sequence) > room:
+        if (least := blocks.least_room_for(sequence)) > room:
+            blocks.size.ask(least - room)
             return None
         parent = sequence.fork_of if sequence.status is SequenceStatus.WAITING else None
         # A fork copies a block of its parent before its step runs: an earlier step must have written that block.
@@ -71,4 +72,8 @@ class AdmissionControl:
         ):
             parent = None
         reuse = blocks.find(sequence, parent)
-        return reuse if blocks.room_for(sequence, reuse) <= room else None
+        needed = blocks.room_for(sequence, reuse)
+        if needed > room:
+            blocks.size.ask(needed - room)
+            return None
+        return reuse

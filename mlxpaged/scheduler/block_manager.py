@@ -12,10 +12,8 @@ from mlxpaged.cache.prefix_cache import CachedBlock, Content, PrefixCache
 from mlxpaged.scheduler.batch import BlockMoves
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.junctions import Junctions
+from mlxpaged.scheduler.pool_size import PoolSize
 from mlxpaged.scheduler.sequence import RoomLookup, Sequence
-
-PRESSURE = 0.85
-"""If used and cached blocks fill more than this share of the pool, the least recently used cached ones are evicted."""
 
 CHECKPOINT_DISTANCE = 1024
 """Tokens between two checkpoints of a long sequence, rounded to whole blocks."""
@@ -37,7 +35,8 @@ class BlockManager:
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
         self.groups, self._longest_chunk = config.groups, config.max_num_batched_tokens
-        self.pool: BlockPool[Content] = BlockPool(config.num_blocks, config.block_size)
+        self.pool: BlockPool[Content] = BlockPool(config.start_blocks or config.num_blocks, config.block_size)
+        self.size = PoolSize(self.pool, config.num_blocks)
         self.prefix_cache = PrefixCache(self.pool, config.cache_seed, self.groups) if config.prefix_caching else None
         self.tables = TableRows()
         self.swap: BlockPool[None] | None = None
@@ -206,8 +205,8 @@ class BlockManager:
             sequence.block_table.give_back(sequence.num_computed_tokens - 1)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take blocks for the next `num_tokens` tokens, and copy the block that they begin in if it is shared. Raises
-        OutOfBlocksError, with nothing taken, if too few are free."""
+        """Take blocks for the next `num_tokens` tokens, and copy the block that they begin in if it is shared. If too
+        few are free, asks for a larger pool and raises OutOfBlocksError, with nothing taken."""
         table = sequence.block_table
         assert table is not None
         start = sequence.num_computed_tokens
@@ -217,6 +216,7 @@ class BlockManager:
         if not missing:
             return
         if missing > self.pool.num_free:
+            self.size.ask(missing - self.pool.num_free)
             raise OutOfBlocksError(f"{missing} blocks wanted, {self.pool.num_free} free")
         if shared:
             copies = table.make_private(start)
@@ -351,13 +351,6 @@ class BlockManager:
         if self.swap is not None:
             self.swap.release([*sequence.swap_slots, *sequence.state_slots])
         sequence.swap_slots, sequence.state_slots, sequence.num_swapped_tokens = [], [], 0
-
-    def relieve(self) -> None:
-        """Evict cached blocks if the pool is filled beyond PRESSURE."""
-        usage = self.pool.usage()
-        excess = usage.used + usage.cached - int(PRESSURE * self.pool.num_blocks)
-        if excess > 0:
-            self.pool.evict(excess)
 
     def take_moves(self) -> BlockMoves:
         """Return the moves of the step that was scheduled since the last call."""

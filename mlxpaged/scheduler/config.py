@@ -22,7 +22,9 @@ class SchedulerConfig:
     """Sizes and policy of a scheduler. Raises ValueError for values out of range."""
 
     num_blocks: int
-    """KV blocks of the pool."""
+    """Most KV blocks of the pool."""
+    start_blocks: int | None = None
+    """KV blocks of the pool at the start. None: `num_blocks`."""
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens per KV block."""
     windows: tuple[int | None, ...] = (None,)

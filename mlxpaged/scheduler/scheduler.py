@@ -6,8 +6,9 @@ in the order that queue.py defines.
 The blocks of a prompt can be shared as soon as the step that computes them is scheduled. Before every chunk, a running
 prompt adopts blocks that other sequences have computed for it. So a shared prefix is never computed twice.
 
-When blocks run out, unused cached blocks are evicted first, then running sequences are preempted (preemption.py). A
-sequence is accepted only if it could run alone in the pool, so the first in order can always continue.
+When blocks run out, the pool grows (pool_size.py). If it cannot, unused cached blocks are evicted first, then running
+sequences are preempted (preemption.py). A sequence is accepted only if it could run alone in the largest pool, so the
+first in order can continue as soon as the pool has grown.
 
 A step may be scheduled while the previous one is in flight: PENDING stands for a token that is not known yet. The
 device runs the steps in order, so blocks may change owners at once.
@@ -19,7 +20,7 @@ import heapq
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from mlxpaged.cache import BlockUsage, OutOfBlocksError
@@ -135,6 +136,7 @@ class Scheduler:
         more may be scheduled before that. It is empty only if no sequence is unfinished, or all wait for `update`."""
         builder = ScheduleBuilder()
         self._changed.clear()
+        self.blocks.size.missing = 0
         self.blocks.give_back(self.running)
         self._preempt_for_waiting(builder)
         if self.config.prefill_mode == "mixed":
@@ -150,7 +152,7 @@ class Scheduler:
             self._add_prompts(builder)
             if not builder.rows:
                 self._add_decodes(builder)
-        self.blocks.relieve()
+        self.blocks.size.relieve()
         return Batch(tuple(builder.rows), self.blocks.take_moves())
 
     def observe(self, batch: Batch, seconds: float) -> None:
@@ -196,6 +198,7 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.sequences) - len(self.running),
             blocks=self.pool.usage(),
+            max_blocks=self.config.num_blocks,
             swap=self.blocks.swap.usage() if self.blocks.swap is not None else BlockUsage(0, 0, 0),
             checkpoints=len(self.blocks.checkpoints),
             max_checkpoints=self.blocks.checkpoints.capacity,
@@ -207,6 +210,16 @@ class Scheduler:
             prefix_hit_tokens_total=self._prefix_hit_tokens,
             prompt_tokens_total=self._prompt_tokens,
         )
+
+    def shrink(self, num_blocks: int, moves: Mapping[int, int]) -> None:
+        """The pool has only `num_blocks` blocks from now on, and these copies were made: source to target, as
+        `pool.moves_to` returned them. No step may be in flight, because it would use the old blocks."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.rename(moves)
+        for sequence in self.running:
+            if sequence.block_table is not None:
+                sequence.block_table.rename(moves)
+        self.pool.shrink(num_blocks, moves)
 
     # -- failure -------------------------------------------------------------------------------------------------
 
@@ -293,12 +306,14 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, builder: ScheduleBuilder) -> bool:
         """Take blocks for the next `num_tokens` tokens, and preempt other sequences if needed. Returns False if that is
-        not enough: the sequence keeps its blocks and skips the step."""
+        not enough, or if the pool grows instead: the sequence keeps its blocks and skips the step."""
         while True:
             try:
                 self.blocks.grow(sequence, num_tokens)
                 return True
             except OutOfBlocksError:
+                if self.blocks.size.can_grow:
+                    return False
                 victim = self._preemption.victim_for_growth(sequence, builder)
                 if victim is None:
                     return False
@@ -344,6 +359,8 @@ class Scheduler:
             return
         has_room = self._admission.find_room(sequence) is not None
         free_slots = self._admission.num_free_slots
+        if not has_room and free_slots and self.blocks.size.can_grow:
+            return  # the pool grows instead
         victims = [] if has_room else self._preemption.victims(sequence, candidates, free_slots)
         if victims is None:
             return

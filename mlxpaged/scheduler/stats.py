@@ -14,6 +14,7 @@ class SchedulerStats:
     running: int
     waiting: int
     blocks: BlockUsage
+    max_blocks: int  # that the pool can grow to
     swap: BlockUsage
     checkpoints: int  # of recurrent states, that a prompt can start from
     max_checkpoints: int

@@ -47,7 +47,7 @@ def _leaves_nothing(server: RunningServer) -> Iterator[None]:
     server.wait_idle()
     assert list(server.app.state.server.open_requests) == []
     usage = server.core.scheduler.pool.usage()
-    assert (usage.used, usage.cached + usage.free) == (0, server.engine.info.num_blocks)
+    assert (usage.used, usage.cached + usage.free) == (0, server.core.scheduler.pool.num_blocks)
 
 
 def delete(server: RunningServer, path: str) -> httpx.Response:

@@ -71,7 +71,7 @@ def check_same_texts(
         assert server.engine.info is not None
         after = metrics(server)
         blocks = [after[f"mlxpaged_kv_blocks|{state}"] for state in ("used", "cached", "free")]
-        assert sum(blocks) == server.engine.info.num_blocks
+        assert sum(blocks) == server.core.scheduler.pool.num_blocks
         assert blocks[0] == 0
         assert (after["mlxpaged_requests_running"], after["mlxpaged_requests_waiting"]) == (0, 0)
         return after

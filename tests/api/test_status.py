@@ -63,7 +63,8 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
     status = ask_idle(server, "GET", STATUS)
     assert status["uptime_seconds"] >= 100
     assert server.engine.stats is not None
-    usage = server.engine.stats.scheduler.blocks
+    stats = server.engine.stats
+    usage, info = stats.scheduler.blocks, server.engine.info
     assert {name: status[name] for name in status if name != "uptime_seconds"} == {
         "state": "ok",
         "reason": None,
@@ -71,7 +72,14 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
         "steps": server.engine.stats.steps_total,
         "running": {"total": 0, "sequences": []},
         "waiting": {"total": 0, "sequences": []},
-        "blocks": {"used": 0, "cached": usage.cached, "free": usage.free, "total": server.engine.info.num_blocks},
+        "blocks": {
+            "used": 0,
+            "cached": usage.cached,
+            "free": usage.free,
+            "total": usage.cached + usage.free,
+            "max_total": info.num_blocks,
+        },
+        "kv_cache": {"bytes": stats.kv_cache_bytes, "max_bytes": info.kv_cache_bytes},
         "swap": {"used": 0, "total": 0},
         "attention": {"backend": resolve_backend("auto"), "metal_kernels_off": None},
         "states": {"reserved_bytes": 0, "bytes_per_sequence": 0, "checkpoints": 0, "max_checkpoints": 0},

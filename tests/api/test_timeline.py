@@ -177,6 +177,6 @@ def test_every_step_is_a_line_in_the_debug_log(server: RunningServer, caplog: py
     assert shown == [[1, 0, 64, 64], [1, 0, 36, 36], [1, 1, 0, 1], [1, 1, 0, 1]]
     assert [(step["running"], step["waiting"]) for step in steps] == [("1", "0")] * 3 + [("0", "0")]
     assert {float(step["seconds"]) for step in steps} == {1.0}
-    total = server.engine.info.num_blocks
+    total = server.core.scheduler.pool.num_blocks
     assert {sum(int(step[f"blocks_{state}"]) for state in ("used", "cached", "free")) for step in steps} == {total}
     assert [step["blocks_used"] for step in steps] == ["2", "4", "4", "0"]

@@ -96,6 +96,34 @@ def test_memory_that_is_made_anew_is_that_of_all_layers(backend: str) -> None:
     assert not any(np.array(array).any() for cache in shared for array in cache.read_blocks(list(range(BLOCKS))))
 
 
+def test_resized_memory_keeps_the_blocks_of_all_layers(backend: str) -> None:
+    """The rest of a step reads what its beginning wrote, in a larger pool and in a smaller one."""
+    own = [LayerKVCache.from_layout(BLOCKS, layout, backend) for layout in LAYOUTS]
+    pool = LayerKVCache.from_layout(BLOCKS, LARGE, backend)
+    shared = [pool.view(layout) for layout in LAYOUTS]
+    expected, found = run_layers(own, (TableView(),), TABLES[:1]), run_layers(shared, VIEWS, TABLES)
+    for num_blocks in (BLOCKS + 9, BLOCKS, 3 * BLOCKS):
+        before = [np.array(array) for cache in shared for array in cache.read_blocks(list(range(BLOCKS)))]
+        pool.resize(num_blocks)
+        assert [cache.num_blocks for cache in shared] == [num_blocks, 2 * num_blocks, 2 * num_blocks, num_blocks]
+        after = [np.array(array) for cache in shared for array in cache.read_blocks(list(range(BLOCKS)))]
+        for old, new in zip(before, after, strict=True):
+            np.testing.assert_array_equal(old, new)
+        found = run_layers(shared, VIEWS, TABLES)
+    for out, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.array(out), np.array(wanted), atol=1e-5)
+    with pytest.raises(ValueError, match="num_blocks must be positive, got 0"):
+        pool.resize(0)
+
+
+def test_a_smaller_pool_gives_its_memory_back(backend: str) -> None:
+    pool = LayerKVCache.from_layout(4000, LARGE, backend)
+    mx.eval(pool.arrays)
+    before, large = mx.get_active_memory(), pool.nbytes
+    pool.resize(400)
+    assert before - mx.get_active_memory() > 0.8 * large
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
+from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine, builder
+from mlxpaged.engine.memory import START_TOKENS
+from mlxpaged.engine.memory_pressure import MemoryPressure
 from mlxpaged.models import load_model
 from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.layers import state_bytes
@@ -73,9 +76,16 @@ class TinyModel:
         return [greedy_answer(self.plain, deepcopy(cache), suffix, num_tokens) for suffix in suffixes]
 
     def engine(
-        self, num_blocks: int = 256, swap_blocks: int = 0, num_checkpoints: int | None = None, **options: Any
+        self,
+        num_blocks: int = 256,
+        swap_blocks: int = 0,
+        num_checkpoints: int | None = None,
+        start_tokens: int = START_TOKENS,
+        clock: Callable[[], float] = time.monotonic,
+        pressure: Callable[[], MemoryPressure] = lambda: MemoryPressure.NORMAL,
+        **options: Any,
     ) -> EngineCore:
-        """New blocks are filled with NaN."""
+        """New blocks are filled with NaN. start_tokens: those that the pool holds at the start."""
         defaults: dict[str, Any] = {"attention_backend": "gather", "max_num_seqs": 16}
         options = {"block_size": self.block_size} | defaults | options
         layout = cache_layout(self.served.kv_layers, self.served.context_length)
@@ -88,7 +98,8 @@ class TinyModel:
             state_cache_bytes=checkpoints,
             **options,
         )
-        core = build_engine(config, self.served)
+        with mock.patch.object(builder, "START_TOKENS", start_tokens):
+            core = build_engine(config, self.served, clock, pressure=pressure)
         poison_new_blocks(core)
         return core
 

@@ -67,6 +67,7 @@ def test_anything_else_is_refused_with_an_example(text: str) -> None:
 @pytest.fixture
 def ten_megabytes_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_device_memory", lambda: 10_000_000)
+    monkeypatch.setattr(memory, "default_device_memory", lambda: 5_000_000)
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
 
 
@@ -90,14 +91,9 @@ def test_a_size_above_the_free_memory_is_refused_with_both_figures() -> None:
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
-def test_without_a_size_half_the_free_memory_less_a_working_share_is_taken() -> None:
-    assert kv_blocks(1000, None, blocks_per_sequence=10**4, max_num_seqs=10**5) == 4250
-
-
-def test_a_gpus_whole_working_set_less_a_working_share_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_device_memory", lambda: 10_000_000)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert kv_blocks(1000, None, blocks_per_sequence=10**4, max_num_seqs=10**5) == 8500
+def test_without_a_size_the_default_share_less_what_a_step_needs_is_taken() -> None:
+    assert kv_blocks(1000, None, blocks_per_sequence=10**4, max_num_seqs=10**5) == 5000
+    assert kv_blocks(1000, None, blocks_per_sequence=10**4, max_num_seqs=10**5, reserved_bytes=3_000_000) == 2000
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
@@ -107,7 +103,8 @@ def test_without_a_size_no_more_blocks_are_taken_than_could_be_filled() -> None:
 
 @pytest.fixture
 def many_gigabytes_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_device_memory", lambda: 100 * 2**30)
+    for name in ("free_device_memory", "default_device_memory"):
+        monkeypatch.setattr(memory, name, lambda: 100 * 2**30)
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
 
 
@@ -127,29 +124,31 @@ def test_the_operator_may_ask_for_more_than_the_default_of_a_cpu() -> None:
 
 
 def test_the_pool_of_a_gpu_is_not_capped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_device_memory", lambda: 100 * 2**30)
+    for name in ("free_device_memory", "default_device_memory"):
+        monkeypatch.setattr(memory, name, lambda: 100 * 2**30)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     assert kv_blocks(2**20, None, blocks_per_sequence=4096, max_num_seqs=8) == 8 * 4096
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_without_memory_left_the_error_says_how_much_there_is() -> None:
-    with pytest.raises(MemoryError, match=r"4\.2 MB are left for KV after the weights"):
-        kv_blocks(5_000_000, None, blocks_per_sequence=1, max_num_seqs=10)
+    with pytest.raises(MemoryError, match=r"5\.0 MB are left for KV after the weights"):
+        kv_blocks(6_000_000, None, blocks_per_sequence=1, max_num_seqs=10)
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
 def test_what_is_reserved_for_embeddings_is_not_taken(tmp_path: Path) -> None:
     """The weights of their model are loaded by then, so that the memory that is free is free of them."""
-    assert kv_blocks(1000, None, 10**4, 10**5, reserved_bytes=4_000_000) == 2550
+    assert kv_blocks(1000, None, 10**4, 10**5, reserved_bytes=4_000_000) == 1000
     with pytest.raises(MemoryError, match=r"--kv-cache-memory is 0\.0 GB, but only 0\.0 GB are free"):
         kv_blocks(1000, 7_000_000, 10**4, 10**5, reserved_bytes=4_000_000)
     served = load_model("demo")
     model = load_embedding_model(str(make_embedding_model(tmp_path / "m")), None, 8192)
     cores = [build_engine(EngineConfig(), served, embedder=embedder) for embedder in (None, Embedder(model, 256))]
     assert model.kv_bytes == 512 * 512  # tokens, and bytes of each: 2 layers, keys and values, 2 heads of 16 float32
-    lost = int(model.kv_bytes * 0.5 * 0.85) / (cores[0].runner.kv_cache_bytes / cores[0].scheduler.pool.num_blocks)
-    assert cores[0].scheduler.pool.num_blocks - cores[1].scheduler.pool.num_blocks == pytest.approx(lost, abs=1)
+    limits = [core.scheduler.config.num_blocks for core in cores]
+    lost = model.kv_bytes / (cores[0].runner.kv_cache_bytes / cores[0].scheduler.pool.num_blocks)
+    assert limits[0] - limits[1] == pytest.approx(lost, abs=1)
     assert lost > 1
 
 
@@ -165,10 +164,11 @@ def test_recurrent_states_are_reserved_before_the_kv_pool_is_sized(
 
     def build(free_bytes: int, **options: Any) -> int:
         monkeypatch.setattr(memory, "free_device_memory", lambda: free_bytes)
+        monkeypatch.setattr(memory, "default_device_memory", lambda: free_bytes)
         config = EngineConfig(max_num_seqs=32, state_cache_bytes=8 * state, **options)
-        return build_engine(config, served).scheduler.pool.num_blocks
+        return build_engine(config, served).scheduler.config.num_blocks
 
-    assert build(free) == int(10 * block * 0.5 * 0.85) // block
+    assert build(free) == 10
     assert build(free, kv_cache_bytes=10 * block) == 10
     assert build(free, kv_cache_bytes=11 * block, prefix_caching=False) == 11  # without checkpoints
     taken = rf"states of 32 sequences take {32 * state / 1e6:.1f} MB, and 8 checkpoints take {8 * state / 1e6:.1f} MB: "
@@ -205,23 +205,26 @@ def test_on_a_mac_the_memory_is_wired_up_to_the_working_set(
         return 0
 
     monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
-    memory.wire_device_memory()
+    kept: list[int] = []
+    monkeypatch.setattr(mx, "set_cache_limit", kept.append)
+    memory.prepare_device_memory()
     assert limits == []
+    assert kept == [memory.CACHE_LIMIT]
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 5_000})
-    memory.wire_device_memory()
+    memory.prepare_device_memory()
     assert limits == ([] if error else [5_000])
     assert ("larger than the maximum working set" in caplog.text) == (error is not None)
 
 
-def test_the_engine_wires_its_memory_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_prepares_its_memory_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     def load_model(*_: object) -> None:
         order.append("load")
         raise ModelNotFoundError("no such model")
 
-    monkeypatch.setattr(engine_thread, "wire_device_memory", lambda: order.append("wire"))
+    monkeypatch.setattr(engine_thread, "prepare_device_memory", lambda: order.append("wire"))
     monkeypatch.setattr(engine_thread, "load_model", load_model)
     callbacks = engine_thread.Callbacks(
         lambda _: None, lambda _: None, lambda *_: None, lambda reason: order.append(str(reason))

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants
 
 from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, loader
 from mlxpaged.models.loader import DEMO_PATH, load_model, resolve_model
-from mlxpaged.models.preflight import check_model
+from mlxpaged.models.preflight import Reserved, check_model
 from tests.cli.helpers import hub
 from tests.support import make_tiny_model
 
@@ -153,6 +153,25 @@ def test_a_directory_whose_weights_do_not_fit_is_refused_before_they_are_read(
     monkeypatch.setattr(loader, "free_device_memory", lambda: size - 1)
     with pytest.raises(UnsupportedModelError, match=rf"{path} cannot be loaded: its weights take"):
         load_model(str(path))
+
+
+def test_weights_that_do_not_fit_beside_the_kv_cache_and_a_step_are_refused_with_all_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_model(tmp_path / "m", "llama")
+    monkeypatch.setattr(loader, "free_device_memory", lambda: 5_700_000_000)
+    numbers = r"its weights take 0\.0 GB and --kv-cache-memory 4\.8 GB and a step 1\.0 GB, but only 5\.7 GB of memory"
+    with pytest.raises(UnsupportedModelError, match=numbers):
+        load_model(str(path), reserved=Reserved(4_800_000_000, 1_000_000_000))
+    assert load_model(str(path), reserved=Reserved(4_000_000_000, 1_000_000_000)).weight_bytes > 0
+
+
+def test_a_limit_above_the_context_length_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "llama")
+    assert load_model(str(path), max_model_len=512).max_model_len == 512
+    (path / "model.safetensors").write_bytes(bytes(100))  # not readable as weights
+    with pytest.raises(UnsupportedModelError, match="--max-model-len is 513, but its context length is 512"):
+        load_model(str(path), max_model_len=513)
 
 
 def test_a_directory_of_gguf_files_is_refused(tmp_path: Path) -> None:

@@ -99,12 +99,16 @@ def commit(scheduler: Scheduler, batch: Batch, tokens: dict[int, int]) -> list[S
 class Simulation:
     """Keeps what a KV pool would contain, so that reading a wrong or unwritten block is noticed.
 
-    overlap: a step's tokens are read after the next step has been scheduled and run.
+    overlap: a step's tokens are read after the next step has been scheduled and run. growth_steps: steps that pass
+    until the pool has grown.
     """
 
-    def __init__(self, scheduler: Scheduler, overlap: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, overlap: bool = False, growth_steps: int = 0) -> None:
         self.scheduler = scheduler
         self.overlap = overlap
+        self.growth_steps = growth_steps
+        self.growing_since = 0
+        self.num_growths = self.num_shrinks = 0
         self.in_flight: Batch | None = None
         self.added: list[Sequence] = []
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> group, tokens up to this one
@@ -129,6 +133,7 @@ class Simulation:
         return self.scheduler.has_unfinished() or self.in_flight is not None
 
     def step(self) -> Batch:
+        self.grow()
         batch, due = self.schedule()
         self.move(batch.moves)
         self.compute(batch.rows)
@@ -136,6 +141,38 @@ class Simulation:
         for each in due:
             self.update(each)
         return batch
+
+    def grow(self) -> None:
+        """Give the scheduler the blocks that it has asked for, after some steps."""
+        size = self.scheduler.blocks.size
+        wanted = size.wanted
+        self.growing_since += wanted > size.num_blocks
+        if self.growing_since > self.growth_steps and wanted > size.num_blocks:
+            assert wanted <= size.limit
+            size.grow(wanted)
+            self.growing_since = 0
+            self.num_growths += 1
+            self.check_books()
+
+    def shrink(self, num_blocks: int) -> None:
+        """As the engine does: after the step in flight, and with the blocks copied before the tables change."""
+        if self.in_flight is not None:
+            self.update(self.in_flight)
+            self.in_flight = None
+        pool = self.scheduler.pool
+        usage = pool.usage()
+        num_blocks = min(pool.num_blocks, max(1, num_blocks, usage.used))
+        moves = pool.moves_to(num_blocks)
+        assert not moves or min(moves) >= num_blocks > max(moves.values())
+        self.move(BlockMoves(copies=tuple(moves.items())))
+        self.slots = {place: kept for place, kept in self.slots.items() if place[0] < num_blocks}
+        self.scheduler.shrink(num_blocks, moves)
+        assert pool.num_blocks == num_blocks
+        assert pool.usage().used == usage.used
+        if self.scheduler.blocks.groups.keeps_all:  # an evicted block of a window may take others with it
+            assert pool.usage().cached == min(usage.cached, num_blocks - usage.used)
+        self.num_shrinks += 1
+        self.check_books()
 
     def schedule(self) -> tuple[Batch, list[Batch]]:
         """The next batch, and those whose tokens are read once it runs."""
@@ -156,7 +193,8 @@ class Simulation:
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({seq.sequence_id for seq in served}) == len(served)
         self.check_books()
-        assert batch.rows or before is not None, "nothing was scheduled while sequences wait"
+        may_wait = self.scheduler.pool.num_blocks < self.scheduler.config.num_blocks
+        assert batch.rows or before is not None or may_wait, "nothing was scheduled while sequences wait"
         if not self.overlap:
             return batch, [batch]
         self.in_flight = batch if batch.rows else None
@@ -353,6 +391,9 @@ class Simulation:
         self.check_tables(running)
         assert counts_agree(pool, holders)
         assert pool.shared(range(pool.num_blocks)) == {block for block, count in holders.items() if count > 1}
+        for block in range(pool.num_blocks):
+            content = pool.content(block)
+            assert content is None or content.record.blocks[content.group] == block, "a record names another block"
         waiting = list(self.scheduler.waiting)
         for seq in waiting:
             if seq.fork_of is None:

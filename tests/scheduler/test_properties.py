@@ -40,6 +40,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         overlap=st.booleans(),
         windows=st.sampled_from([(None,), (None,), (None, 6), (None, 3, 9), (5,), (1, 8)]),
+        start_share=st.sampled_from([1.0, 1.0, 0.5, 0.1]),
+        growth_steps=st.sampled_from([0, 1, 4]),
     )
     def start(
         self,
@@ -53,6 +55,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         overlap: bool,
         windows: tuple[int | None, ...],
+        start_share: float,
+        growth_steps: int,
     ) -> None:
         self.clock = FakeClock()
         self.patch = mock.patch.object(scheduler_module, "STARVATION_BOUND", starvation_bound)
@@ -68,8 +72,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             decode_preference=decode_preference,
             prefix_caching=prefix_caching,
             windows=windows,
+            start_blocks=math.ceil(start_share * num_blocks * len(windows)),
         )
-        self.simulation = Simulation(scheduler, overlap)
+        self.simulation = Simulation(scheduler, overlap, growth_steps)
         self.accepted: dict[int, Sequence] = {}
 
     @property
@@ -162,6 +167,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def evict(self, count: int) -> None:
         self.sim.scheduler.pool.evict(count)
 
+    @precondition(lambda self: self.simulation is not None)
+    @rule(num_blocks=st.integers(1, 40))
+    def shrink(self, num_blocks: int) -> None:
+        self.sim.shrink(num_blocks)
+
+    @precondition(lambda self: self.simulation is not None)
+    @rule(allowed=st.booleans())
+    def find_or_lose_memory_for_growth(self, allowed: bool) -> None:
+        self.sim.scheduler.blocks.size.may_grow = allowed
+
     @invariant()
     def books_balance(self) -> None:
         if self.simulation is not None:
@@ -177,6 +192,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def end(self) -> None:
         sim = self.sim
+        sim.scheduler.blocks.size.may_grow = True
         sim.run(2_000)
         assert set(sim.ended) == set(self.accepted)
         assert sim.scheduler.pool.usage().used == 0

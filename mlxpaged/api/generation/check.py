@@ -87,10 +87,9 @@ def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:
     Tokenizing megabytes only to refuse them would keep the prompts of other requests waiting.
     """
     tokens = info.tokenizer.least_tokens(num_chars)
-    if tokens > info.context_length:
-        limit = f"this model's context length is {info.context_length} tokens"
-        message = f"the prompt has at least {tokens} tokens; {limit}"
-        raise ContextLengthError(param, PromptTooLongError(message, tokens, None, info.context_length))
+    if tokens > info.longest:
+        message = f"the prompt has at least {tokens} tokens; {info.limit}"
+        raise ContextLengthError(param, PromptTooLongError(message, tokens, None, info.longest))
 
 
 def check_token_ids(request: GenerationRequest, param: str, prompts: Sequence[Sequence[int]], info: EngineInfo) -> None:

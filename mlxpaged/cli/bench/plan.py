@@ -101,8 +101,8 @@ def room_for_prompt(info: EngineInfo, max_tokens: int, least: int) -> int:
     room = info.max_model_len - max_tokens
     if room < least:
         limit = f"the KV pool holds {info.max_tokens_in_pool} tokens (--kv-cache-memory)"
-        if info.context_length <= info.max_tokens_in_pool:
-            limit = f"its context length is {info.context_length} tokens"
+        if info.longest <= info.max_tokens_in_pool:
+            limit = info.limit
         wanted = f"a prompt of {least} tokens and an answer of {max_tokens} (--max-tokens)"
         raise NoRoomError(f"{info.model} has no room for {wanted}: {limit}")
     return room

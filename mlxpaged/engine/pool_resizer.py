@@ -1,0 +1,190 @@
+"""Resizes the KV pools between two steps, one layer after the other.
+
+They grow while the scheduler asks for more blocks, and shrink while the engine is idle or the system is short of
+memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mlxpaged.attention import LayerKVCache
+from mlxpaged.engine.memory_pressure import MemoryPressure
+from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.scheduler import Scheduler
+from mlxpaged.scheduler.pool_size import FULL
+
+logger = logging.getLogger(__name__)
+
+COPY_BYTES = 64 * 2**20
+"""Bytes of pools that are made anew between two steps: as many as a move of swapped blocks copies at once. A layer's
+pool is copied whole, also if it is larger."""
+
+RETRY_SECONDS = 1.0
+"""After a growth that failed, the next one is tried after this time. It doubles with each failure."""
+
+MAX_RETRY_SECONDS = 60.0
+
+POLL_SECONDS = 1.0
+"""Seconds between two readings of the system's memory pressure. A reading takes microseconds."""
+
+REST_SECONDS = 3600.0
+"""An idle engine that has nothing to give back does not wake up more often than this without a command."""
+
+IDLE_SECONDS = 60.0
+"""After this time without a request the pool gives back half of its blocks, and half of the rest after each further
+one. What the prefix cache used last is kept longest: a person often answers within a minute, and seldom after ten."""
+
+PRESSURE_SECONDS = 5.0
+"""While the system is short of memory, the pool is halved as often as this. The system's level follows late."""
+
+
+class PoolResizer:
+    """Belongs to the engine thread. While the pools grow, some layers have more blocks than the scheduler uses. It gets
+    the new blocks once all layers have them. When they shrink, it loses the blocks first.
+
+    bytes_per_block: of all layers. free_memory: free bytes of the device. step_bytes: those that a step needs. clock:
+    seconds. pressure: what the system says.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        bytes_per_block: int,
+        free_memory: Callable[[], int],
+        step_bytes: int,
+        clock: Callable[[], float],
+        pressure: Callable[[], MemoryPressure],
+    ) -> None:
+        self._scheduler = scheduler
+        self._size = scheduler.blocks.size
+        self._runner = runner
+        self._bytes_per_block = bytes_per_block
+        self._free_memory = free_memory
+        self._step_bytes = step_bytes
+        self._clock = clock
+        self._pressure = pressure
+        self._least = self._size.num_blocks  # it never shrinks below its size at the start
+        self._target = self._size.num_blocks
+        self._remaining: list[LayerKVCache] = []  # pools that do not have the target's size yet
+        self._retry_at = self._polled_at = self._yielded_at = -math.inf
+        self._retry_seconds = RETRY_SECONDS
+        self._active_at = clock()
+
+    @property
+    def is_resizing(self) -> bool:
+        return bool(self._remaining) or self._target != self._size.num_blocks
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `advance` would resize a pool."""
+        return self.is_resizing or self._size.wanted > self._size.num_blocks
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether a sequence that finds no room may find it later, in a larger pool."""
+        return self._size.num_blocks < self._size.limit
+
+    @property
+    def can_shrink(self) -> bool:
+        return self._size.num_blocks > self._least
+
+    def bytes_of(self, num_blocks: int) -> int:
+        """Bytes of so many blocks in all pools."""
+        return num_blocks * sum(pool.layout.bytes_per_block for pool in self._runner.pools)
+
+    # -- growing -------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Resize the next pools, up to COPY_BYTES. No step may be in flight."""
+        if not self.is_resizing:
+            self._begin_growth()
+        copied = 0
+        try:
+            while self._remaining and copied < COPY_BYTES:
+                self._remaining[-1].resize(self._target)
+                copied += self._remaining.pop().nbytes
+        except (MemoryError, RuntimeError) as error:  # MLX has no type of its own for a failed allocation
+            self._fail(error)
+        mx.clear_cache()  # the old pools: MLX would keep them for later allocations of their size
+        if not self._remaining and self._target > self._size.num_blocks:
+            self._size.grow(self._target)
+            self._retry_seconds = RETRY_SECONDS
+            logger.info("the KV pool has grown to %d blocks, %.1f MB", self._target, self._runner.kv_cache_bytes / 1e6)
+
+    def _begin_growth(self) -> None:
+        """Choose the new size: what the scheduler wants, or as much of it as the free memory allows."""
+        present, target, free = self._size.num_blocks, self._size.wanted, self._free_memory()
+        if self._bytes_per_block:
+            # A step and the copy of a layer never run at the same time, so they need the same memory.
+            copied = max((pool.nbytes for pool in self._runner.pools), default=0)
+            target = min(target, present + (free - max(self._step_bytes, copied)) // self._bytes_per_block)
+        if target > present:
+            self._resize_to(target)
+        else:
+            self._refuse(f"only {free / 1e6:.1f} MB are free")
+
+    def _resize_to(self, num_blocks: int) -> None:
+        self._target = num_blocks
+        self._remaining = [pool for pool in reversed(self._runner.pools) if pool.num_blocks != num_blocks]
+
+    def _fail(self, error: Exception) -> None:
+        """Give back what has grown already. If even that fails, these layers keep blocks that are not used."""
+        if self._target > self._size.num_blocks:
+            self._resize_to(self._size.num_blocks)
+            self._refuse(str(error))
+        else:
+            self._remaining = []
+
+    def _refuse(self, reason: str) -> None:
+        self._size.may_grow = False
+        self._retry_at = self._clock() + self._retry_seconds
+        logger.warning("the KV pool stays at %d blocks: %s", self._size.num_blocks, reason)
+        self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
+
+    # -- shrinking -----------------------------------------------------------------------------------------------
+
+    def poll(self, is_idle: bool) -> int | None:
+        """Read the system's memory pressure if it is time, and decide whether the pool may grow. Returns the number of
+        blocks to shrink to, if any."""
+        now = self._clock()
+        if not is_idle:
+            self._active_at = now
+        if now < self._polled_at + POLL_SECONDS:
+            return None
+        self._polled_at = now
+        level = self._pressure()
+        if level is not MemoryPressure.NORMAL:
+            self._size.may_grow = False
+            self._retry_at = max(self._retry_at, now + RETRY_SECONDS)
+        elif now >= self._retry_at:
+            self._size.may_grow = True
+        present = self._size.num_blocks
+        keep = self._size_to_keep(level, now)
+        return keep if keep < present else None
+
+    def _size_to_keep(self, level: MemoryPressure, now: float) -> int:
+        keep = present = self._size.num_blocks
+        if level is MemoryPressure.CRITICAL:
+            keep = 0
+        elif (level is MemoryPressure.WARNING and now >= self._yielded_at + PRESSURE_SECONDS) or now >= max(
+            self._active_at, self._yielded_at
+        ) + IDLE_SECONDS:
+            keep = present // 2
+        used = self._scheduler.pool.usage().used
+        return min(present, max(keep, self._least, math.ceil(used / FULL)))
+
+    def shrink(self, num_blocks: int) -> None:
+        """Give back blocks: evict cached ones, and move those that are kept down. `advance` frees the memory. No step
+        may be in flight. Raises DeviceError if blocks cannot be copied: then no sequence has other blocks."""
+        moves = self._scheduler.pool.moves_to(num_blocks)
+        self._runner.copy_blocks(moves)
+        self._scheduler.shrink(num_blocks, moves)
+        self._yielded_at = self._clock()
+        self._resize_to(num_blocks)
+        logger.info("the KV pool shrinks to %d blocks; %d were moved", num_blocks, len(moves))

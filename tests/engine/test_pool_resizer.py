@@ -1,0 +1,299 @@
+"""The KV pools grow and shrink while requests run: no answer changes, and no step waits for more than one layer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.attention import LayerKVCache
+from mlxpaged.engine import EngineCore, pool_resizer
+from mlxpaged.engine.memory_pressure import MemoryPressure
+from mlxpaged.engine.pool_resizer import IDLE_SECONDS, POLL_SECONDS, PRESSURE_SECONDS
+from mlxpaged.scheduler import Priority
+from tests.engine.fuzz import play
+from tests.engine.hybrid import Hybrid, TinyModel, assert_balanced, request, run
+from tests.metal_on_cpu import Interpreter
+from tests.models.architectures import VOCAB_SIZE, make_architecture
+from tests.support import make_tiny_model
+
+NORMAL, WARNING, CRITICAL = MemoryPressure
+SHARED = [(5 * i) % 190 + 1 for i in range(37)]
+
+
+class Clock:
+    """Seconds that pass when told to, and a little in every look at it."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now = 0.0
+        self.tick = tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(
+        make_tiny_model(tmp_path_factory.mktemp("m") / "llama", "llama", vocab_size=VOCAB_SIZE, head_dim=32)
+    )
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "hybrid"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, llama: TinyModel) -> TinyModel:
+    path: Path = tmp_path_factory.mktemp("models") / request.param
+    if request.param == "llama":
+        return llama
+    if request.param == "hybrid":
+        return Hybrid(path, num_layers=2)
+    return TinyModel(make_architecture(path, request.param, sliding_window=5))
+
+
+def rest(core: EngineCore) -> None:
+    """As the engine thread does when no command arrives."""
+    core.rest()
+    while core.pause() == 0:
+        core.rest()
+
+
+def load(core: EngineCore, clock: Clock, model: TinyModel, count: int = 12, num_tokens: int = 8) -> None:
+    """`count` requests and a third as many forks, which leave their parent at once. Some begin alike, and some are of a
+    higher class. They come in two halves, with some idle minutes between them."""
+    rng, requests = random.Random(3), []
+    for i in range(count):
+        tail = [rng.randrange(1, 190) for _ in range(rng.randint(1, 12))]
+        prompt = (SHARED[: rng.choice((0, 16, 37))] + tail)[:45]
+        priority = rng.choice((Priority.NORMAL, Priority.NORMAL, Priority.HIGH))
+        requests.append(request(str(i), prompt, num_tokens, priority=priority))
+        if i % 3 == 0:
+            banned = (model.answer(prompt, 1).tokens[0],)
+            requests.append(request(f"{i}-fork", prompt, num_tokens, banned, str(i), priority))
+    sizes: list[int] = []
+    halves = requests[: len(requests) // 2], requests[len(requests) // 2 :]
+    results = []
+    for half in halves:
+        results.append(run(core, half, lambda _: sizes.append(core.scheduler.pool.num_blocks)))
+        for _ in range(5):
+            clock.now += IDLE_SECONDS
+            rest(core)
+    for each, result in [(each, result) for half, result in zip(halves, results, strict=True) for each in half]:
+        banned = tuple((each.params.logit_bias or {}).keys())
+        right = model.answer(each.prompt_token_ids, num_tokens, banned)
+        assert right.equals(result.tokens(each.request_id)), each.request_id
+    changes = list(itertools.pairwise(sizes))
+    assert any(after > before for before, after in changes)
+    assert any(after < before for before, after in changes)
+    assert core.stats().scheduler.prefix_hit_tokens_total > 0
+
+
+@pytest.mark.parametrize(("backend", "copy_bytes"), [("gather", 1), ("cpu", pool_resizer.COPY_BYTES)])
+def test_16_requests_get_their_answers_while_the_pool_grows_and_shrinks(
+    model: TinyModel, backend: str, copy_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "cpu" and mx.default_device() != mx.Device(mx.cpu):
+        pytest.skip("this backend is for a CPU")
+    monkeypatch.setattr(pool_resizer, "COPY_BYTES", copy_bytes)
+    levels = itertools.cycle([NORMAL] * 4 + [CRITICAL])
+    clock = Clock(0.1)
+    core = model.engine(
+        num_blocks=24 if model.path.name == "gemma3_text" else 14,
+        swap_blocks=40,
+        start_tokens=16,
+        clock=clock,
+        pressure=lambda: next(levels),
+        attention_backend=backend,
+        max_num_batched_tokens=40,
+        max_step_ms=0,
+    )
+    load(core, clock, model)
+    assert core.stats().scheduler.preemptions_total > 0
+    assert core.stats().scheduler.blocks_swapped_in_total > 0
+
+
+def test_the_kernels_find_their_blocks_in_pools_that_grow_and_shrink(llama: TinyModel, metal: Interpreter) -> None:
+    """Steps overlap on this backend: the one in flight ends before a pool is made anew."""
+    levels = itertools.cycle([NORMAL] * 3 + [CRITICAL])
+    clock = Clock(0.1)
+    core = llama.engine(
+        num_blocks=24,
+        start_tokens=16,
+        clock=clock,
+        pressure=lambda: next(levels),
+        attention_backend="metal",
+        max_num_batched_tokens=60,
+        max_step_ms=0,
+    )
+    assert core.runner.overlaps
+    load(core, clock, llama, count=6, num_tokens=3)
+
+
+def disturbed_engine(model: TinyModel, rng: random.Random) -> EngineCore:
+    """An engine with little memory at the start, on a machine that is often short of it."""
+    return model.engine(
+        num_blocks=rng.choice((28, 40)),
+        swap_blocks=rng.choice((0, 8, 60)),
+        num_checkpoints=rng.choice((1, 4, 30)),
+        start_tokens=rng.choice((1, 30)),
+        clock=Clock(0.2),
+        pressure=lambda: rng.choice((NORMAL, NORMAL, NORMAL, WARNING, CRITICAL)),
+        max_num_seqs=rng.choice((3, 6, 10)),
+        max_num_batched_tokens=rng.choice((16, 40, 200)),
+        max_step_ms=0,
+        prefix_caching=rng.random() < 0.9,
+    )
+
+
+def test_random_requests_get_their_answers_on_a_machine_that_is_often_short_of_memory(model: TinyModel) -> None:
+    play(model, disturbed_engine, 5, 10)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("seed", range(30))
+def test_many_random_requests_get_their_answers_on_such_a_machine(model: TinyModel, seed: int) -> None:
+    play(model, disturbed_engine, 100 + seed, 40)
+
+
+def test_between_two_steps_one_layer_is_copied(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_resizer, "COPY_BYTES", 1)
+    core = llama.engine(num_blocks=64, start_tokens=32)
+    copied: list[int] = []
+    before = [0]
+    resize = LayerKVCache.resize
+
+    def noting_resize(pool: LayerKVCache, num_blocks: int) -> None:
+        before[0] = mx.get_active_memory()
+        mx.reset_peak_memory()
+        resize(pool, num_blocks)
+        copied.append(mx.get_peak_memory() - before[0] - pool.nbytes)
+
+    monkeypatch.setattr(LayerKVCache, "resize", noting_resize)
+    counts: list[int] = []
+    run(core, [request(str(i), [i + 1] * 8, 20) for i in range(4)], lambda _: counts.append(len(copied)))
+    assert len(copied) >= 2 * len(core.runner.pools)
+    assert max(after - before for before, after in itertools.pairwise(counts)) == 1
+    assert max(copied) < core.runner.pools[0].nbytes / 4  # beside the new layer, nothing is allocated
+
+
+def test_a_growth_that_fails_changes_nothing_and_is_tried_again_later(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer cannot be allocated, so the first one is given back. A request that needs the blocks waits."""
+    clock, resize, fails = Clock(), LayerKVCache.resize, [True]
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
+    start = core.runner.kv_cache_bytes
+
+    def failing_resize(pool: LayerKVCache, num_blocks: int) -> None:
+        if fails[0] and pool is core.runner.pools[-1] and num_blocks > pool.num_blocks:
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+        resize(pool, num_blocks)
+
+    monkeypatch.setattr(LayerKVCache, "resize", failing_resize)
+    prompt = [(3 * i) % 180 + 1 for i in range(80)]
+    core.add(request("long", prompt, 4))
+    core.add(request("short", [1, 2, 3], 4))
+    outputs = []
+    for _ in range(12):
+        outputs += core.step()
+    assert {output.request_id for output in outputs} == {"short"}
+    assert outputs[-1].finish_reason is not None
+    assert core.waits_for_memory
+    assert core.pause() == POLL_SECONDS
+    assert core.runner.kv_cache_bytes == start
+    assert core.scheduler.pool.num_blocks == 4
+    fails[0] = False
+    core.step()
+    assert core.waits_for_memory  # it is not tried again at once
+    clock.now += 2 * POLL_SECONDS
+    tokens = []
+    while core.has_work():
+        tokens += [token for output in core.step() for token in output.token_ids]
+    assert llama.answer(prompt, 4).equals(tokens)
+    assert_balanced(core)
+
+
+def test_the_pool_does_not_grow_into_memory_that_others_use(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [0]
+    monkeypatch.setattr("mlxpaged.engine.builder.unused_memory", lambda: free[0])
+    clock = Clock()
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
+    block = core.runner.kv_cache_bytes // 4
+    core.add(request("long", [1] * 60, 4))
+    core.step()
+    core.step()
+    assert core.scheduler.pool.num_blocks == 4
+    free[0] = 8 * block
+    clock.now += 2.0
+    while core.has_work():
+        core.step()
+    assert 8 <= core.scheduler.pool.num_blocks <= 12
+    assert_balanced(core)
+
+
+def fill(core: EngineCore) -> int:
+    """Use the pool until it has its greatest size. Returns its bytes."""
+    run(core, [request(str(i), [(i + j) % 180 + 1 for j in range(100)], 4) for i in range(8)])
+    assert core.scheduler.pool.num_blocks == core.stats().scheduler.max_blocks
+    return core.runner.kv_cache_bytes
+
+
+def test_an_idle_pool_is_halved_and_halved_again_down_to_its_size_at_the_start(llama: TinyModel) -> None:
+    clock = Clock()
+    core = llama.engine(num_blocks=64, start_tokens=64, clock=clock)
+    start, full = core.runner.kv_cache_bytes, fill(core)
+    sizes = [full]
+    for _ in range(5):
+        clock.now += IDLE_SECONDS - 1
+        rest(core)
+        assert core.runner.kv_cache_bytes == sizes[-1]
+        clock.now += 1
+        rest(core)
+        sizes.append(core.runner.kv_cache_bytes)
+    assert core.pause() > IDLE_SECONDS  # nothing is left to give back
+    assert sizes == [full, full // 2, full // 4, full // 8, start, start]
+    result = run(core, [request("next", [3] * 60, 4)])
+    assert llama.answer([3] * 60, 4).equals(result.tokens("next"))
+
+
+@pytest.mark.parametrize("level", [WARNING, CRITICAL])
+def test_half_of_an_idle_pool_is_given_back_at_the_second_poll_and_nothing_is_lost(
+    llama: TinyModel, level: MemoryPressure
+) -> None:
+    """Two polls are two seconds apart at most: the engine thread waits POLL_SECONDS for commands."""
+    assert POLL_SECONDS <= 1.0
+    clock, now = Clock(), [NORMAL]
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock, pressure=lambda: now[0])
+    full = fill(core)
+    now[0] = level
+    for _ in range(2):
+        clock.now += POLL_SECONDS
+        rest(core)
+    assert core.runner.kv_cache_bytes <= full // 2
+    assert core.scheduler.pool.num_blocks == (32 if level is WARNING else 4)
+    clock.now += PRESSURE_SECONDS
+    rest(core)
+    assert core.scheduler.pool.num_blocks == (16 if level is WARNING else 4)
+    last = [(7 + j) % 180 + 1 for j in range(100)]
+    now[0] = NORMAL
+    clock.now += POLL_SECONDS
+    result = run(core, [request("again", last, 4)])
+    assert llama.answer(last, 4).equals(result.tokens("again"))
+    assert core.stats().scheduler.prefix_hit_tokens_total == (96 if level is WARNING else 32)
+
+
+def test_the_pool_does_not_grow_while_the_system_is_short_of_memory(llama: TinyModel) -> None:
+    clock, level = Clock(), [WARNING]
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock, pressure=lambda: level[0])
+    core.add(request("long", [1] * 60, 4))
+    for _ in range(5):
+        clock.now += POLL_SECONDS
+        core.step()
+    assert core.scheduler.pool.num_blocks == 4
+    level[0] = NORMAL
+    clock.now += 2 * POLL_SECONDS
+    while core.has_work():
+        core.step()
+    assert core.scheduler.pool.num_blocks > 4

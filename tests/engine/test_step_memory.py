@@ -1,0 +1,45 @@
+"""What the largest step needs is known before the pools are sized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.memory import LEAST_STEP
+from mlxpaged.engine.step_memory import measure_step, peak_of_chunk
+from mlxpaged.models import load_model
+from tests.engine.hybrid import Hybrid
+from tests.models.architectures import make_architecture
+from tests.support import make_tiny_model
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_the_measured_step_is_extrapolated_to_the_token_budget(kind: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"intermediate_size": 1024}
+    path = make_tiny_model(tmp_path / "m", kind, **options) if kind == "llama" else make_architecture(tmp_path, kind)
+    served = load_model(str(path))
+    found = measure_step(served, EngineConfig(max_num_batched_tokens=128))
+    assert 0.8 * peak_of_chunk(served, 128, 32) <= found
+    assert found >= 1.5 * measure_step(served, EngineConfig(max_num_batched_tokens=64, max_num_seqs=8))
+    assert mx.get_active_memory() < 2 * (served.weight_bytes + 10_000_000)
+
+
+def test_measuring_leaves_no_state_behind(tmp_path: Path) -> None:
+    model = Hybrid(tmp_path / "m", num_layers=2)
+    measure_step(model.served, EngineConfig())
+    core = model.engine()
+    assert core.stats().scheduler.blocks.used == 0
+    assert all(not array.size or mx.all(mx.isfinite(array)) for pool in core.runner.pools for array in pool.arrays)
+
+
+def test_a_gpu_keeps_at_least_a_gigabyte_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = load_model("demo")
+    assert measure_step(served, EngineConfig()) < LEAST_STEP
+    info = {"memory_size": 2**33, "max_recommended_working_set_size": 2**32}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert measure_step(served, EngineConfig()) == LEAST_STEP

@@ -1,0 +1,171 @@
+"""The pool grows before anything is evicted or preempted, and shrinks without losing what is used or used last."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from mlxpaged.cache import BlockPool, OutOfBlocksError
+from mlxpaged.scheduler import FinishReason, Priority, PromptTooLongError, Scheduler
+from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
+
+LONG = bool(os.environ.get("MLXPAGED_LONG"))
+
+
+def growing(start_blocks: int = 4, num_blocks: int = 64, growth_steps: int = 0, **options: object) -> Simulation:
+    return Simulation(make_scheduler(num_blocks, start_blocks=start_blocks, **options), growth_steps=growth_steps)
+
+
+def test_the_pool_grows_before_a_running_sequence_is_preempted() -> None:
+    sim = growing(growth_steps=3)
+    sim.add(*(sequence(number, 6, max_tokens=30) for number in range(1, 5)))
+    sim.run()
+    assert sim.num_growths > 1
+    assert sim.scheduler.stats().preemptions_total == 0
+    for number in range(1, 5):
+        assert answer(sim.added[number - 1]) == undisturbed(6, number, 30)
+
+
+def test_decoding_goes_on_while_the_pool_grows_if_it_grows_in_time() -> None:
+    sim = growing(start_blocks=16, growth_steps=4)
+    sim.add(*(sequence(number, 4, max_tokens=60) for number in range(1, 3)))
+    sim.run()
+    assert sim.num_growths
+    assert all(len(batch) == 2 for batch in sim.batches[2:-2])
+
+
+def test_a_prompt_that_fits_only_a_larger_pool_waits_until_the_pool_has_grown() -> None:
+    sim = growing(start_blocks=4, num_blocks=20, growth_steps=2)
+    sim.add(sequence(1, 70, max_tokens=4))
+    for _ in range(2):
+        assert not sim.step().rows
+    sim.run()
+    assert sim.ended == {1: FinishReason.LENGTH}
+    assert sim.scheduler.pool.num_blocks == 20
+
+
+def test_only_what_the_largest_pool_cannot_hold_is_refused() -> None:
+    sim = growing(start_blocks=2, num_blocks=10)
+    sim.add(sequence(1, 37, max_tokens=4))
+    with pytest.raises(PromptTooLongError, match=r"holds 40 tokens \(10 blocks\)"):
+        sim.add(sequence(2, 38, max_tokens=4))
+
+
+def test_cached_blocks_are_kept_while_the_pool_can_grow() -> None:
+    sim = growing(start_blocks=8)
+    for number in range(1, 9):
+        sim.add(sequence(number, 9, max_tokens=1))
+        sim.run()
+    assert sim.scheduler.pool.usage().cached == 8 * 2
+    assert sim.scheduler.pool.num_blocks >= 16
+
+
+def test_without_memory_to_grow_sequences_are_preempted_as_before() -> None:
+    sim = growing(start_blocks=6)
+    sim.scheduler.blocks.size.may_grow = False
+    sim.add(*(sequence(number, 4, max_tokens=16) for number in range(1, 4)))
+    sim.run()
+    assert sim.num_growths == 0
+    assert sim.scheduler.stats().preemptions_total > 0
+    assert sim.scheduler.pool.num_blocks == 6
+
+
+def test_a_higher_class_waits_for_the_pool_to_grow_and_preempts_if_it_cannot() -> None:
+    for may_grow in (True, False):
+        sim = growing(start_blocks=8, growth_steps=1)
+        sim.scheduler.blocks.size.may_grow = may_grow
+        sim.add(sequence(1, 8, max_tokens=20, priority=Priority.LOW))
+        sim.step()
+        sim.add(sequence(2, 24, max_tokens=4, priority=Priority.HIGH))
+        sim.run()
+        assert bool(sim.scheduler.stats().preemptions_total) is not may_grow
+
+
+def test_a_shrunk_pool_keeps_what_was_used_last() -> None:
+    sim = growing(start_blocks=32)
+    for number in range(1, 7):
+        sim.add(sequence(number, 13, max_tokens=1))
+        sim.run()
+    sim.shrink(8)
+    for number in (6, 5, 1):
+        sim.add(sequence(10 + number, sim.added[number - 1].token_ids[:13], max_tokens=1))
+        sim.run()
+    assert [seq.num_cached_tokens for seq in sim.added[6:]] == [12, 12, 0]
+
+
+def test_blocks_in_use_are_not_given_back() -> None:
+    pool: BlockPool[None] = BlockPool(8, 4)
+    pool.allocate(5)
+    with pytest.raises(OutOfBlocksError, match="5 blocks are in use, so the pool cannot shrink to 4"):
+        pool.moves_to(4)
+    assert pool.moves_to(5) == {}
+
+
+def test_forks_share_their_blocks_and_copy_them_on_a_write_after_these_have_moved() -> None:
+    sim = growing(start_blocks=40, num_blocks=40, max_num_seqs=8)
+    sim.add(sequence(9, 40, max_tokens=60))  # takes the first blocks, and leaves them
+    sim.step()
+    parent = sequence(1, 10, max_tokens=12)
+    sim.add(parent, *(sequence(number, parent.token_ids[:10], 12, fork_of=parent) for number in (2, 3)))
+    for _ in range(4):
+        sim.step()
+    sim.abort(9)
+    sim.scheduler.prefix_cache.clear()  # type: ignore[union-attr]
+    tables = [list(seq.block_table.block_ids) for seq in sim.added[1:] if seq.block_table]
+    sim.shrink(12)
+    assert tables != [list(seq.block_table.block_ids) for seq in sim.added[1:] if seq.block_table]
+    sim.run()
+    assert [answer(seq) for seq in sim.added[1:]] == [undisturbed(parent.token_ids[:10], 1, 12)] * 3
+
+
+@settings(max_examples=1000 if LONG else 15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**32),
+    windows=st.sampled_from([(None,), (None,), (None, 6), (1, 8)]),
+    swap=st.sampled_from([0, 0, 60]),
+    overlap=st.booleans(),
+    growth_steps=st.sampled_from([0, 2, 5]),
+)
+def test_any_load_is_served_while_the_pool_grows_and_shrinks(
+    seed: int, windows: tuple[int | None, ...], swap: int, overlap: bool, growth_steps: int
+) -> None:
+    """Prompts begin alike and are forked; the pool shrinks at any step, and sometimes it cannot grow for a while."""
+    rng = random.Random(seed)
+    scheduler: Scheduler = make_scheduler(
+        30 * len(windows),
+        4,
+        FakeClock(),
+        windows=windows,
+        start_blocks=rng.randint(1, 10),
+        num_swap_slots=swap,
+        max_num_seqs=rng.randint(1, 6),
+    )
+    sim = Simulation(scheduler, overlap, growth_steps)
+    number = 0
+    for _ in range(60):
+        while rng.random() < 0.4:
+            number += 1
+            prompt = [7] * rng.choice((0, 12, 20)) + [rng.randrange(9) for _ in range(rng.randint(1, 16))]
+            parent = sequence(number, prompt, rng.randint(1, 14), priority=rng.choice(list(Priority)))
+            sim.add(parent)
+            if rng.random() < 0.3:
+                number += 1
+                sim.add(sequence(number, prompt, 6, None, parent.priority, fork_of=parent))
+        if rng.random() < 0.15:
+            sim.shrink(rng.randint(1, 30))
+        scheduler.blocks.size.may_grow = rng.random() < 0.8
+        if sim.has_work:
+            sim.step()
+    scheduler.blocks.size.may_grow = True
+    sim.run(2_000)
+    assert set(sim.ended.values()) <= {FinishReason.LENGTH}
+    assert len(sim.ended) == number
+    assert scheduler.pool.usage().used == scheduler.stats().swap.used == 0
+    for seq in sim.added:
+        assert answer(seq) == undisturbed(seq.token_ids[: seq.num_prompt_tokens], seq.sequence_id, seq.max_tokens)
+    sim.shrink(1)
+    assert scheduler.pool.num_blocks == 1
