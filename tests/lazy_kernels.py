@@ -1,7 +1,8 @@
 """A stand-in for `mx.fast.metal_kernel` that is lazy, as on a Mac: the kernels in MLX's own operations.
 
 The interpreter runs a kernel at once, so that no graph of it can be replayed. Here the contents of the pools are in the
-token that kernels pass on. So a read sees exactly the writes that its token depends on, and no others.
+token that kernels pass on. So a read sees exactly the writes that its token depends on, and no others. The tokens of
+two readers cannot be added here, so a step must attend with one launch for each layer.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def test_three_prompts_share_a_batch() -> None:
     assert "Repeat: blue river stone -> blue river stone\n" in done.stdout
     assert "What is 17 + 25? -> 42\n" in done.stdout
     assert "Reverse: a b c -> c b a\n" in done.stdout
-    assert "step 1: 3 running, blocks: 3 used, 0 cached, 973 free\n" in done.stdout
+    assert "step 1: 3 running, blocks: 3 used, 0 cached, 61 free\n" in done.stdout
     assert "step 6: 1 running, blocks: 1 used" in done.stdout
     assert "up to 3 sequences at once" in done.stdout
     assert "blocks: 0 used" in done.stdout

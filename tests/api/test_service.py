@@ -75,10 +75,11 @@ def test_http_is_up_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> No
     go_on = threading.Event()
     load_model = engine_thread.load_model
 
-    def slow_load(name: str, served_name: str | None, tool_parser: str | None, report: Any) -> Any:
+    def slow_load(*names: Any) -> Any:
+        report = names[3]
         report(3_240_000_000, 8_100_000_000)
         assert go_on.wait(DEADLINE)
-        return load_model(name, served_name, tool_parser, report)
+        return load_model(*names)
 
     monkeypatch.setattr(engine_thread, "load_model", slow_load)
     with running_server(EngineConfig(kv_cache_bytes=8_000_000), wait_loaded=False) as server:

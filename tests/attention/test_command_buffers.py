@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache, kernels
+from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, Tuning, kernels
 from mlxpaged.attention.command_buffers import CommitLimits, Operation, commit_limits, count_commits, operations
+from mlxpaged.attention.tuning import MATRIX
 from tests.attention.step_graphs import MODELS, our_step, step_of_mlx_lm
 
 LIMITS = {"base or Pro": commit_limits("applegpu_g16g"), "Max": commit_limits("applegpu_g14s")}
@@ -26,8 +27,7 @@ def test_a_decoding_step_takes_hardly_more_command_buffers_than_mlx_lms_own(name
 
 def test_longer_command_buffers_help_small_models() -> None:
     step = our_step(MODELS["Qwen3-0.6B"], 1)
-    assert count_commits(step, LIMITS["Max"]) == 11
-    assert count_commits(step, LONG) == 3
+    assert count_commits(step, LIMITS["Max"]) >= 3 * count_commits(step, LONG)
 
 
 def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,12 +40,14 @@ def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPat
         return launch(name, inputs, *rest, **options)
 
     monkeypatch.setattr(kernels, "launch", recording)
-    kv = LayerKVCache(300, 2, 32, mx.float16, backend="metal")
+    layout = KVLayout(2, 32, 32, mx.float16, 32)
+    kv, matrix_kv = (LayerKVCache.from_layout(300, layout, "metal", each) for each in (Tuning(), Tuning(chunks=MATRIX)))
     meta = AttentionMetadata.build([1, 5, 128], [700, 5, 128], [list(range(22)), [30], [31, 32, 33, 34]])
     rows = mx.zeros((meta.num_tokens, 2, 32), mx.float16)
     for _ in range(2):
         kv.write(rows, rows, meta)
         kv.attend(rows, meta, scale=1.0)
+        matrix_kv.attend(rows, meta, scale=1.0)
         kv.copy_blocks([(0, 1)])
         kv.write_blocks([2], *kv.read_blocks([3]))
         kv.clear()

@@ -56,7 +56,7 @@ def test_scores_in_the_hundreds(metal: None) -> None:
 def test_a_chunk_takes_the_matrix_kernel_and_a_decoding_sequence_does_not(metal_on_cpu: Interpreter) -> None:
     Case(CHUNKS, tuning=by_matrices(), **MODELS["Llama 3.2 1B"]).check()
     names = [launch.kernel for launch in metal_on_cpu.launches]
-    assert names.count("matrix_attention") == names.count("paged_attention") == 1
+    assert names.count("matrix_attention") == names.count("paged_decode") == 1
     assert "merge_partials" not in names
 
 

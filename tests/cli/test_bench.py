@@ -160,7 +160,7 @@ def test_long_prompts_are_clipped_to_the_models_context(
     assert "shortened to fit" in bench.stderr
     bench = run("bench", str(model), "--max-tokens", "69")
     assert bench.status == 1
-    message = "no room for a prompt of 32 tokens and an answer of 69 (--max-tokens): its context length is 100 tokens"
+    message = "no room for a prompt of 32 tokens and an answer of 69 (--max-tokens): this model's context length is 100"
     assert message in bench.stderr
     assert "Traceback" not in bench.stderr + caplog.text
     assert bench.stdout == ""

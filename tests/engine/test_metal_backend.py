@@ -137,7 +137,8 @@ def test_chunks_on_the_matrix_kernel_give_the_same_tokens(
     assert stats.prefix_hit_tokens_total >= 64
     if interpreter is not None:
         names = [launch.kernel for launch in interpreter.launches]
-        assert {"matrix_attention", "paged_attention"} <= set(names)
+        assert {"matrix_attention", "paged_decode"} <= set(names)
+        assert "paged_attention" not in names
         assert "kv_gather" not in names
 
 

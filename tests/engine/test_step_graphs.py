@@ -41,9 +41,14 @@ def lazy() -> Iterator[LazyKernels]:
         yield lazy
 
 
-def make_core(served: ServedModel, backend: str, tuning: str = "default", **options: Any) -> EngineCore:
+def make_core(served: ServedModel, backend: str, tuning: str = "paged", **options: Any) -> EngineCore:
     cache = 40 * 32 * bytes_per_token(served.layers)
-    config = EngineConfig(kv_cache_bytes=cache, attention_backend=backend, attention_tuning=tuning, **options)
+    config = EngineConfig(
+        kv_cache_bytes=cache,
+        attention_backend=backend,
+        attention_tuning=tuning if backend == "metal" else "default",
+        **options,
+    )
     return build_engine(config, served)
 
 
@@ -52,11 +57,11 @@ def add(core: EngineCore, max_tokens: int, prompt: list[int] = PROMPTS[0]) -> No
     core.add(Request("one", prompt, params, 0.0))
 
 
-@pytest.mark.parametrize("tuning", ["paged:512", "default"])
+@pytest.mark.parametrize("tuning", ["paged:512", "paged"])
 def test_replayed_steps_give_the_tokens_of_the_gather_backend(
     served: ServedModel, lazy: LazyKernels, tuning: str
 ) -> None:
-    """By default, ranges of 64 keys are merged, and their number grows with the contexts."""
+    """With "paged", ranges of 64 keys are merged, and their number grows with the contexts."""
     expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=80)
     core = make_core(served, "metal", tuning)
     assert run_requests(core, PROMPTS, max_tokens=80) == expected

@@ -57,7 +57,7 @@ def test_long_chunks_are_calls_of_their_own_and_the_rows_between_them_stay_toget
     assert [group.meta.host_context_lens for group in groups] == [[40, 5], [10], [3, 9], [33]]
     assert groups[2].meta.positions.tolist() == [0, 1, 2, 7, 8]
     assert groups[2].meta.slot_mapping.tolist() == [2400, 2401, 2402, 3207, 3208]
-    assert groups[3].meta.block_tables.tolist() == [[500, 501, 502, 503, 504]]
+    assert groups[3].meta.block_tables.tolist() == [[500, 501, 502, 503, 504, -1, -1, -1]]
 
 
 def test_a_chunk_with_too_many_scores_is_cut_and_each_piece_sees_what_is_before_it(
