@@ -10,13 +10,14 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import pytest
 import uvicorn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import _get_classes, quantize_model
@@ -48,6 +49,15 @@ SMALL = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+
+
+def every(step: int, values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: the first and each `step`-th one after it run by default, all of them as slow tests."""
+    found = []
+    for i, value in enumerate(values):
+        marks = () if i % step == 0 else (pytest.mark.slow,)
+        found.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
+    return found
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from mlxpaged.attention.layout import KV_DTYPES
 from mlxpaged.attention.variants import BLOCK_SIZES
 from tests.attention.metal_cases import HEAD_DIMS, Case
 from tests.metal_on_cpu import Interpreter, is_supported
+from tests.support import every
 
 on_cpu = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
 
@@ -41,7 +42,7 @@ def nth(choices: Any, i: int) -> Any:
     return choices[i % len(choices)]
 
 
-@pytest.mark.parametrize(("i", "dtype", "head_dim"), TYPES_AND_SIZES)
+@pytest.mark.parametrize(("i", "dtype", "head_dim"), every(4, TYPES_AND_SIZES))
 def test_decode_is_exact_for_every_type_and_head_size(metal: None, i: int, dtype: mx.Dtype, head_dim: int) -> None:
     """Beside them block sizes, groups and extras in turns; the slow tests take the product. Ranges by context are of 64
     keys here."""
@@ -55,7 +56,7 @@ def test_decode_is_exact_for_every_type_and_head_size(metal: None, i: int, dtype
     Case(SHORT_DECODE, decode_partition=nth((None, 512), i), **options, **nth(EXTRAS, i)).check()
 
 
-@pytest.mark.parametrize(("i", "dtype", "head_dim"), CHECKERED)
+@pytest.mark.parametrize(("i", "dtype", "head_dim"), every(4, CHECKERED))
 def test_chunks_are_exact_for_every_type_and_head_size(metal: None, i: int, dtype: mx.Dtype, head_dim: int) -> None:
     options = {"dtype": dtype, "head_dim": head_dim, "block_size": nth(BLOCK_SIZES, i + 1), "seed": i, "kv_heads": 1}
     lens = nth(([(5, 5), (20, 50)], [(33, 64), (2, 140)], [(2, 33), (13, 13)]), i)
@@ -79,7 +80,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", every(4, LAYOUTS))
 def test_values_of_their_own_size_and_latents_are_exact(metal: None, name: str) -> None:
     options = LAYOUTS[name]
     Case([(1, 1), (1, 33), (1, 70)], decode_partition=32, **options).check()
@@ -113,7 +114,7 @@ def test_extras_in_decode(metal: None, extras: dict[str, Any], decode_partition:
     Case([(1, 5), (1, 64), (1, 200)], head_dim=32, decode_partition=decode_partition, **extras).check()
 
 
-@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+@pytest.mark.parametrize("extras", every(2, EXTRAS), ids=str)
 @pytest.mark.parametrize("chunk_partition", [32, 4096])
 def test_extras_in_a_mixed_batch(metal: None, extras: dict[str, Any], chunk_partition: int) -> None:
     Case(MIXED, head_dim=32, chunk_partition=chunk_partition, **extras).check()
@@ -151,7 +152,7 @@ def test_layers_of_one_step_may_have_groups_of_their_own(metal: None) -> None:
         assert mx.array_equal(attend(group, shared), attend(group, step()))
 
 
-@pytest.mark.parametrize("group", [12, 16, 33, 71])
+@pytest.mark.parametrize("group", every(2, [12, 16, 33, 71]))
 def test_any_group_size_up_to_multi_query_attention(metal: None, group: int) -> None:
     Case(SHORT_DECODE, kv_heads=1, group=group, head_dim=64).check()
     Case(MIXED[:3], kv_heads=1, group=group, head_dim=64, chunk_partition=32).check()
@@ -201,7 +202,7 @@ def test_unchecked_execution_gives_the_same_numbers() -> None:
 # Reading no more than there is
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group", every(2, [4, 1, 8]))
 @pytest.mark.parametrize(("window", "head_dim"), [(None, 128), (100, 128), (None, 120)])
 def test_decode_reads_every_key_and_value_once(
     metal_on_cpu: Interpreter, group: int, window: int | None, head_dim: int
