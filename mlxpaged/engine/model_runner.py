@@ -198,8 +198,9 @@ class ModelRunner:
         return logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
 
     def warm_up(self) -> None:
-        """Run decode steps of one sequence and of two in the first block, before any block is in use, until they are
-        replayed. If replayed steps fail here, or give other logits, no step is replayed from then on.
+        """Run decode steps of one sequence and of two in the first blocks, before any block is in use, until they are
+        replayed. Their tokens are pending, as in nearly all decode steps. If replayed steps fail here, or give other
+        logits, no step is replayed from then on.
 
         MLX joins operations of a replayed step into kernels of its own, and compiles these when they first run. They
         are the same for all larger batches.
@@ -207,9 +208,11 @@ class ModelRunner:
         if self._states or not self.overlaps:
             return
         calls = self.model_calls, self._caches.step.attention_calls
+        blocks = min((pool.num_blocks for pool in self.pools), default=0)
         try:
             for count in WARM_UP_BATCHES:
-                self._graphs.enabled &= self._replays(count)
+                if count <= blocks:
+                    self._graphs.enabled &= self._replays(count)
         except DeviceError:
             logger.exception("decode steps cannot be replayed here")
             self._graphs.enabled = False
@@ -220,13 +223,14 @@ class ModelRunner:
         """Whether a replayed step of so many sequences gives the logits of one that is not."""
         tables = np.arange(count, dtype=np.int32).reshape(1, count, 1)
         tables = np.repeat(tables, 1 + max(view.group for view in self._caches.views), axis=0)
-        sequences = [Sequence(i, list(range(i, i + TRACE_AT + 2)), 1) for i in range(count)]
+        sequences = [Sequence(i, [PENDING] * (TRACE_AT + 1), 1) for i in range(count)]
         for position in range(TRACE_AT + 1):
             batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
-            logits = self.forward(batch, tables)
+            sampled = SampledTokens(mx.arange(position, position + count, dtype=mx.int32), range(count))
+            logits = self.forward(batch, tables, sampled)
             self.finish_step(logits)
         with self._graphs.disabled():
-            expected = self.forward(batch, tables)
+            expected = self.forward(batch, tables, sampled)
             self.finish_step(expected)
         equal = bool((mx.abs(logits - expected).max() <= MAX_DIFFERENCE * mx.abs(expected).max()).item())
         if not equal:

@@ -13,7 +13,7 @@ import pytest
 from mlxpaged.attention import kernels, metadata, metal
 from mlxpaged.attention.metadata import Planner
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine, model_runner
-from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.caches import ModelCaches
@@ -106,6 +106,23 @@ def test_what_was_warmed_up_is_replayed(served: ServedModel, lazy: LazyKernels) 
     calls = lazy.calls
     core.runner.warm_up()
     assert lazy.calls == calls + 2 * LAYERS * 2, "one step of each batch is computed without a graph, to compare"
+
+
+def test_the_first_request_is_decoded_with_graphs_of_the_warm_up(served: ServedModel, lazy: LazyKernels) -> None:
+    """Its tokens are in flight. MLX joins the operations that insert them into a kernel of its own too."""
+    core = make_core(served, "metal")
+    core.runner.warm_up()
+    add(core, 20, PROMPTS[1])
+    core.step()
+    calls = lazy.calls
+    for _ in range(10):
+        core.step()
+    assert lazy.calls == calls
+
+
+def test_a_pool_of_one_block_is_warmed_up(served: ServedModel, lazy: LazyKernels) -> None:
+    ModelRunner(served, 1, 32, "metal").warm_up()
+    assert lazy.calls > 0
 
 
 def test_where_replayed_steps_are_wrong_none_is_replayed(
