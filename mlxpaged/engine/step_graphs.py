@@ -95,7 +95,8 @@ class StepGraphs:
         graph = self._graphs.setdefault(signature, StepGraph())
         self._graphs.move_to_end(signature)
         if len(self._graphs) > MAX_GRAPHS:
-            self._graphs.popitem(last=False)
+            _, oldest = self._graphs.popitem(last=False)
+            oldest.replay = None  # it refers to `oldest`: only the garbage collector would free it
         graph.steps += 1
         return graph
 

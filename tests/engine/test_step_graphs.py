@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from mlxpaged.attention import kernels, metadata, metal
 from mlxpaged.attention.metadata import Planner
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine, model_runner
+from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine, model_runner, step_graphs
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
@@ -123,6 +125,38 @@ def test_the_first_request_is_decoded_with_graphs_of_the_warm_up(served: ServedM
 def test_a_pool_of_one_block_is_warmed_up(served: ServedModel, lazy: LazyKernels) -> None:
     ModelRunner(served, 1, 32, "metal").warm_up()
     assert lazy.calls > 0
+
+
+class Replay:
+    """A compiled function that the test can refer to weakly."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+
+def test_a_graph_that_is_not_kept_is_freed_at_once(
+    served: ServedModel, lazy: LazyKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the garbage collector runs: on a server that may be much later, and on any thread."""
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 1)
+    compile_function, replays = mx.compile, []
+
+    def recording(function: Any) -> Replay:
+        replay = Replay(compile_function(function))
+        replays.append(weakref.ref(replay))
+        return replay
+
+    monkeypatch.setattr(mx, "compile", recording)
+    core = make_core(served, "metal")
+    gc.disable()
+    try:
+        core.runner.warm_up()
+        assert [replay() is None for replay in replays] == [True, False]
+    finally:
+        gc.enable()
 
 
 def test_where_replayed_steps_are_wrong_none_is_replayed(
