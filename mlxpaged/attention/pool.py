@@ -45,6 +45,9 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 BOUND_ELEMENTS = 8
 """Elements of the array that a kernel gets for a pool: MLX passes smaller arrays in the constant address space."""
 
+MAX_DIMENSION = 2**31 - 1
+"""MLX's shapes are int32, and `mx.as_strided` flattens its input first."""
+
 
 def bind(pool: mx.array) -> mx.array:
     """The array that kernels get for a pool: its first elements, in the pool's own buffer. Kernels reach the whole
@@ -54,7 +57,8 @@ def bind(pool: mx.array) -> mx.array:
     that gets the whole pool ends one at every launch. `mx.as_strided` is reached through its module, so that a stand-in
     can note which array's buffer the result has.
     """
-    first = mx.as_strided(pool, (BOUND_ELEMENTS,), (1,))
+    start = pool if pool.size <= MAX_DIMENSION else pool[:1]
+    first = mx.as_strided(start, (BOUND_ELEMENTS,), (1,))
     mx.eval(first)  # in a step it would be an operation for each layer
     return first
 

@@ -12,7 +12,7 @@ import pytest
 
 from mlxpaged.attention import KV_DTYPES, AttentionMetadata, KVLayout, LayerKVCache, kernels
 from mlxpaged.attention.metadata import Upload, split
-from mlxpaged.attention.pool import Locality
+from mlxpaged.attention.pool import Locality, bind
 from mlxpaged.attention.tile_schedule import make_schedule
 from mlxpaged.attention.tuning import MATRIX, Tuning
 from mlxpaged.attention.variants import (
@@ -145,6 +145,13 @@ def test_a_launch_beyond_metals_limits_is_refused(metal_on_cpu: Interpreter) -> 
         kernels.launch("kv_write", [], [], (2048, 1, 1), (1024, 2, 1), [])
     with pytest.raises(ValueError, match="paged_attention: 32769 bytes of threadgroup memory, but Metal allows 32768"):
         kernels.launch("paged_attention", [], [], (128, 1, 1), (128, 1, 1), [], threadgroup_memory=32769)
+
+
+def test_a_pool_of_more_elements_than_an_int32_counts_is_bound() -> None:
+    """Of 4.3 GB in 16-bit types, as a Mac with 128 GB or more has for a model of few layers. Here all rows are one."""
+    pool = mx.broadcast_to(mx.arange(8.0)[None], (2**28 + 1, 8))
+    assert pool.size > 2**31
+    assert bind(pool).tolist() == list(range(8))
 
 
 def test_a_kernel_is_built_once(metal_on_cpu: Interpreter) -> None:
