@@ -96,7 +96,9 @@ class StepGraphs:
         self._graphs.move_to_end(signature)
         if len(self._graphs) > MAX_GRAPHS:
             _, oldest = self._graphs.popitem(last=False)
-            oldest.replay = None  # it refers to `oldest`: only the garbage collector would free it
+            # It refers to `oldest`, so only the garbage collector would free it. If another thread does, MLX 0.32.1
+            # keeps its graph, for the next function at the same address (ml-explore/mlx#4248).
+            oldest.replay = None
         graph.steps += 1
         return graph
 

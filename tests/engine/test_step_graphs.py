@@ -140,7 +140,7 @@ class Replay:
 def test_a_graph_that_is_not_kept_is_freed_at_once(
     served: ServedModel, lazy: LazyKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not when the garbage collector runs: on a server that may be much later, and on any thread."""
+    """Not when the garbage collector runs: that may be much later, and on a thread other than the engine's."""
     monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 1)
     compile_function, replays = mx.compile, []
 
