@@ -297,3 +297,31 @@ def test_the_pool_does_not_grow_while_the_system_is_short_of_memory(llama: TinyM
     while core.has_work():
         core.step()
     assert core.scheduler.pool.num_blocks > 4
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_requests_survive_a_device_that_cannot_copy_blocks_down(
+    llama: TinyModel, is_idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is in flight then, so no request is blamed for it."""
+    clock, level, failures, copy = Clock(), [NORMAL], [0], LayerKVCache.copy_blocks
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock, pressure=lambda: level[0])
+    fill(core)
+
+    def failing_copy(pool: LayerKVCache, pairs: list[tuple[int, int]]) -> None:
+        if failures[0] < 2:
+            failures[0] += 1
+            raise RuntimeError("[METAL] Command buffer execution failed")
+        copy(pool, pairs)
+
+    def lose_memory(step: int) -> None:
+        level[0] = CRITICAL if step in (3, 4) else NORMAL
+        clock.now += POLL_SECONDS
+
+    monkeypatch.setattr(LayerKVCache, "copy_blocks", failing_copy)
+    if is_idle:
+        lose_memory(3)
+        rest(core)
+    result = run(core, [request("1", [5] * 30, 8)], lose_memory)
+    assert failures[0] > is_idle
+    assert llama.answer([5] * 30, 8).equals(result.tokens("1"))
