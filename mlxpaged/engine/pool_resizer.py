@@ -162,6 +162,8 @@ class PoolResizer:
         if level is not MemoryPressure.NORMAL:
             self._size.may_grow = False
             self._retry_at = max(self._retry_at, now + RETRY_SECONDS)
+            if self._target > self._size.num_blocks:  # give back what has grown already
+                self._resize_to(self._size.num_blocks)
         elif now >= self._retry_at:
             self._size.may_grow = True
         present = self._size.num_blocks

@@ -325,3 +325,27 @@ def test_requests_survive_a_device_that_cannot_copy_blocks_down(
     result = run(core, [request("1", [5] * 30, 8)], lose_memory)
     assert failures[0] > is_idle
     assert llama.answer([5] * 30, 8).equals(result.tokens("1"))
+
+
+def test_a_growth_ends_when_the_system_becomes_short_of_memory(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_resizer, "COPY_BYTES", 1)  # one layer between two steps
+    clock, level = Clock(), [NORMAL]
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock, pressure=lambda: level[0])
+    start = core.runner.kv_cache_bytes
+    core.add(request("long", [1] * 60, 4))
+    core.step()
+    core.step()
+    assert core.runner.kv_cache_bytes > start
+    level[0] = WARNING
+    for _ in range(4):
+        clock.now += POLL_SECONDS
+        core.step()
+        assert core.scheduler.pool.num_blocks == 4
+    assert core.runner.kv_cache_bytes == start
+    level[0] = NORMAL
+    clock.now += 2 * POLL_SECONDS
+    while core.has_work():
+        core.step()
+    assert_balanced(core)
