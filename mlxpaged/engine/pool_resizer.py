@@ -178,7 +178,8 @@ class PoolResizer:
             self._active_at, self._yielded_at
         ) + IDLE_SECONDS:
             keep = present // 2
-        used = self._scheduler.pool.usage().used
+        running = sum(self._scheduler.blocks.room_left_for(sequence) for sequence in self._scheduler.running)
+        used = self._scheduler.pool.usage().used + running
         return min(present, max(keep, self._least, math.ceil(used / FULL)))
 
     def shrink(self, num_blocks: int) -> None:

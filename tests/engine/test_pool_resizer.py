@@ -349,3 +349,30 @@ def test_a_growth_ends_when_the_system_becomes_short_of_memory(
     while core.has_work():
         core.step()
     assert_balanced(core)
+
+
+def test_a_pool_that_shrinks_keeps_room_for_the_prompts_that_run(llama: TinyModel) -> None:
+    """Otherwise a prompt in its first half would keep its blocks and wait, and others behind it, until the pool may
+    grow again."""
+    clock, level = Clock(), [NORMAL]
+    core = llama.engine(
+        num_blocks=64,
+        start_tokens=32,
+        clock=clock,
+        pressure=lambda: level[0],
+        max_num_batched_tokens=20,
+        max_step_ms=0,
+    )
+    fill(core)
+
+    def lose_memory(step: int) -> None:
+        level[0] = CRITICAL if step > 1 else NORMAL
+        clock.now += POLL_SECONDS
+        assert step < 60, core.stats()
+
+    prompt = [(7 * i) % 180 + 1 for i in range(120)]
+    result = run(core, [request("long", prompt, 4), request("short", [4, 5, 6], 4)], lose_memory)
+    assert core.scheduler.pool.num_blocks < 20
+    assert core.stats().scheduler.preemptions_total == 0
+    assert llama.answer(prompt, 4).equals(result.tokens("long"))
+    assert llama.answer([4, 5, 6], 4).equals(result.tokens("short"))
