@@ -92,7 +92,8 @@ class PoolResizer:
 
     @property
     def can_shrink(self) -> bool:
-        return self._size.num_blocks > self._least
+        """Whether an idle engine has memory to give back: blocks, or freed buffers that MLX keeps."""
+        return self._size.num_blocks > self._least or mx.get_cache_memory() > 0
 
     def bytes_of(self, num_blocks: int) -> int:
         """Bytes of so many blocks in all pools."""
@@ -119,6 +120,7 @@ class PoolResizer:
 
     def _begin_growth(self) -> None:
         """Choose the new size: what the scheduler wants, or as much of it as the free memory allows."""
+        mx.clear_cache()  # what MLX keeps of freed buffers is not free for the system
         present, target, free = self._size.num_blocks, self._size.wanted, self._free_memory()
         if self._bytes_per_block:
             # A step and the copy of a layer never run at the same time, so they need the same memory.
@@ -151,7 +153,8 @@ class PoolResizer:
 
     def poll(self, is_idle: bool) -> int | None:
         """Read the system's memory pressure if it is time, and decide whether the pool may grow. Returns the number of
-        blocks to shrink to, if any."""
+        blocks to shrink to, if any. Gives back MLX's freed buffers if the system is short of memory or nobody uses the
+        engine."""
         now = self._clock()
         if not is_idle:
             self._active_at = now
@@ -167,16 +170,17 @@ class PoolResizer:
         elif now >= self._retry_at:
             self._size.may_grow = True
         present = self._size.num_blocks
-        keep = self._size_to_keep(level, now)
+        rests = now >= max(self._active_at, self._yielded_at) + IDLE_SECONDS
+        if rests or level is not MemoryPressure.NORMAL:
+            mx.clear_cache()
+        keep = self._size_to_keep(level, now, rests)
         return keep if keep < present else None
 
-    def _size_to_keep(self, level: MemoryPressure, now: float) -> int:
+    def _size_to_keep(self, level: MemoryPressure, now: float, rests: bool) -> int:
         keep = present = self._size.num_blocks
         if level is MemoryPressure.CRITICAL:
             keep = 0
-        elif (level is MemoryPressure.WARNING and now >= self._yielded_at + PRESSURE_SECONDS) or now >= max(
-            self._active_at, self._yielded_at
-        ) + IDLE_SECONDS:
+        elif rests or (level is MemoryPressure.WARNING and now >= self._yielded_at + PRESSURE_SECONDS):
             keep = present // 2
         running = sum(self._scheduler.blocks.room_left_for(sequence) for sequence in self._scheduler.running)
         used = self._scheduler.pool.usage().used + running

@@ -376,3 +376,45 @@ def test_a_pool_that_shrinks_keeps_room_for_the_prompts_that_run(llama: TinyMode
     assert core.stats().scheduler.preemptions_total == 0
     assert llama.answer(prompt, 4).equals(result.tokens("long"))
     assert llama.answer([4, 5, 6], 4).equals(result.tokens("short"))
+
+
+def test_what_mlx_keeps_of_freed_memory_is_given_back_before_the_free_memory_is_measured(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 1 GiB, of which a Mac says that it is not free."""
+    free, clear_cache = [0], mx.clear_cache
+
+    def noting_clear_cache() -> None:
+        free[0] = 10**9
+        clear_cache()
+
+    monkeypatch.setattr("mlxpaged.engine.builder.unused_memory", lambda: free[0])
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=Clock())
+    monkeypatch.setattr(mx, "clear_cache", noting_clear_cache)
+    core.add(request("long", [1] * 60, 4))
+    for _ in range(3):
+        core.step()
+    assert core.scheduler.pool.num_blocks > 4
+
+
+def test_an_idle_engine_with_its_smallest_pool_gives_back_what_mlx_keeps_of_freed_memory(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, kept, level = Clock(), [10**9], [NORMAL]
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock, pressure=lambda: level[0])
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: kept[0])
+    monkeypatch.setattr(mx, "clear_cache", lambda: kept.__setitem__(0, 0))
+    for _ in range(2):
+        clock.now += POLL_SECONDS
+        rest(core)
+        assert core.pause() == POLL_SECONDS
+    assert kept[0]
+    level[0] = WARNING
+    clock.now += POLL_SECONDS
+    rest(core)
+    assert not kept[0]
+    assert core.pause() > IDLE_SECONDS
+    kept[0], level[0] = 10**9, NORMAL
+    clock.now += IDLE_SECONDS
+    rest(core)
+    assert not kept[0]
