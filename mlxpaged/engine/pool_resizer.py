@@ -70,7 +70,7 @@ class PoolResizer:
         self._clock = clock
         self._pressure = pressure
         self._least = self._size.num_blocks  # it never shrinks below its size at the start
-        self._target = self._size.num_blocks
+        self._target = self._wanted = self._size.num_blocks
         self._remaining: list[LayerKVCache] = []  # pools that do not have the target's size yet
         self._retry_at = self._polled_at = self._yielded_at = -math.inf
         self._retry_seconds = RETRY_SECONDS
@@ -115,13 +115,17 @@ class PoolResizer:
         mx.clear_cache()  # the old pools: MLX would keep them for later allocations of their size
         if not self._remaining and self._target > self._size.num_blocks:
             self._size.grow(self._target)
-            self._retry_seconds = RETRY_SECONDS
+            if self._target < self._wanted:  # a growth by a few blocks copies as much as one by many
+                self._wait()
+            else:
+                self._retry_seconds = RETRY_SECONDS
             logger.info("the KV pool has grown to %d blocks, %.1f MB", self._target, self._runner.kv_cache_bytes / 1e6)
 
     def _begin_growth(self) -> None:
         """Choose the new size: what the scheduler wants, or as much of it as the free memory allows."""
         mx.clear_cache()  # what MLX keeps of freed buffers is not free for the system
-        present, target, free = self._size.num_blocks, self._size.wanted, self._free_memory()
+        present, free = self._size.num_blocks, self._free_memory()
+        target = self._wanted = self._size.wanted
         if self._bytes_per_block:
             # A step and the copy of a layer never run at the same time, so they need the same memory.
             copied = max((pool.nbytes for pool in self._runner.pools), default=0)
@@ -144,9 +148,13 @@ class PoolResizer:
             self._remaining = []
 
     def _refuse(self, reason: str) -> None:
+        logger.warning("the KV pool stays at %d blocks: %s", self._size.num_blocks, reason)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Try no growth for some time."""
         self._size.may_grow = False
         self._retry_at = self._clock() + self._retry_seconds
-        logger.warning("the KV pool stays at %d blocks: %s", self._size.num_blocks, reason)
         self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
 
     # -- shrinking -----------------------------------------------------------------------------------------------

@@ -233,6 +233,26 @@ def test_the_pool_does_not_grow_into_memory_that_others_use(llama: TinyModel, mo
     assert_balanced(core)
 
 
+def test_a_growth_to_less_than_was_wanted_is_not_repeated_at_once(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each growth copies all blocks, so a block more in every step would cost as much as large steps together."""
+    clock, free = Clock(), lambda: core.runner.pools[0].nbytes + core.resizer.bytes_of(1)
+    monkeypatch.setattr("mlxpaged.engine.builder.unused_memory", lambda: free())
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
+    core.add(request("long", [1] * 60, 4))
+    sizes = []
+    for _ in range(20):
+        core.step()
+        clock.now += POLL_SECONDS / 10
+        sizes.append(core.scheduler.pool.num_blocks)
+    assert sorted(set(sizes)) == [4, 5]
+    while core.has_work():
+        core.step()
+        clock.now += POLL_SECONDS
+    assert_balanced(core)
+
+
 def fill(core: EngineCore) -> int:
     """Use the pool until it has its greatest size. Returns its bytes."""
     run(core, [request(str(i), [(i + j) % 180 + 1 for j in range(100)], 4) for i in range(8)])
