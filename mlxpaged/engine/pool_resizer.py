@@ -75,6 +75,7 @@ class PoolResizer:
         self._retry_at = self._polled_at = self._yielded_at = -math.inf
         self._retry_seconds = RETRY_SECONDS
         self._active_at = clock()
+        self._level = MemoryPressure.NORMAL
 
     @property
     def is_resizing(self) -> bool:
@@ -169,7 +170,11 @@ class PoolResizer:
         if now < self._polled_at + POLL_SECONDS:
             return None
         self._polled_at = now
-        level = self._pressure()
+        last, self._level = self._level, self._pressure()
+        level = self._level
+        if level is not last:
+            message = "the system's memory pressure is %s; the KV pool has %d blocks, and grows only while it is normal"
+            logger.warning(message, level.name.lower(), self._size.num_blocks)
         if level is not MemoryPressure.NORMAL:
             self._size.may_grow = False
             self._retry_at = max(self._retry_at, now + RETRY_SECONDS)

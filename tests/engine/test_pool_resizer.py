@@ -304,7 +304,9 @@ def test_half_of_an_idle_pool_is_given_back_at_the_second_poll_and_nothing_is_lo
     assert core.stats().scheduler.prefix_hit_tokens_total == (96 if level is WARNING else 32)
 
 
-def test_the_pool_does_not_grow_while_the_system_is_short_of_memory(llama: TinyModel) -> None:
+def test_the_pool_does_not_grow_while_the_system_is_short_of_memory(
+    llama: TinyModel, caplog: pytest.LogCaptureFixture
+) -> None:
     clock, level = Clock(), [WARNING]
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock, pressure=lambda: level[0])
     core.add(request("long", [1] * 60, 4))
@@ -312,6 +314,7 @@ def test_the_pool_does_not_grow_while_the_system_is_short_of_memory(llama: TinyM
         clock.now += POLL_SECONDS
         core.step()
     assert core.scheduler.pool.num_blocks == 4
+    assert caplog.text.count("pressure is warning; the KV pool has 4 blocks") == 1  # why the request waits
     level[0] = NORMAL
     clock.now += 2 * POLL_SECONDS
     while core.has_work():
