@@ -237,9 +237,14 @@ def test_a_growth_to_less_than_was_wanted_is_not_repeated_at_once(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each growth copies all blocks, so a block more in every step would cost as much as large steps together."""
-    clock, free = Clock(), lambda: core.runner.pools[0].nbytes + core.resizer.bytes_of(1)
-    monkeypatch.setattr("mlxpaged.engine.builder.unused_memory", lambda: free())
+    clock, cores = Clock(), list[EngineCore]()
+
+    def free() -> int:
+        return cores[0].runner.pools[0].nbytes + cores[0].resizer.bytes_of(1)
+
+    monkeypatch.setattr("mlxpaged.engine.builder.unused_memory", free)
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
+    cores.append(core)
     core.add(request("long", [1] * 60, 4))
     sizes = []
     for _ in range(20):
