@@ -198,7 +198,7 @@ class ModelRunner:
         return logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
 
     def warm_up(self) -> None:
-        """Run decode steps of one sequence and of two in the first block, before any block is in use, until they are
+        """Run decode steps of one sequence and of two, with a block each, before any block is in use, until they are
         replayed. If replayed steps fail here, or give other logits, no step is replayed from then on.
 
         MLX joins operations of a replayed step into kernels of its own, and compiles these when they first run. They
@@ -208,7 +208,7 @@ class ModelRunner:
             return
         calls = self.model_calls, self._caches.step.attention_calls
         try:
-            for count in WARM_UP_BATCHES:
+            for count in (each for each in WARM_UP_BATCHES if each <= self.pools[0].num_blocks):
                 self._graphs.enabled &= self._replays(count)
         except DeviceError:
             logger.exception("decode steps cannot be replayed here")
