@@ -183,7 +183,8 @@ class EngineCore:
         """Seconds for which nothing is to be done if no command arrives."""
         if self.embeds() or self.resizer.is_resizing or (self.has_work() and not self.waits_for_memory):
             return 0.0
-        return POLL_SECONDS if self.has_work() or self.resizer.can_shrink else REST_SECONDS
+        longest = POLL_SECONDS if self.has_work() or self.resizer.can_shrink else REST_SECONDS
+        return min(longest, max(0.0, self._deadlines.next_check - self.clock()))
 
     def embeds(self) -> bool:
         return self.embedder is not None and self.embedder.has_work()

@@ -46,6 +46,11 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._heap)
 
+    @property
+    def next_check(self) -> float:
+        """When `missed` has something to do; inf if never."""
+        return self._heap[0].time if self._heap else math.inf
+
     def watch(self, sequence: Sequence) -> None:
         for deadline, of_first_token in ((sequence.ttft_deadline, True), (sequence.deadline, False)):
             if deadline < math.inf:

@@ -70,11 +70,12 @@ class PoolResizer:
         self._clock = clock
         self._pressure = pressure
         self._least = self._size.num_blocks  # it never shrinks below its size at the start
-        self._target = self._size.num_blocks
+        self._target = self._wanted = self._size.num_blocks
         self._remaining: list[LayerKVCache] = []  # pools that do not have the target's size yet
         self._retry_at = self._polled_at = self._yielded_at = -math.inf
         self._retry_seconds = RETRY_SECONDS
         self._active_at = clock()
+        self._level = MemoryPressure.NORMAL
 
     @property
     def is_resizing(self) -> bool:
@@ -92,7 +93,8 @@ class PoolResizer:
 
     @property
     def can_shrink(self) -> bool:
-        return self._size.num_blocks > self._least
+        """Whether an idle engine has memory to give back: blocks, or freed buffers that MLX keeps."""
+        return self._size.num_blocks > self._least or mx.get_cache_memory() > 0
 
     def bytes_of(self, num_blocks: int) -> int:
         """Bytes of so many blocks in all pools."""
@@ -114,12 +116,17 @@ class PoolResizer:
         mx.clear_cache()  # the old pools: MLX would keep them for later allocations of their size
         if not self._remaining and self._target > self._size.num_blocks:
             self._size.grow(self._target)
-            self._retry_seconds = RETRY_SECONDS
+            if self._target < self._wanted:  # a growth by a few blocks copies as much as one by many
+                self._wait()
+            else:
+                self._retry_seconds = RETRY_SECONDS
             logger.info("the KV pool has grown to %d blocks, %.1f MB", self._target, self._runner.kv_cache_bytes / 1e6)
 
     def _begin_growth(self) -> None:
         """Choose the new size: what the scheduler wants, or as much of it as the free memory allows."""
-        present, target, free = self._size.num_blocks, self._size.wanted, self._free_memory()
+        mx.clear_cache()  # what MLX keeps of freed buffers is not free for the system
+        present, free = self._size.num_blocks, self._free_memory()
+        target = self._wanted = self._size.wanted
         if self._bytes_per_block:
             # A step and the copy of a layer never run at the same time, so they need the same memory.
             copied = max((pool.nbytes for pool in self._runner.pools), default=0)
@@ -142,41 +149,54 @@ class PoolResizer:
             self._remaining = []
 
     def _refuse(self, reason: str) -> None:
+        logger.warning("the KV pool stays at %d blocks: %s", self._size.num_blocks, reason)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Try no growth for some time."""
         self._size.may_grow = False
         self._retry_at = self._clock() + self._retry_seconds
-        logger.warning("the KV pool stays at %d blocks: %s", self._size.num_blocks, reason)
         self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
 
     # -- shrinking -----------------------------------------------------------------------------------------------
 
     def poll(self, is_idle: bool) -> int | None:
         """Read the system's memory pressure if it is time, and decide whether the pool may grow. Returns the number of
-        blocks to shrink to, if any."""
+        blocks to shrink to, if any. Gives back MLX's freed buffers if the system is short of memory or nobody uses the
+        engine."""
         now = self._clock()
         if not is_idle:
             self._active_at = now
         if now < self._polled_at + POLL_SECONDS:
             return None
         self._polled_at = now
-        level = self._pressure()
+        last, self._level = self._level, self._pressure()
+        level = self._level
+        if level is not last:
+            message = "the system's memory pressure is %s; the KV pool has %d blocks, and grows only while it is normal"
+            logger.warning(message, level.name.lower(), self._size.num_blocks)
         if level is not MemoryPressure.NORMAL:
             self._size.may_grow = False
             self._retry_at = max(self._retry_at, now + RETRY_SECONDS)
+            if self._target > self._size.num_blocks:  # give back what has grown already
+                self._resize_to(self._size.num_blocks)
         elif now >= self._retry_at:
             self._size.may_grow = True
         present = self._size.num_blocks
-        keep = self._size_to_keep(level, now)
+        rests = now >= max(self._active_at, self._yielded_at) + IDLE_SECONDS
+        if rests or level is not MemoryPressure.NORMAL:
+            mx.clear_cache()
+        keep = self._size_to_keep(level, now, rests)
         return keep if keep < present else None
 
-    def _size_to_keep(self, level: MemoryPressure, now: float) -> int:
+    def _size_to_keep(self, level: MemoryPressure, now: float, rests: bool) -> int:
         keep = present = self._size.num_blocks
         if level is MemoryPressure.CRITICAL:
             keep = 0
-        elif (level is MemoryPressure.WARNING and now >= self._yielded_at + PRESSURE_SECONDS) or now >= max(
-            self._active_at, self._yielded_at
-        ) + IDLE_SECONDS:
+        elif rests or (level is MemoryPressure.WARNING and now >= self._yielded_at + PRESSURE_SECONDS):
             keep = present // 2
-        used = self._scheduler.pool.usage().used
+        running = sum(self._scheduler.blocks.room_left_for(sequence) for sequence in self._scheduler.running)
+        used = self._scheduler.pool.usage().used + running
         return min(present, max(keep, self._least, math.ceil(used / FULL)))
 
     def shrink(self, num_blocks: int) -> None:

@@ -94,8 +94,9 @@ def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) 
     """Replace the KV pools after a device error, and recompute the running sequences from their known tokens.
 
     MLX reports a failed command buffer late and at another call (mlx PR 3523), so the failure cannot be attributed to
-    a row. batches: those in flight, the oldest first. The sequences of the oldest one are admitted again one at a time,
-    each after the previous one has sampled a token. If the device fails again, the sequence that runs then is ended.
+    a row. batches: those in flight, the oldest first; none if it failed between two steps. The sequences of the oldest
+    one are admitted again one at a time, each after the previous one has sampled a token. If the device fails again,
+    the sequence that runs then is ended.
     """
     logger.error("a step failed on the device; KV pools are rebuilt, running sequences are recomputed: %s", error)
     core.runner.rebuild_pools()
@@ -105,4 +106,4 @@ def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) 
         core.scheduler.undo_moves(batch)
         core.scheduler.update(batch, {})  # no token of it will be read
     message = f"the step failed on the device {MAX_STEP_FAILURES} times: {error}"
-    blame(core, [row.sequence for row in batches[0].rows], message)
+    blame(core, [row.sequence for batch in batches[:1] for row in batch.rows], message)

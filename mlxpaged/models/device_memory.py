@@ -47,18 +47,21 @@ def free_device_memory() -> int:
 
 
 CGROUP_MEMORY = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Limit and use of a container's memory, in cgroup versions 2 and 1."""
+"""A container's memory in cgroup versions 2 and 1: directory, files of the limit and of the use, and the field of
+memory.stat that counts the cached file pages among it. The kernel drops these before it refuses memory."""
 
 
 def system_free_memory() -> int:
     """Free bytes of the machine, or of the container that the process runs in."""
     free = machine_free_memory()
-    for limit, used in CGROUP_MEMORY:
+    for directory, *names, field in CGROUP_MEMORY:
         try:
-            free = min(free, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+            limit, used = (int((directory / name).read_text()) for name in names)
+            counts = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            free = min(free, max(0, limit - used + int(counts.get(field, 0))))
         except (OSError, ValueError):  # no such file, or "max" for no limit
             continue
     return free

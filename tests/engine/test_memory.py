@@ -11,8 +11,8 @@ import pytest
 from mlxpaged.engine import EngineConfig, build_engine, engine_thread, memory
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.memory import kv_blocks, parse_size, swap_slots
-from mlxpaged.models import ModelNotFoundError, load_embedding_model, load_model
-from mlxpaged.models.device_memory import free_device_memory
+from mlxpaged.models import ModelNotFoundError, device_memory, load_embedding_model, load_model
+from mlxpaged.models.device_memory import free_device_memory, system_free_memory
 from mlxpaged.models.layers import bytes_per_token, state_bytes
 from tests.support import make_embedding_model, make_tiny_model
 
@@ -234,3 +234,18 @@ def test_the_engine_prepares_its_memory_before_it_loads_the_model(monkeypatch: p
     thread.join(10)
     assert not thread.is_alive()
     assert order == ["wire", "load", "no such model"]
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_a_containers_cached_file_pages_count_as_free(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fill every container in time: the weights, logs and swap files that were read or written."""
+    _, *names, field = device_memory.CGROUP_MEMORY[2 - version]
+    monkeypatch.setattr(device_memory, "CGROUP_MEMORY", ((tmp_path, *names, field),))
+    monkeypatch.setattr(device_memory, "machine_free_memory", lambda: 10**12)
+    for name, text in zip((*names, "memory.stat"), ("8000", "7900", f"active_file 5\n{field} 3000\n"), strict=True):
+        (tmp_path / name).write_text(text)
+    assert system_free_memory() == 3100
+    (tmp_path / names[0]).write_text("max")
+    assert system_free_memory() == 10**12

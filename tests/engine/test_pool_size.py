@@ -25,9 +25,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 def decoding(served: ServedModel, num_blocks: int, **options: Any) -> EngineCore:
-    """An engine whose prompts are computed, so that every step decodes four tokens."""
+    """An engine with pools that have grown to `num_blocks`, and prompts that are computed, so that every step decodes
+    four tokens."""
     cache = num_blocks * 32 * bytes_per_token(served.layers)
     core = build_engine(EngineConfig(kv_cache_bytes=cache, **options), served)
+    for pool in core.runner.pools:
+        pool.resize(num_blocks)
+    core.scheduler.blocks.size.grow(num_blocks)
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
         core.add(Request(str(i), prompt, params, 0.0))

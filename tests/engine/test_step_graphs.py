@@ -102,6 +102,14 @@ def test_warming_up_changes_no_answer_and_no_count(served: ServedModel, lazy: La
     assert run_requests(core, PROMPTS[:1], max_tokens=3) == expected
 
 
+def test_a_pool_of_one_block_is_warmed_up(served: ServedModel, lazy: LazyKernels) -> None:
+    """With --max-model-len 32 the pool starts with one block."""
+    config = EngineConfig(kv_cache_bytes=32 * bytes_per_token(served.layers), attention_backend="metal")
+    core = build_engine(config, served)
+    core.runner.warm_up()
+    assert len(run_requests(core, [[5, 6, 7]], max_tokens=8)[0]) == 8
+
+
 def test_what_was_warmed_up_is_replayed(served: ServedModel, lazy: LazyKernels) -> None:
     core = make_core(served, "metal")
     core.runner.warm_up()
