@@ -15,7 +15,7 @@ import pytest
 from mlxpaged.attention import kernels, metadata, metal
 from mlxpaged.attention.metadata import Planner
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine, model_runner, step_graphs
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.caches import ModelCaches
@@ -128,11 +128,6 @@ def test_the_first_request_is_decoded_with_graphs_of_the_warm_up(served: ServedM
     for _ in range(10):
         core.step()
     assert lazy.calls == calls
-
-
-def test_a_pool_of_one_block_is_warmed_up(served: ServedModel, lazy: LazyKernels) -> None:
-    ModelRunner(served, 1, 32, "metal").warm_up()
-    assert lazy.calls > 0
 
 
 class Replay:
