@@ -19,7 +19,7 @@ test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/attention tests/metal_on_cpu
 
 test-models: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py tests/engine/test_pool_resizer.py
 
 test-scheduler: $(STAMP)
 	MLXPAGED_LONG=1 $(BIN)/python -m pytest tests/scheduler/test_properties.py

@@ -120,7 +120,8 @@ def test_the_kernels_find_their_blocks_in_pools_that_grow_and_shrink(llama: Tiny
     levels = itertools.cycle([NORMAL] * 3 + [CRITICAL])
     clock = Clock(0.1)
     core = llama.engine(
-        num_blocks=24,
+        num_blocks=14,
+        swap_blocks=40,
         start_tokens=16,
         clock=clock,
         pressure=lambda: next(levels),
@@ -129,7 +130,8 @@ def test_the_kernels_find_their_blocks_in_pools_that_grow_and_shrink(llama: Tiny
         max_step_ms=0,
     )
     assert core.runner.overlaps
-    load(core, clock, llama, count=6, num_tokens=3)
+    load(core, clock, llama)
+    assert core.stats().scheduler.blocks_swapped_in_total > 0
 
 
 def disturbed_engine(model: TinyModel, rng: random.Random) -> EngineCore:
