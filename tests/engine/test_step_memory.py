@@ -22,11 +22,12 @@ def test_the_measured_step_is_extrapolated_to_the_token_budget(kind: str, tmp_pa
     options: dict[str, Any] = {"intermediate_size": 1024}
     path = make_tiny_model(tmp_path / "m", kind, **options) if kind == "llama" else make_architecture(tmp_path, kind)
     served = load_model(str(path))
+    before = mx.get_active_memory()
     found = measure_step(served, EngineConfig(max_num_batched_tokens=128))
     # MLX's CPU backend allocates ahead of the threads that compute and free, further ahead for larger operations.
     assert 0.5 * peak_of_chunk(served, 128, 32) <= found
     assert found >= 1.5 * measure_step(served, EngineConfig(max_num_batched_tokens=64, max_num_seqs=8))
-    assert mx.get_active_memory() < 2 * (served.weight_bytes + 10_000_000)
+    assert mx.get_active_memory() - before < served.weight_bytes + 10_000_000
 
 
 def test_measuring_leaves_no_state_behind(tmp_path: Path) -> None:
