@@ -1,4 +1,4 @@
-// Merges the partial results of paged_decode or paged_attention: rescales each range of keys by its maximum, adds the sink to the
+// Merges the partial results of an attention kernel: rescales each range of keys by its maximum, adds the sink to the
 // denominator, divides. Eight simdgroups take turns at the ranges of one token and head, each with a running maximum,
 // and merge in threadgroup memory, because a long context has hundreds of ranges.
 //

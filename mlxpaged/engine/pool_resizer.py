@@ -162,8 +162,8 @@ class PoolResizer:
 
     def poll(self, is_idle: bool) -> int | None:
         """Read the system's memory pressure if it is time, and decide whether the pool may grow. Returns the number of
-        blocks to shrink to, if any. Gives back MLX's freed buffers if the system is short of memory or nobody uses the
-        engine."""
+        blocks to shrink to, if any. Gives back MLX's freed buffers if the system is short of memory or the engine is
+        idle."""
         now = self._clock()
         if not is_idle:
             self._active_at = now

@@ -81,8 +81,8 @@ def machine_free_memory() -> int:
 
 
 def free_in_vm_stat(text: str) -> int:
-    """Bytes of free pages, and of those that macOS reuses at once because nobody used them lately. The sum is psutil's
-    `available`. text: vm_stat's output. Raises ValueError for any other text."""
+    """Bytes of free pages, and of those that macOS reuses at once because no program used them lately. The sum is
+    psutil's `available`. text: vm_stat's output. Raises ValueError for any other text."""
     size = re.search(r"page size of (\d+) bytes", text)
     pages = [
         re.search(rf"^Pages {kind}:\s+(\d+)\.", text, re.MULTILINE) for kind in ("free", "inactive", "speculative")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +46,6 @@ BROKEN = {
     "block_copy": ("key_pool", "keys_pool", "block_write, block_copy and block_read"),
 }
 BY_MATRICES = Tuning(((ShapeClass(31, 1, 1024), MATRIX), (ShapeClass(1, 1, 1024), CONTIGUOUS)))
-
-
-@pytest.fixture
-def copied_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The Metal sources in a place where a test may change them."""
-    directory = tmp_path / "metal_kernels"
-    shutil.copytree(kernels.kernel_directory(), directory)
-    monkeypatch.setattr(kernels, "kernel_directory", lambda: directory)
-    kernels.build.cache_clear()
-    yield directory
-    kernels.build.cache_clear()
 
 
 def break_kernel(directory: Path, name: str) -> str:

@@ -11,6 +11,9 @@ import pytest
 from mlxpaged.cli import main, serve
 from mlxpaged.cli.bench import command
 from tests.cli.helpers import Result
+from tests.metal_on_cpu.fixtures import copied_kernels, unchecked
+
+__all__ = ["copied_kernels", "unchecked"]
 
 
 @pytest.fixture

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention import kernels, tuner, tuning_cache
+from mlxpaged.attention import tuner, tuning_cache
 from mlxpaged.attention.self_check import CASES
 from mlxpaged.cli import main
 from mlxpaged.cli.doctor import command
 from mlxpaged.cli.doctor.step_graph import command_buffers
 from mlxpaged.models import load_model
 from tests.attention.step_graphs import fused_functions
-from tests.metal_on_cpu import Interpreter
 from tests.support import make_tiny_model
 
 SECTIONS = [
@@ -31,26 +28,6 @@ SECTIONS = [
     "decoding",
     "largest_prefill",
 ]
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Metal kernels, interpreted if there is no Mac."""
-    if mx.metal.is_available():
-        yield
-        return
-    with Interpreter(checked=False).installed():
-        yield
-
-
-@pytest.fixture
-def copied_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    directory = tmp_path / "metal_kernels"
-    shutil.copytree(kernels.kernel_directory(), directory)
-    monkeypatch.setattr(kernels, "kernel_directory", lambda: directory)
-    kernels.build.cache_clear()
-    yield directory
-    kernels.build.cache_clear()
 
 
 def check_measurements(found: dict[str, Any], backend: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
+
+from mlxpaged.attention import kernels
 
 from . import Interpreter, is_supported
 
@@ -27,3 +31,24 @@ def metal() -> Iterator[None]:
         return
     with Interpreter().installed():
         yield
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """The fixture `metal` without the checks of loads and stores, for large cases."""
+    if mx.metal.is_available():
+        yield
+        return
+    with Interpreter(checked=False).installed():
+        yield
+
+
+@pytest.fixture
+def copied_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The Metal sources in a place where a test may change them."""
+    directory = tmp_path / "metal_kernels"
+    shutil.copytree(kernels.kernel_directory(), directory)
+    monkeypatch.setattr(kernels, "kernel_directory", lambda: directory)
+    kernels.build.cache_clear()
+    yield directory
+    kernels.build.cache_clear()
