@@ -74,9 +74,7 @@ def test_continue(server: RunningServer, tmp_path: Path, provider: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(CONTINUE.format(url=server.url, provider=provider))
     options = ("-p", "--auto", "--config", str(config))
-    assert "Done, as you said." in run(
-        tmp_path, cn, *options, "Say that it is done", CONTINUE_TELEMETRY_ENABLED="0"
-    )
+    assert "Done, as you said." in run(tmp_path, cn, *options, "Say that it is done", CONTINUE_TELEMETRY_ENABLED="0")
 
 
 def test_opencode(server: RunningServer, tmp_path: Path) -> None:
@@ -86,18 +84,22 @@ def test_opencode(server: RunningServer, tmp_path: Path) -> None:
         "options": {"baseURL": f"{server.url}/v1", "apiKey": "unused"},
         "models": {"scripted": {"tool_call": True, "limit": {"context": 131072, "output": 32000}}},
     }
-    config = {"provider": {"local": provider}, "autoupdate": False, "share": "disabled", "permission": {"bash": "allow"}}
+    config = {
+        "provider": {"local": provider},
+        "autoupdate": False,
+        "share": "disabled",
+        "permission": {"bash": "allow"},
+    }
     env = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
     shown = run(tmp_path, opencode, "run", "--model", "local/scripted", "Let it be done", **env)
     assert "Done, as you said." in shown
 
 
-@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
-def test_aider(server: RunningServer, tmp_path: Path, stream: str) -> None:
+def test_aider(server: RunningServer, tmp_path: Path) -> None:
     aider = installed("aider") / "bin" / "aider"
     url = ("--openai-api-base", f"{server.url}/v1", "--openai-api-key", "unused")
     quiet = ("--no-git", "--yes-always", "--analytics-disable", "--no-check-update", "--no-show-model-warnings")
-    model = ("--model", "openai/scripted", "--edit-format", "whole", stream)
+    model = ("--model", "openai/scripted", "--edit-format", "whole")
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     run(tmp_path, aider, *url, *quiet, *model, "--message", "Write the greeting", "greeting.txt", **env)
     assert (tmp_path / "work" / "greeting.txt").read_text() == "Good morning\n"

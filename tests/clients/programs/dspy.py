@@ -9,12 +9,16 @@ class UseTools(dspy.Signature):
     calls: dspy.ToolCalls = dspy.OutputField()
 
 
+class LM(dspy.LM):
+    supports_function_calling = True  # LiteLLM's table, which dspy asks, does not have this model
+
+
 def weather(city: str) -> str:
     """The weather in a city."""
     return "21 degrees"
 
 
-dspy.configure(lm=dspy.LM("openai/scripted", api_base=f"{sys.argv[1]}/v1", api_key="unused", cache=False, num_retries=0))
+dspy.configure(lm=LM("openai/scripted", api_base=f"{sys.argv[1]}/v1", api_key="unused", cache=False, num_retries=0))
 print("plain chat:", dspy.settings.lm("Hello")[0])
 print("chat:", dspy.Predict("question -> answer")(question="Predict a greeting").answer)
 with dspy.context(adapter=dspy.JSONAdapter()):
