@@ -96,7 +96,6 @@ def test_a_refused_request_is_one_line_with_its_reason_and_one_count(
 
 SECRETS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": SECRET, "content": "x"}]}),
-    (CHAT, {"messages": [{"role": "user", "content": "x", SECRET: SECRET}]}),
     (CHAT, ask("x", tool_choice={"type": "function", "function": {"name": "my_secret"}})),
     (CHAT, ask("x", tools=[{"type": "function", "function": {"name": SECRET}}])),
     (CHAT, ask("x", logit_bias={SECRET: 1})),
