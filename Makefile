@@ -4,10 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Python keeps what it compiles, even if the environment says otherwise: the tests start it some forty times, and to
-# compile the server and its libraries again would take three seconds of each start.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)

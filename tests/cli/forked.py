@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlxpaged.cli import main, serve  # noqa: F401  (imported before the fork)
+from mlxpaged.cli import http_server, main, serve  # noqa: F401  (imported before the fork)
 from mlxpaged.cli.bench import command  # noqa: F401
 
 IS_SUPPORTED = sys.platform == "linux"
