@@ -109,7 +109,9 @@ class Server:
         try:
             compiled.result()
         except engine.GrammarError as error:
-            raise bad_parameter(error.param or constraint.param, str(error), code="unsupported_constraint") from None
+            param = error.param or constraint.param
+            reason = "the grammar compiler refuses the constraint"  # its own message can have text of the constraint
+            raise bad_parameter(param, str(error), "unsupported_constraint", reason) from None
 
     def _end_compiling(self, compiled: asyncio.Future[Any]) -> None:
         self._compiling.release()

@@ -59,8 +59,9 @@ def add_parser(commands: Any) -> None:
     access = groups.group("access", HttpConfig())
     access.field("--api-keys", Path, "file made by `mlxpaged keys add`", "no key is needed")
     access.switch("--insecure", "allow other machines to use the server without an API key")
-    access.values("--allowed-host", flags.host_name, "another host name of this server, or * for any", "allowed_hosts")
-    pages = "origin whose web pages may use the server, or * for any"
+    names = "another host name of this server, beside the local ones, or * for any"
+    access.values("--allowed-host", flags.host_name, names, "allowed_hosts")
+    pages = "origin whose web pages may use the server, beside local pages and apps, or * for any"
     access.values("--cors-origin", flags.origin, pages, "cors_origins")
 
     requests = groups.group("requests", DEFAULTS)

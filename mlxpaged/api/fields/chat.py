@@ -99,6 +99,7 @@ TABLE = Table(
     honoured("add_generation_prompt", True),
     honoured("continue_final_message", True, messages=[USER, {"role": "assistant", "content": "y"}]),
     *shared.DEADLINES,
+    shared.PROGRESS,
     *shared.LABELS,
     *shared.EVERYWHERE,
     *shared.ALIASES,

@@ -88,6 +88,7 @@ TABLE = Table(
     ),
     honoured("service_tier", "flex", "low priority"),
     *shared.DEADLINES,
+    shared.PROGRESS,
     label("metadata", {"a": "b"}, "returned with the response"),
     label("client_metadata", {"a": "b"}, "Codex sends it"),
     label("user", "u"),

@@ -31,9 +31,9 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
             "logprobs", "cannot be combined with a limit on thinking: the token that ends the thinking is not sampled"
         )
     if len(chat.messages) > MAX_LIST:
-        raise request.refusal("messages", f"are {len(chat.messages)} after conversion; the limit is {MAX_LIST}")
+        raise request.refusal("messages", f"there are {len(chat.messages)} after conversion; the limit is {MAX_LIST}")
     if len(chat.tools) > MAX_TOOLS:
-        raise request.refusal("tools", f"contain {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
+        raise request.refusal("tools", f"there are {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
     tools, choice = {tool.name for tool in chat.tools}, chat.tool_choice
     if len(tools) < len(chat.tools):
         raise request.refusal("tools", "two functions have the same name")

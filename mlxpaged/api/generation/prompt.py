@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from mlxpaged.api.errors import NOT_RENDERED
 from mlxpaged.api.generation import check
 from mlxpaged.api.generation.answer_parser import AnswerParser
 from mlxpaged.api.generation.request import Chat, GenerationRequest
@@ -85,7 +86,7 @@ async def render(http: Request, request: GenerationRequest, chat: Chat, info: En
     try:
         return await server.tokenize(rendered)
     except ChatTemplateError as error:
-        raise request.refusal("messages", str(error)) from None
+        raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
 
 
 def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Callable[[], list[int]]:

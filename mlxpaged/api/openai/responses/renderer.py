@@ -10,12 +10,13 @@ from pydantic import BaseModel
 
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation import deltas
-from mlxpaged.api.generation.answers import Answer, Answers, Renderer, timeline_field
+from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
 from mlxpaged.api.openai.renderer import chat_logprobs
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.responses.tools import FunctionTool, NamespaceTool, WebSearchTool, functions
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.streaming import named_event
+from mlxpaged.engine import PromptProgress
 
 Event = tuple[str, dict[str, Any]]
 """The type of an event without "response.", and its fields."""
@@ -49,6 +50,9 @@ class ResponseRenderer(Renderer):
     def events(self, update: deltas.Update) -> Iterator[str]:
         for kind, fields in self._made(update):
             yield self._event(kind, **fields)
+
+    def progress(self, progress: PromptProgress) -> str:
+        return self._event("in_progress", response=self._response("in_progress"), **progress_field(progress))
 
     def error(self, error: ApiError) -> str:
         details = {"code": error.code or error.kind, "message": error.message}
