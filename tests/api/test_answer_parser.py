@@ -24,11 +24,9 @@ TOOLS = [
 ]
 
 
-def tags(tool_format: str | None = "json_tools", think: bool = True) -> Tags:
-    form = None
-    if tool_format is not None:
-        module = importlib.import_module(f"mlx_lm.tool_parsers.{tool_format}")
-        form = ToolFormat(tool_format, module.tool_call_start, module.tool_call_end, module.parse_tool_call)
+def tags(tool_format: str = "json_tools", think: bool = True) -> Tags:
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{tool_format}")
+    form = ToolFormat(tool_format, module.tool_call_start, module.tool_call_end, module.parse_tool_call)
     return Tags("<think>" if think else "", "</think>" if think else "", form)
 
 
