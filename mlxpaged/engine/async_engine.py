@@ -34,25 +34,20 @@ REPLY_SECONDS = 30.0
 
 
 class AsyncEngine:
-    """Belongs to the event loop that `start` ran on. All its methods are called there.
+    """Belongs to the event loop that `start` got. All its other methods are called there.
 
-    on_output: called with every output and its request, for metrics. clock: seconds. Arrival times, deadlines and the
-    times of outputs refer to it.
+    clock: seconds. Arrival times, deadlines and the times of outputs refer to it.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        on_output: Callable[[Request, RequestOutput], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.clock = clock
         self.state = EngineState.LOADING
         self.reason: str | None = None
         self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
-        self._on_output = on_output
+        self.on_output: Callable[[Request, RequestOutput], None] | None = None
+        """Called with every output and its request, for metrics."""
         self._streams: dict[str, RequestStream] = {}
         self._replies: set[asyncio.Future[Any]] = set()
         self._embedding = 0  # requests that wait for embeddings
@@ -71,9 +66,12 @@ class AsyncEngine:
         )
         self.thread = EngineThread(config, callbacks, clock)
 
-    def start(self) -> None:
-        """Start the engine thread. The model loads in the background, and `progress` says how far it is."""
-        self.loop = asyncio.get_running_loop()
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Start the engine thread. The model loads in the background, and `progress` says how far it is.
+
+        loop: an event loop that will run later; None: the running one.
+        """
+        self.loop = loop or asyncio.get_running_loop()
         self.thread.start()
 
     async def wait_loaded(self) -> None:
@@ -113,10 +111,10 @@ class AsyncEngine:
         finally:
             self._reserved -= count
 
-    def submit(self, requests: Sequence[Request], default_max_tokens: int | None = None) -> list[RequestStream]:
+    def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
         """Queue requests that have a reservation. Its time is their arrival time. If one is refused, none is queued.
 
-        default_max_tokens: limit of the requests without max_tokens; they also have to fit context and pool.
+        max_tokens is cut to what context and pool have room for.
         Raises EngineUnavailableError, PromptTooLongError, MinTokensError or DuplicateRequestError.
         """
         info, streams = self.require_ready(), []
@@ -124,8 +122,6 @@ class AsyncEngine:
             max_tokens = info.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
             if request.request_id in self._streams:
                 raise errors.DuplicateRequestError(f"an unfinished request already has the id {request.request_id}")
-            if request.params.max_tokens is None and default_max_tokens is not None:
-                max_tokens = min(max_tokens, default_max_tokens)
             if request.params.min_tokens > max_tokens:
                 message = f"{request.params.min_tokens} tokens are required, but at most {max_tokens} can be generated"
                 raise errors.MinTokensError(message)
@@ -275,8 +271,8 @@ class AsyncEngine:
                 del self._streams[output.request_id]
             stream.put(output)
             try:
-                if self._on_output is not None:
-                    self._on_output(stream.request, output)
+                if self.on_output is not None:
+                    self.on_output(stream.request, output)
             except Exception:  # the other outputs are still delivered
                 logger.exception("the metrics could not be updated for an output of %s", output.request_id)
         self._note_idle()

@@ -136,7 +136,7 @@ def test_a_line_that_fails_fails_alone(client: OpenAI) -> None:
         "temperature": {"temperature": 9},
         "stream": {"stream": True},
         "service_tier": {"service_tier": "priority"},
-        "colour": {"colour": "red"},
+        "lora": {"lora": [{"id": 0}]},
         "n": {"n": 5},
         "prompt": {"prompt": [20] * 5000},
         "model": {"model": "gpt-4"},
@@ -253,7 +253,7 @@ BAD_REQUESTS += [
         {"endpoint": "/v1/embeddings"},
         {"completion_window": "forever"},
         {"completion_window": "0h"},
-        {"output_expires_after": {}},
+        {"output_expires_after": {"seconds": 9}},
     )
 ]
 
@@ -430,7 +430,7 @@ def test_a_batch_goes_on_after_a_restart_and_runs_nothing_twice(tmp_path: Path) 
 
         wait_until(lambda: some_are_done() or gate.allow(1), DEADLINE)
         with pytest.raises(DataDirInUseError):
-            create_app(CONFIG, data_dir=tmp_path)
+            create_app(None, data_dir=tmp_path)
     kept = (tmp_path / "batches" / f"{batch.id}.output").read_bytes()
     before = [json.loads(line) for line in kept.splitlines()]
     assert 2 <= len(before) < 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -191,6 +192,10 @@ def test_without_a_system_message_tools_are_ignored_by_name_and_a_required_call_
             response = client.post("/v1/chat/completions", json=body | {"tool_choice": choice})
             assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
             assert "shows neither tools nor a system message" in response.json()["error"]["message"]
+        state = demo_server.app.state.server
+        monkeypatch.setattr(state, "http", dataclasses.replace(state.http, strict=True))
+        error = client.post("/v1/chat/completions", json=body).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
         model = client.get("/v1/models/demo").json()
     assert not model["capabilities"]["tools"]
 

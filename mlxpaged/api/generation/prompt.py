@@ -86,18 +86,21 @@ async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]
 
 
 async def with_usable_tools(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> Chat:
-    """Returns the chat, without tools if the model need not call one and cannot be told of them: its chat template
-    shows neither tools nor a system message, or their description is too long. Raises ApiError if it must call one."""
+    """Returns the chat, without its tools if the model cannot be told of them and need not call one. Raises ApiError if
+    it must call one, or if the server is strict."""
     tools, tokenizer = chat.offered_tools, info.tokenizer
     if not tools or tokenizer.shows_tools or not tokenizer.has_chat_template:
         return chat
-    if chat.tool_choice.mode == "required":
-        if tokenizer.takes_system:
-            return chat
-        message = "this model cannot be told of tools: its chat template shows neither tools nor a system message"
-        raise request.refusal("tool_choice", message)
-    if tokenizer.takes_system and await leave_room(http, tools, info):
+    must_call = chat.tool_choice.mode == "required"
+    if not tokenizer.takes_system:
+        reason = "this model cannot be told of tools: its chat template shows neither tools nor a system message"
+        if must_call:
+            raise request.refusal("tool_choice", reason)
+    elif must_call or await leave_room(http, tools, info):
         return chat
+    else:
+        reason = f"their description takes more than {MOST_FOR_TOOLS:.0%} of the context"
+    server_of(http).ignore(http, request.client_name("tools"), reason)
     return dataclasses.replace(chat, tools=())
 
 
