@@ -64,7 +64,7 @@ def read_generation_config(directory: Path) -> GenerationConfig:
         found = {}
     sampling: dict[str, float] = {}
     for name, limits in LIMITS.items():
-        value = found.get(name)
+        value: Any = found.get(name)
         if limits.fit(value):
             sampling[name] = int(value) if limits.whole else float(value)
         elif value is not None:
