@@ -15,7 +15,7 @@ from mlxpaged import engine
 from mlxpaged.api.access.key_ring import KeyRing
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.errors import ApiError, bad_parameter, model_not_found
-from mlxpaged.api.ignored_fields import IgnoredFields
+from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
 
@@ -78,6 +78,14 @@ class Server:
                 raise bad_parameter("model", message, code="generation_not_supported")
             raise model_not_found(model, self.model_names)
         return self.engine, info
+
+    def ignore(self, request: Request, field: str, reason: str) -> None:
+        """Note a field of a body that the model cannot honour. Raises ApiError, with the reason, if the server is
+        strict."""
+        if self.http.strict:
+            raise bad_parameter(field, reason, code="unsupported_parameter")
+        request.state.ignored.insert(0, field)
+        self.ignored_fields.note(client_of(request), [field])
 
     async def prepare(self, request: Request, function: Callable[[], Result]) -> Result:
         """Run a function whose time grows with the body (`request.state.body_size`): on a thread if that is large."""

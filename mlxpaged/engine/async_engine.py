@@ -62,7 +62,7 @@ class AsyncEngine:
         self.progress: Progress | None = None
         callbacks = Callbacks(
             lambda progress: self._hand_over(self._note_progress, progress),
-            lambda core: self._hand_over(self._become_ready, EngineInfo(core), core.stats()),
+            lambda core: self._hand_over(self._become_ready, EngineInfo(core, config), core.stats()),
             lambda outputs, stats: self._hand_over(self._dispatch, outputs, stats),
             lambda reason: self._hand_over(self._become_dead, reason),
         )

@@ -21,7 +21,15 @@ from mlxpaged.api.generation.prompt import Prompts
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext
 from mlxpaged.api.streaming import EventStream, Silence, comment
-from mlxpaged.engine import EngineInfo, PromptProgress, RequestOutput, RequestStream, Timeline, TokenLogprobs
+from mlxpaged.engine import (
+    EngineInfo,
+    PromptProgress,
+    RequestOutput,
+    RequestStream,
+    SamplingParams,
+    Timeline,
+    TokenLogprobs,
+)
 
 
 @dataclass
@@ -42,6 +50,11 @@ class Answers:
         for stream in self._streams:
             stream.close()
         self._forget()
+
+    @property
+    def params(self) -> SamplingParams:
+        """Returns the parameters of the request, defaults included."""
+        return self._request.params
 
     @property
     def num_choices(self) -> int:

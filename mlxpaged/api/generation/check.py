@@ -57,14 +57,6 @@ def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> 
             raise bad_parameter(param, "this model's chat template has no such variable")
     if chat.needs_thinking and not tokenizer.tags.think_start:
         raise request.refusal("thinking", "this model does not think: its vocabulary has no thinking tags")
-    if any(message.get("tool_calls") for message in chat.messages) and not tokenizer.template_reads("tool_calls"):
-        raise request.refusal("messages", "this model's chat template does not show tool_calls to the model")
-    if chat.offered_tools:
-        if not tokenizer.template_reads("tools"):
-            raise request.refusal("tools", "this model's chat template does not show tools to the model")
-        if tokenizer.tags.tools is None:
-            message = "the format of this model's tool calls is not known; start the server with --tool-parser"
-            raise request.refusal("tools", message)
 
 
 def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) -> dict[str, Any]:
