@@ -12,4 +12,5 @@ class HttpConfig:
     allowed_hosts: tuple[str, ...] = ()  # names by which clients may reach the server, beside localhost; see `Origins`
     cors_origins: tuple[str, ...] = ()  # origins whose pages may use the server, for example http://localhost:3000
     max_body_bytes: int = 16 * 1024 * 1024  # over four million tokens of English: no model's context is longer
+    ollama_port: int | None = None  # the port that answers as Ollama at /, beside the main one; None: there is none
     max_connections: int = 1024  # requests that are answered at once, streams included

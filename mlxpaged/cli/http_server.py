@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 from starlette.applications import Starlette
@@ -36,7 +36,8 @@ class HttpServer(uvicorn.Server):
     """Shuts down in this order: HTTP takes no new connections; running requests finish within `drain_timeout` seconds
     or end with an error; the engine thread stops. A second signal ends the requests at once."""
 
-    def __init__(self, app: Starlette, listener: socket.socket, drain_timeout: float) -> None:
+    def __init__(self, app: Starlette, listeners: Sequence[socket.socket], drain_timeout: float) -> None:
+        """listeners: the main socket, and the one for Ollama's clients if there is one."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -52,17 +53,17 @@ class HttpServer(uvicorn.Server):
         )
         self._engine: AsyncEngine | None = app.state.server.engine
         self._needs_key = app.state.server.keys is not None
-        self._listener = listener
+        self._listeners = list(listeners)
         self._drain_timeout = drain_timeout
         self._exit_status = 0
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url, *others = map(url_of, self._listeners)
+        self._ollama_url = others[0] if others else None
         self._tasks: list[asyncio.Task[None]] = []
         self.servers = []  # uvicorn sets it at its start; a signal can come earlier
 
     def run_until_signal(self) -> int:
         """Returns the exit status: 0 after a signal, 1 if the model cannot be served."""
-        self.run(sockets=[self._listener])
+        self.run(sockets=self._listeners)
         logger.info("bye")
         return exit_status(self._engine, self._exit_status)
 
@@ -101,9 +102,10 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        logger.info("listening on %s, BLAS: %s", self.url, blas.describe())
+        urls = " and ".join(map(url_of, self._listeners))
+        logger.info("listening on %s, BLAS: %s", urls, blas.describe())
         if self._engine is None:
-            print(f"mlxpaged {__version__} without a model at {self.url}", flush=True)
+            print(f"mlxpaged {__version__} without a model at {urls}", flush=True)
         else:
             self._tasks.append(asyncio.ensure_future(self._announce(self._engine)))
 
@@ -125,10 +127,15 @@ class HttpServer(uvicorn.Server):
         gc.collect()
         gc.freeze()  # a full collection of the libraries' 100,000 objects would block every stream
         if engine.info is not None and not self.should_exit:
-            print(banner(engine.info, engine.config, self.url, self._needs_key), flush=True)
+            print(banner(engine.info, engine.config, self.url, self._needs_key, self._ollama_url), flush=True)
 
 
-def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) -> str:
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool, ollama_url: str | None = None) -> str:
     body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
     weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)
@@ -153,13 +160,14 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) ->
         extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
     if (model := info.embedding_model) is not None:
         extra += f"  embedding {model.name}: {model.dimensions} dimensions, inputs up to {model.max_tokens} tokens\n"
+    ollama = "" if ollama_url is None else f"  ollama    {ollama_url}\n"
     return f"""
 mlxpaged {__version__}
   model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.longest}
   KV cache  {pool}: up to {info.num_blocks} blocks of {info.block_size} tokens, {info.backend} attention
 {extra}  batch     up to {config.max_num_seqs} sequences
   address   {url}
-
+{ollama}
 Try it:
   curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
     -d '{json.dumps(body)}'

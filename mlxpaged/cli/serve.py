@@ -7,6 +7,7 @@ import ipaddress
 import resource
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def add_parser(commands: Any) -> None:
     parsers = tool_parsers()
     formats = f"tool call format: {', '.join(parsers)}"
     model.field("--tool-parser", flags.one_of(*parsers), formats, "by the chat template")
+    model.switch("--reranker", "MODEL is a reranker like Qwen3-Reranker, for /v1/rerank, whatever its name is")
     model.field("--embedding-model", str, "second model, for /v1/embeddings", "MODEL, if it makes embeddings")
     model.field("--served-embedding-model-name", str, "name of the embedding model in the API", "as given")
     model.field("--embedding-max-model-len", flags.positive_int, "longest input for embeddings, in tokens")
@@ -51,6 +53,8 @@ def add_parser(commands: Any) -> None:
     network = groups.group("network", HttpConfig())
     network.value("--host", str, "127.0.0.1", "address to listen on")
     network.value("--port", flags.port, 8080, "port to listen on; 0: any free port")
+    second = "second port, for clients that speak only Ollama's API, such as 11434; 0: any free port"
+    network.field("--ollama-port", flags.port, second, "no second port")
     network.field("--max-connections", flags.positive_int, "requests that are answered at once; further ones get a 503")
     largest = f"{HttpConfig.max_body_bytes // 2**20}MiB"
     network.value("--max-body-size", size, largest, "largest request body", dest="max_body_bytes")
@@ -97,24 +101,29 @@ def run(args: argparse.Namespace) -> int:
         config = server_config(args)
     except ValueError as error:
         args.parser.error(str(error))
-    try:
-        listener = listen(args.host, args.port)
-    except OSError as error:
-        print(f"mlxpaged: cannot listen on {args.host}:{args.port}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    if not (args.api_keys or args.insecure or ipaddress.ip_address(listener.getsockname()[0]).is_loopback):
-        listener.close()
+    listeners: list[socket.socket] = []
+    for port in (args.port, *(() if args.ollama_port is None else (args.ollama_port,))):
+        try:
+            listeners.append(listen(args.host, port))
+        except OSError as error:
+            close(listeners)
+            print(f"mlxpaged: cannot listen on {args.host}:{port}: {error.strerror or error}", file=sys.stderr)
+            return 1
+    addresses = [listener.getsockname() for listener in listeners]
+    if not (args.api_keys or args.insecure or ipaddress.ip_address(addresses[0][0]).is_loopback):
+        close(listeners)
         remedy = "use API keys with --api-keys FILE (`mlxpaged keys add` makes it), or allow access without a key with"
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     try:
-        app = create_app(config, http=flags.from_flags(HttpConfig, args), data_dir=args.data_dir)
+        http = flags.from_flags(HttpConfig, args, ollama_port=addresses[1][1] if len(addresses) > 1 else None)
+        app = create_app(config, http=http, data_dir=args.data_dir)
     except (KeyFileError, DataDirInUseError, OSError, ValueError) as error:
-        listener.close()
+        close(listeners)
         place = "" if isinstance(error, KeyFileError) else f"--data-dir {args.data_dir}: "
         print(f"mlxpaged: {place}{error}", file=sys.stderr)
         return 1
     allow_open_files(args.max_connections + OTHER_FILES)
-    return HttpServer(app, listener, args.drain_timeout).run_until_signal()
+    return HttpServer(app, listeners, args.drain_timeout).run_until_signal()
 
 
 def allow_open_files(count: int) -> None:
@@ -123,6 +132,11 @@ def allow_open_files(count: int) -> None:
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def close(listeners: Iterable[socket.socket]) -> None:
+    for listener in listeners:
+        listener.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -22,6 +22,8 @@ class EngineInfo:
         self.longest = served.max_model_len  # most tokens of a prompt and its answer, in any pool
         self.num_layers = len(served.layers)
         self.num_layers_per_sequence = sum(is_per_sequence([spec]) for spec in served.layers)  # called for each alone
+        self.model_type = served.model_type
+        self.num_parameters = served.num_parameters
         self.weight_bytes = served.weight_bytes
         self.states = core.states  # what is reserved for recurrent states
         self.scheduler_config = core.scheduler.config
@@ -36,6 +38,8 @@ class EngineInfo:
         self.created = int(time.time())  # Unix time
         self.grammars = core.grammars
         self.embedding_model = None if core.embedder is None else core.embedder.model
+        self.reranker = served.reranker
+        self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
 
     @property

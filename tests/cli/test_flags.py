@@ -61,6 +61,7 @@ ALL_FLAGS = (
     + [switch for switch, _, _ in SWITCHES]
     + [
         "--port",
+        "--ollama-port",
         "--swap-dir",
         "--served-embedding-model-name",
     ]
@@ -84,9 +85,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     class NoServer:
-        def __init__(self, app: Any, listener: socket.socket, drain_timeout: float) -> None:
-            with listener:
-                found["host"], found["port"] = listener.getsockname()
+        def __init__(self, app: Any, listeners: list[socket.socket], drain_timeout: float) -> None:
+            addresses = [listener.getsockname() for listener in listeners]
+            (found["host"], found["port"]), *found["others"] = addresses
+            for listener in listeners:
+                listener.close()
             found["drain_timeout"] = drain_timeout
 
         def run_until_signal(self) -> int:
@@ -166,6 +169,24 @@ def test_the_port_and_the_model_can_be_variables_too(started: dict[str, Any], mo
     monkeypatch.setenv("MLXPAGED_MODEL", "none")
     assert main(["serve"]) == 0
     assert started["config"] is None
+
+
+def test_a_second_port_is_for_ollamas_clients(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["serve"]) == 0
+    assert (started["others"], started["ollama_port"]) == ([], None)
+    monkeypatch.setenv("MLXPAGED_OLLAMA_PORT", "0")
+    assert main(["serve", "--host", "127.0.0.2"]) == 0
+    [(host, port)] = started["others"]
+    assert (host, port) == ("127.0.0.2", started["ollama_port"])
+    assert port not in (0, started["port"])
+
+
+def test_a_second_port_in_use_is_said_at_once(started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--ollama-port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert "config" not in started
 
 
 def test_the_model_can_be_a_flag_too(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_events_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(HttpProtocol, "connection_made", watched)
     listener = serve.listen("127.0.0.1", 0)
-    server = HttpServer(create_app(None), listener, 0)
+    server = HttpServer(create_app(None), [listener], 0)
     client = threading.Thread(target=connect)
     client.start()
     assert server.run_until_signal() == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ from mlxpaged.api.anthropic.signature import seal, signature
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation import deltas
 from mlxpaged.api.generation.answers import Answer, Answers, Renderer, timeline_field
+from mlxpaged.api.generation.tool_calls import call_arguments
 from mlxpaged.api.streaming import named_event
 
 
@@ -121,14 +120,9 @@ def stop_reason(finish: deltas.Finish) -> dict[str, Any]:
 
 def content_block(part: deltas.Part, omit_thinking: bool) -> dict[str, Any]:
     if isinstance(part.kind, deltas.CallStart):
-        arguments = json.loads(part.text, parse_float=finite)
+        arguments = call_arguments(part.text)
         return {"type": "tool_use", "id": part.kind.call_id, "name": part.kind.name, "input": arguments}
     if part.kind is deltas.Text:
         return {"type": "text", "text": part.text}
     sign, shown = (seal, "") if omit_thinking else (signature, part.text)
     return {"type": "thinking", "thinking": shown, "signature": sign(part.text)}
-
-
-def finite(number: str) -> float:
-    """Returns a finite number, because JSON has no infinity."""
-    return max(-sys.float_info.max, min(float(number), sys.float_info.max))

@@ -20,7 +20,7 @@ from mlxpaged.api.generation.deltas import Delta, Finish, Part, Text, Update, Us
 from mlxpaged.api.generation.prompt import Prompts
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext
-from mlxpaged.api.streaming import EventStream
+from mlxpaged.api.streaming import EVENTS, EventStream
 from mlxpaged.engine import EngineInfo, RequestOutput, RequestStream, Timeline, TokenLogprobs
 
 
@@ -172,7 +172,9 @@ def timeline_field(timelines: Sequence[Timeline | None]) -> dict[str, Any]:
 
 
 class Renderer(ABC):
-    """Renders answers in the format of one API. Events are texts of server-sent events."""
+    """Renders answers in the format of one API. Events are texts of a stream of the type `media_type`."""
+
+    media_type = EVENTS
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class Renderer(ABC):
 
 async def reply(answers: Answers, renderer: Renderer, stream: bool) -> Response:
     if stream:
-        return EventStream(events(answers, renderer), answers.close)
+        return EventStream(events(answers, renderer), answers.close, renderer.media_type)
     return JSONResponse(renderer.whole(await answers.collect()))
 
 

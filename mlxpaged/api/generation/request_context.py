@@ -18,7 +18,7 @@ TIMELINE_HEADER = "X-Mlxpaged-Timeline"
 @dataclass(frozen=True)
 class RequestContext:
     """service_tier: the granted one, as the response names it. timeout, ttft_timeout: seconds; None for no limit.
-    timeline: whether one is recorded."""
+    timeline: whether the client gets one."""
 
     request_id: str
     caller: Caller | None
