@@ -85,13 +85,17 @@ ENDPOINTS = (
     get("/v1/batches", batches.list_batches, "Batches, the newest first", query=PageQuery),
     get("/v1/batches/{batch_id}", batches.get_batch, "One batch", answer=BatchRecord),
     post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch", answer=BatchRecord),
-    answers("/api/chat", ollama.chat, "Answer a conversation, as Ollama's API does", ollama_schema.ChatRequest),
-    answers("/api/generate", ollama.generate, "Answer a prompt, as Ollama's API does", ollama_schema.GenerateRequest),
-    reads("/api/embed", ollama.embed_inputs, "Embed texts", ollama_schema.EmbedRequest, cancellable=True),
-    reads("/api/embeddings", ollama.embed_prompt, "Embed a text", ollama_schema.EmbeddingsRequest, cancellable=True),
+    answers("/api/chat", ollama.chat, "Answer a conversation, as Ollama's API does", ollama_schema.OllamaChatRequest),
+    answers(
+        "/api/generate", ollama.generate, "Answer a prompt, as Ollama's API does", ollama_schema.OllamaGenerateRequest
+    ),
+    reads("/api/embed", ollama.embed_inputs, "Embed texts", ollama_schema.OllamaEmbedRequest, cancellable=True),
+    reads(
+        "/api/embeddings", ollama.embed_prompt, "Embed a text", ollama_schema.OllamaEmbeddingsRequest, cancellable=True
+    ),
     get("/api/tags", ollama_models.tags, "The models that are served, as Ollama lists them"),
     get("/api/ps", ollama_models.ps, "The models that are loaded"),
-    reads("/api/show", ollama_models.show, "One model", ollama_schema.ShowRequest),
+    reads("/api/show", ollama_models.show, "One model", ollama_schema.OllamaShowRequest),
     get("/api/version", ollama_models.version, "The version of Ollama's API"),
     post("/api/pull", ollama_models.refuse, "Always refused: models are chosen when the server starts"),
     post("/api/push", ollama_models.refuse, "Always refused"),

@@ -179,7 +179,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("options", "params"), OPTIONS)
 def test_options_become_sampling_parameters(options: dict[str, Any], params: dict[str, Any]) -> None:
-    request = translate_chat(validate(asked("x", options=options), schema.ChatRequest), "scripted")
+    request = translate_chat(validate(asked("x", options=options), schema.OllamaChatRequest), "scripted")
     assert {name: getattr(request.params, name) for name in params} == params
 
 
@@ -190,7 +190,7 @@ def test_options_become_sampling_parameters(options: dict[str, Any], params: dic
 def test_think_is_the_switch_of_the_template_or_a_limit(
     think: Any, enabled: bool | None, needed: bool, budget: int | None
 ) -> None:
-    request = translate_chat(validate(asked("x", think=think), schema.ChatRequest), "scripted")
+    request = translate_chat(validate(asked("x", think=think), schema.OllamaChatRequest), "scripted")
     assert isinstance(request.prompt, Chat)
     assert (request.prompt.enable_thinking, request.prompt.needs_thinking) == (enabled, needed)
     assert request.params.thinking_budget == budget
@@ -216,7 +216,7 @@ def test_results_without_ids_belong_to_the_calls_that_have_none_yet() -> None:
 @pytest.mark.parametrize("options", [{"typical_p": 0.5}, {"tfs_z": 2.0}, {"mirostat": 2}])
 def test_a_way_of_sampling_that_is_missing_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match=rf"options\.{next(iter(options))}: .*turns it off"):
-        validate(asked("x", options=options), schema.ChatRequest)
+        validate(asked("x", options=options), schema.OllamaChatRequest)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.errors import ApiError, model_not_found
 from mlxpaged.api.ollama.renderer import timestamp
-from mlxpaged.api.ollama.schema import ShowRequest
+from mlxpaged.api.ollama.schema import OllamaShowRequest
 from mlxpaged.api.server import Server, server_of
 from mlxpaged.engine import EngineInfo
 
@@ -64,7 +64,7 @@ async def ps(request: Request) -> Response:
     return JSONResponse({"models": running})
 
 
-async def show(request: Request, body: ShowRequest) -> Response:
+async def show(request: Request, body: OllamaShowRequest) -> Response:
     server, asked = server_of(request), body.model or body.name or ""
     name = served_name(request, asked)
     if name not in server.model_names:

@@ -12,14 +12,20 @@ from mlxpaged.api.generation.answers import reply
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.ollama.models import served_name
 from mlxpaged.api.ollama.renderer import ChatRenderer, GenerateRenderer, message, nanoseconds, timestamp
-from mlxpaged.api.ollama.schema import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, GeneratingFields
+from mlxpaged.api.ollama.schema import (
+    GeneratingFields,
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+)
 from mlxpaged.api.ollama.translation import translate_chat, translate_prompt
 from mlxpaged.api.server import server_of
 
 ID_PREFIX = "ollama"
 
 
-async def chat(request: Request, body: ChatRequest) -> Response:
+async def chat(request: Request, body: OllamaChatRequest) -> Response:
     name = served_name(request, body.model)
     server_of(request).ready(name)
     if not body.messages:
@@ -28,7 +34,7 @@ async def chat(request: Request, body: ChatRequest) -> Response:
     return await reply(answers, ChatRenderer(answers, body), body.streams)
 
 
-async def generate(request: Request, body: GenerateRequest) -> Response:
+async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
     name = served_name(request, body.model)
     _, info = server_of(request).ready(name)
     if not body.prompt:
@@ -43,7 +49,7 @@ def loaded(body: GeneratingFields, said: dict[str, Any]) -> Response:
     return JSONResponse({"model": body.model, "created_at": timestamp(), **said, **end})
 
 
-async def embed_inputs(request: Request, body: EmbedRequest) -> Response:
+async def embed_inputs(request: Request, body: OllamaEmbedRequest) -> Response:
     inputs = [body.input] if isinstance(body.input, str) else body.input
     if not any(inputs):
         server_of(request).ready(None)
@@ -55,7 +61,7 @@ async def embed_inputs(request: Request, body: EmbedRequest) -> Response:
     return JSONResponse(fields | times | {"prompt_eval_count": found.num_tokens})
 
 
-async def embed_prompt(request: Request, body: EmbeddingsRequest) -> Response:
+async def embed_prompt(request: Request, body: OllamaEmbeddingsRequest) -> Response:
     """Handles the older endpoint, for one text."""
     if not body.prompt:
         server_of(request).ready(None)

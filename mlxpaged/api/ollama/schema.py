@@ -136,7 +136,7 @@ class Tool(Body):
     function: Function
 
 
-class ChatRequest(GeneratingFields):
+class OllamaChatRequest(GeneratingFields):
     """Without messages, it asks to load or unload the model."""
 
     messages: Annotated[list[Message], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
@@ -146,7 +146,7 @@ class ChatRequest(GeneratingFields):
     shift: Literal[False] | None = None
 
 
-class GenerateRequest(GeneratingFields):
+class OllamaGenerateRequest(GeneratingFields):
     """Without a prompt, it asks to load or unload the model. raw: the prompt goes to the model as it is."""
 
     prompt: str | None = None
@@ -161,7 +161,7 @@ class GenerateRequest(GeneratingFields):
     shift: Literal[False] | None = None
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> GenerateRequest:
+    def _fields_agree(self) -> OllamaGenerateRequest:
         if self.suffix:
             raise bad_parameter("suffix", "this server does not fill in the middle of a text")
         if self.template:
@@ -175,7 +175,7 @@ class GenerateRequest(GeneratingFields):
         return self
 
 
-class EmbedRequest(Body):
+class OllamaEmbedRequest(Body):
     """An empty input asks to load the model. truncate: null is true."""
 
     model: ModelName
@@ -186,7 +186,7 @@ class EmbedRequest(Body):
     keep_alive: KeepAlive = None
 
 
-class EmbeddingsRequest(Body):
+class OllamaEmbeddingsRequest(Body):
     """An empty prompt asks to load the model."""
 
     model: ModelName
@@ -195,7 +195,7 @@ class EmbeddingsRequest(Body):
     keep_alive: KeepAlive = None
 
 
-class ShowRequest(Body):
+class OllamaShowRequest(Body):
     """name: the old name of `model`. verbose: changes nothing, because everything is always shown."""
 
     model: ModelName | None = None
@@ -203,7 +203,7 @@ class ShowRequest(Body):
     verbose: bool | None = None
 
     @model_validator(mode="after")
-    def _names_a_model(self) -> ShowRequest:
+    def _names_a_model(self) -> OllamaShowRequest:
         if self.model is None and self.name is None:
             raise bad_parameter("model", "Field required")
         return self

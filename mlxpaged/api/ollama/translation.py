@@ -22,7 +22,7 @@ CLIENT_NAMES = {
 }
 
 
-def translate_chat(body: schema.ChatRequest, model: str) -> GenerationRequest:
+def translate_chat(body: schema.OllamaChatRequest, model: str) -> GenerationRequest:
     """model: the served model that the request names. Raises ApiError."""
     tools = [
         Tool(
@@ -33,7 +33,7 @@ def translate_chat(body: schema.ChatRequest, model: str) -> GenerationRequest:
     return translated(body, model, chat_of(body, messages_of(body.messages or ()), tools))
 
 
-def translate_prompt(body: schema.GenerateRequest, model: str, tokenizer: Tokenizer) -> GenerationRequest:
+def translate_prompt(body: schema.OllamaGenerateRequest, model: str, tokenizer: Tokenizer) -> GenerationRequest:
     """model: the served model that the request names. The prompt is a user's message, unless the request asks for the
     prompt as it is, or the model has no chat template. Raises ApiError."""
     text = body.prompt or ""
@@ -47,7 +47,7 @@ def translate_prompt(body: schema.GenerateRequest, model: str, tokenizer: Tokeni
 
 
 def translated(body: schema.GeneratingFields, model: str, prompt: Chat | list[str]) -> GenerationRequest:
-    names = CLIENT_NAMES | ({"messages": "prompt"} if isinstance(body, schema.GenerateRequest) else {})
+    names = CLIENT_NAMES | ({"messages": "prompt"} if isinstance(body, schema.OllamaGenerateRequest) else {})
     return GenerationRequest(prompt, params_of(body), model, timed=True, client_names=names)
 
 
