@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 EXPOSED_HEADERS = (
     "X-Request-Id",
     "Retry-After",
+    "X-Mlxpaged-Ignored",
     *(f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")),
 )
 """Scripts in pages can read these headers. Browsers hide almost all headers that CORS does not name."""

@@ -13,4 +13,5 @@ class HttpConfig:
     cors_origins: tuple[str, ...] = ()  # origins whose pages may use the server, for example http://localhost:3000
     max_body_bytes: int = 16 * 1024 * 1024  # over four million tokens of English: no model's context is longer
     ollama_port: int | None = None  # the port that answers as Ollama at /, beside the main one; None: there is none
+    strict: bool = False  # refuse fields that would be ignored
     max_connections: int = 1024  # requests that are answered at once, streams included

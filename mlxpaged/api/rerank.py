@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.fields import rerank as fields
 from mlxpaged.api.generation.answers import Answers
 from mlxpaged.api.generation.check import check_text_length
 from mlxpaged.api.generation.request import GenerationRequest
@@ -46,6 +47,8 @@ class JudgedFields(Body):
 class RerankRequest(JudgedFields):
     """top_n: results to return, null for all. return_documents: null is true."""
 
+    table = fields.RERANK
+
     query: Annotated[str, Field(min_length=1)]
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)]
     top_n: Annotated[int, Field(ge=1)] | None = None
@@ -72,6 +75,8 @@ class RerankResponse(Body):
 
 class ScoreRequest(JudgedFields):
     """Judges text_2 by text_1: one query for all documents, or one query for each."""
+
+    table = fields.SCORE
 
     text_1: str | Texts
     text_2: str | Texts

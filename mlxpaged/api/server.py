@@ -15,6 +15,7 @@ from mlxpaged import engine
 from mlxpaged.api.access.key_ring import KeyRing
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.errors import ApiError, bad_parameter, model_not_found
+from mlxpaged.api.ignored_fields import IgnoredFields
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
 
@@ -39,6 +40,7 @@ class Server:
         self.metrics = Metrics(lambda: self.engine.stats if self.engine else None)
         self.engine = engine.AsyncEngine(config, self._observe, clock) if config else None
         self.open_requests = OpenRequests()
+        self.ignored_fields = IgnoredFields()
         self._clock = clock
         self._started = clock()
         # One thread, because a fast tokenizer is not thread-safe; a long prompt must not block the event loop.

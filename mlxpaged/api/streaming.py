@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mlxpaged.api import ignored_fields
 from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST
 
@@ -48,7 +49,10 @@ def handler(model: type[Model], respond: Respond[Model]) -> Callable[[Request], 
     async def handle(request: Request) -> Response:
         body = await read_json(request, model)
         response = await unless_disconnected(request.receive, respond(request, body))
-        return response if response is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
+        if response is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        response.headers.update(ignored_fields.header(request))
+        return response
 
     return handle
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.fields import others
 from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
@@ -20,6 +21,8 @@ MAX_TOKENS = 1_000_000
 
 class TokenizeRequest(Body):
     """A prompt, or the messages of a chat, which its template renders."""
+
+    table = others.TOKENIZE
 
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
@@ -44,6 +47,8 @@ class TokenizeResponse(Body):
 
 
 class DetokenizeRequest(Body):
+    table = others.DETOKENIZE
+
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=MAX_TOKENS, fail_fast=True)]
 

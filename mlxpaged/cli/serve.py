@@ -76,6 +76,7 @@ def add_parser(commands: Any) -> None:
     timeout = flags.or_zero(flags.positive_seconds, None)
     requests.field("--request-timeout", timeout, f"time for the whole answer, {limit}", "0")
     requests.field("--ttft-timeout", timeout, f"time for the first token, {limit}", "0")
+    requests.switch("--strict", "refuse unknown fields and hints in requests, which are ignored otherwise")
     requests.switch("--timelines", "add the times of waiting, prefill and decoding to every answer")
     requests.value("--data-dir", Path, None, "directory for /v1/files and /v1/batches", "both are off")
 

@@ -113,10 +113,10 @@ class AsyncEngine:
         finally:
             self._reserved -= count
 
-    def submit(self, requests: Sequence[Request], default_max_tokens: int | None = None) -> list[RequestStream]:
+    def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
         """Queue requests that have a reservation. Its time is their arrival time. If one is refused, none is queued.
 
-        default_max_tokens: limit of the requests without max_tokens; they also have to fit context and pool.
+        max_tokens is cut to what context and pool have room for.
         Raises EngineUnavailableError, PromptTooLongError, MinTokensError or DuplicateRequestError.
         """
         info, streams = self.require_ready(), []
@@ -124,8 +124,6 @@ class AsyncEngine:
             max_tokens = info.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
             if request.request_id in self._streams:
                 raise errors.DuplicateRequestError(f"an unfinished request already has the id {request.request_id}")
-            if request.params.max_tokens is None and default_max_tokens is not None:
-                max_tokens = min(max_tokens, default_max_tokens)
             if request.params.min_tokens > max_tokens:
                 message = f"{request.params.min_tokens} tokens are required, but at most {max_tokens} can be generated"
                 raise errors.MinTokensError(message)

@@ -66,18 +66,13 @@ class EngineInfo:
         return f"this model's context length is {self.context_length} tokens"
 
     def max_new_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """The most tokens that a request may generate: `max_tokens`, or if it is None, all that have room.
+        """The most tokens that a request may generate: `max_tokens`, or all that have room if that is less.
 
-        Raises PromptTooLongError, with size and limit, if the request could never run.
+        Raises PromptTooLongError, with size and limit, if the prompt leaves no room.
         """
-        room = self.longest - num_prompt_tokens
-        if room < 1 or (max_tokens is not None and max_tokens > room):
-            wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens{wanted}; {self.limit}",
-                num_prompt_tokens,
-                max_tokens,
-                self.longest,
-            )
-        check_fits(num_prompt_tokens, max_tokens, self.scheduler_config)
-        return self.max_model_len - num_prompt_tokens if max_tokens is None else max_tokens
+        if num_prompt_tokens >= self.longest:
+            message = f"the prompt has {num_prompt_tokens} tokens; {self.limit}"
+            raise PromptTooLongError(message, num_prompt_tokens, self.longest)
+        check_fits(num_prompt_tokens, None, self.scheduler_config)
+        room = self.max_model_len - num_prompt_tokens
+        return room if max_tokens is None else min(max_tokens, room)

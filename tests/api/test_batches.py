@@ -136,7 +136,7 @@ def test_a_line_that_fails_fails_alone(client: OpenAI) -> None:
         "temperature": {"temperature": 9},
         "stream": {"stream": True},
         "service_tier": {"service_tier": "priority"},
-        "colour": {"colour": "red"},
+        "lora": {"lora": [{"id": 0}]},
         "n": {"n": 5},
         "prompt": {"prompt": [20] * 5000},
         "model": {"model": "gpt-4"},
@@ -253,7 +253,7 @@ BAD_REQUESTS += [
         {"endpoint": "/v1/embeddings"},
         {"completion_window": "forever"},
         {"completion_window": "0h"},
-        {"output_expires_after": {}},
+        {"output_expires_after": {"seconds": 9}},
     )
 ]
 

@@ -152,6 +152,9 @@ def test_an_answer_has_the_form_that_was_asked_for(server: RunningServer, form: 
 def test_options_limit_the_answer(server: RunningServer) -> None:
     answer = whole(server, "/api/chat", asked("Hello", options={"num_predict": 3, "num_ctx": 4096, "num_gpu": 1}))
     assert (answer["message"]["content"], answer["done_reason"], answer["eval_count"]) == ("Hel", "length", 3)
+    with raw(server) as client:
+        body = asked("Hello", stream=False, options={"num_predict": 3, "num_ctx": 4096, "num_gpu": 1})
+        assert client.post("/api/chat", json=body).headers["x-mlxpaged-ignored"] == "options.num_ctx, options.num_gpu"
     answer = whole(server, "/api/chat", asked("Hello", options={"num_predict": -1, "stop": [" t"]}))
     assert (answer["message"]["content"], answer["done_reason"]) == ("Hello", "stop")
 
@@ -169,7 +172,7 @@ OPTIONS = [
     ({"temperature": 0, "top_k": 5, "top_p": 0.5}, {"temperature": 0, "top_k": 5, "top_p": 0.5}),
     ({"seed": 7, "stop": "a", "min_p": 0.1}, {"seed": 7, "stop": ("a",), "min_p": 0.1}),
     ({"seed": -1, "top_k": -1}, {"seed": None, "top_k": 0}),
-    ({"repeat_penalty": 1.2, "repeat_last_n": 64}, {"repetition_penalty": 1.2}),
+    ({"repeat_penalty": 1.2, "repeat_last_n": 64}, {"repetition_penalty": 1.2, "repetition_context_size": 64}),
     ({"repeat_penalty": 1.2, "repeat_last_n": 0}, {"repetition_penalty": 1.0}),
     ({"presence_penalty": 1, "frequency_penalty": -1.5}, {"presence_penalty": 1, "frequency_penalty": -1.5}),
     ({"num_predict": -2}, {"max_tokens": None}),
@@ -215,7 +218,7 @@ def test_results_without_ids_belong_to_the_calls_that_have_none_yet() -> None:
 
 @pytest.mark.parametrize("options", [{"typical_p": 0.5}, {"tfs_z": 2.0}, {"mirostat": 2}])
 def test_a_way_of_sampling_that_is_missing_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match=rf"options\.{next(iter(options))}: .*turns it off"):
+    with pytest.raises(ApiError, match=rf"options\.{next(iter(options))}: .*does not sample in this way"):
         validate(asked("x", options=options), schema.OllamaChatRequest)
 
 

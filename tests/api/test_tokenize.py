@@ -50,7 +50,7 @@ def test_the_count_is_the_one_that_the_answer_reports(demo_server: RunningServer
         ("/tokenize", {"prompt": "x" * 1_000_001}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 1_000_001}]}, "messages"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
-        ("/tokenize", {"prompt": "x", "colour": "red"}, "colour"),
+        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [1, "a"]}, "tokens.1"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),

@@ -24,6 +24,7 @@ from mlxpaged.api.openai import chat, completions
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
+from mlxpaged.api.reading import Reading
 from mlxpaged.api.request_id import new_id
 from mlxpaged.engine import AsyncEngine, EngineUnavailableError, QueueFullError
 
@@ -184,7 +185,10 @@ class BatchRunner:
     async def _parse(self, batch: BatchRecord, place: LinePlace) -> LineBody:
         """Returns the request of a line, with a batch's priority and timeouts. Raises ApiError."""
         path, (model, _) = self._store.content(batch.input_file_id), BATCH_ENDPOINTS[batch.endpoint]
-        body = await self._on_disk(lambda: validate(read_line(path, place).body, model))
+        server = self._app.state.server
+        reading = Reading(model, server.http.strict)
+        body = await self._on_disk(lambda: validate(read_line(path, place).body, model, reading))
+        server.ignored_fields.note(batch.owner or "batches", reading.ignored)
         if body.stream:
             raise bad_parameter("stream", "must be false in a batch")
         if body.service_tier == "priority":

@@ -125,7 +125,7 @@ class Answers:
         firsts = range(0, len(self._streams), self._request.candidates)
         return Usage(
             prompt=sum(len(self._streams[index].request.prompt_token_ids) for index in firsts),
-            cached=sum(self._last[index].num_cached_tokens for index in firsts),
+            cached=sum(self._last[index].num_cached_tokens for index in firsts if index in self._last),
             completion=sum(output.num_output_tokens for output in self._last.values()),
             thinking=self._thinking_tokens,
         )

@@ -48,11 +48,12 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
 def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> None:
     """Raises ApiError for fields that this model's chat template would ignore, or whose effect nothing could read."""
     tokenizer, name = info.tokenizer, request.client_name
-    for variable in chat.chat_template_kwargs:
+    for variable, value in chat.chat_template_kwargs.items():
         param = f"{name('chat_template_kwargs')}.{variable}"
         if variable in RENDERING_OPTIONS:
             raise bad_parameter(param, "is an option of the renderer, not a variable of the chat template")
-        if not tokenizer.template_reads(variable):
+        kept_from_thinking = variable == "enable_thinking" and value is False and not tokenizer.tags.think_start
+        if not (tokenizer.template_reads(variable) or kept_from_thinking):
             raise bad_parameter(param, "this model's chat template has no such variable")
     if chat.needs_thinking and not tokenizer.tags.think_start:
         raise request.refusal("thinking", "this model does not think: its vocabulary has no thinking tags")
@@ -89,7 +90,7 @@ def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:
     tokens = info.tokenizer.least_tokens(num_chars)
     if tokens > info.longest:
         message = f"the prompt has at least {tokens} tokens; {info.limit}"
-        raise ContextLengthError(param, PromptTooLongError(message, tokens, None, info.longest))
+        raise ContextLengthError(param, PromptTooLongError(message, tokens, info.longest))
 
 
 def check_token_ids(request: GenerationRequest, param: str, prompts: Sequence[Sequence[int]], info: EngineInfo) -> None:

@@ -73,10 +73,9 @@ class Chat:
 @dataclass(frozen=True)
 class GenerationRequest:
     """prompt: a conversation, or texts or token ids to continue. n: answers to show per prompt. candidates: answers to
-    generate per prompt, of which the likeliest n are shown. echo: the answers begin with their prompts.
-    default_max_tokens: the limit if `params` has none, or less if there is less room. timeout, ttft_timeout: seconds;
-    None for the server's default. timed: the answers need their timelines, even if the client does not ask for them.
-    client_names: the client's names of fields that have other names here."""
+    generate per prompt, of which the likeliest n are shown. echo: the answers begin with their prompts. timeout,
+    ttft_timeout: seconds; None for the server's default. timed: the answers need their timelines, even if the client
+    does not ask for them. client_names: the client's names of fields that have other names here."""
 
     prompt: Chat | list[str] | list[list[int]]
     params: SamplingParams
@@ -84,7 +83,6 @@ class GenerationRequest:
     n: int = 1
     candidates: int = 1
     echo: bool = False
-    default_max_tokens: int | None = None
     service_tier: str | None = None
     timeout: float | None = None
     ttft_timeout: float | None = None

@@ -67,6 +67,8 @@ def params_of(body: schema.GeneratingFields) -> SamplingParams:
         others["max_tokens"] = options.num_predict
     if options.repeat_penalty is not None and options.repeat_last_n != 0:
         others["repetition_penalty"] = options.repeat_penalty
+    if options.repeat_last_n is not None and options.repeat_last_n > 0:
+        others["repetition_context_size"] = options.repeat_last_n
     if isinstance(body.think, str):
         others["thinking_budget"] = THINK_TOKENS.get(body.think)
     if body.logprobs:

@@ -14,11 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mlxpaged.api.embeddings import MAX_INPUTS, embed
+from mlxpaged.api.fields import embeddings as fields
 from mlxpaged.api.openai.schema import Seconds, one_kind_of_input
 from mlxpaged.api.schema import Body
 
 
 class EmbeddingsRequest(Body):
+    table = fields.TABLE
+
     model: str | None = None
     input: Annotated[list[str] | list[list[int]], one_kind_of_input("input", MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] | None = None

@@ -23,7 +23,9 @@ class CompletionsRenderer(Renderer):
     def __init__(self, answers: Answers, body: SamplingFields, kind: str, chunk_kind: str) -> None:
         self.answers = answers
         self._kind = kind
-        self._include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        options = body.stream_options
+        self._include_usage = options is not None and bool(options.include_usage)
+        self._usage_so_far = options is not None and bool(options.continuous_usage_stats)
         self._envelope = {
             "id": answers.context.request_id,
             "object": chunk_kind,
@@ -45,7 +47,9 @@ class CompletionsRenderer(Renderer):
         }
 
     def chunk(self, choice: dict[str, Any]) -> str:
-        usage = {"usage": None} if self._include_usage else {}
+        usage = (
+            {"usage": usage_field(self.answers.usage) if self._usage_so_far else None} if self._include_usage else {}
+        )
         return event(self._envelope | {"choices": [choice]} | usage)
 
     def end(self) -> Iterator[str]:
