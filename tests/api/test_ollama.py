@@ -11,12 +11,13 @@ import httpx
 import pytest
 
 from mlxpaged.api.app import create_app
-from mlxpaged.api.body import validate
+from mlxpaged.api.body import Model, validate
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.request import Chat
 from mlxpaged.api.ollama import schema
 from mlxpaged.api.ollama.translation import messages_of, translate_chat
+from mlxpaged.api.reading import Reading
 from tests.api.helpers import StepGate, chat_tokens, raw, tokens_of, within_one_step, write_keys
 from tests.support import RunningServer
 
@@ -52,6 +53,10 @@ def asked(text: str, **fields: Any) -> dict[str, Any]:
 
 def prompted(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "scripted", "prompt": text, "suffix": "", "system": "", "template": ""} | fields
+
+
+def read(body: dict[str, Any], model: type[Model]) -> Model:
+    return validate(body, model, Reading(model, strict=True))
 
 
 def whole(server: RunningServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +187,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("options", "params"), OPTIONS)
 def test_options_become_sampling_parameters(options: dict[str, Any], params: dict[str, Any]) -> None:
-    request = translate_chat(validate(asked("x", options=options), schema.OllamaChatRequest), "scripted")
+    request = translate_chat(read(asked("x", options=options), schema.OllamaChatRequest), "scripted")
     assert {name: getattr(request.params, name) for name in params} == params
 
 
@@ -193,7 +198,7 @@ def test_options_become_sampling_parameters(options: dict[str, Any], params: dic
 def test_think_is_the_switch_of_the_template_or_a_limit(
     think: Any, enabled: bool | None, needed: bool, budget: int | None
 ) -> None:
-    request = translate_chat(validate(asked("x", think=think), schema.OllamaChatRequest), "scripted")
+    request = translate_chat(read(asked("x", think=think), schema.OllamaChatRequest), "scripted")
     assert isinstance(request.prompt, Chat)
     assert (request.prompt.enable_thinking, request.prompt.needs_thinking) == (enabled, needed)
     assert request.params.thinking_budget == budget
@@ -208,7 +213,7 @@ def test_results_without_ids_belong_to_the_calls_that_have_none_yet() -> None:
         {"role": "tool", "content": "of the first a"},
         {"role": "tool", "content": "of the second a", "tool_name": "a"},
     ]
-    said, *results = messages_of([validate(each, schema.Message) for each in given])
+    said, *results = messages_of([read(each, schema.Message) for each in given])
     ids = [call["id"] for call in said["tool_calls"]]
     assert (said["content"], said["reasoning_content"]) == ("", "hm")
     assert len(set(ids)) == 3
@@ -219,7 +224,7 @@ def test_results_without_ids_belong_to_the_calls_that_have_none_yet() -> None:
 @pytest.mark.parametrize("options", [{"typical_p": 0.5}, {"tfs_z": 2.0}, {"mirostat": 2}])
 def test_a_way_of_sampling_that_is_missing_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match=rf"options\.{next(iter(options))}: .*does not sample in this way"):
-        validate(asked("x", options=options), schema.OllamaChatRequest)
+        read(asked("x", options=options), schema.OllamaChatRequest)
 
 
 @pytest.mark.parametrize(
