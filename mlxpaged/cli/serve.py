@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         usage="%(prog)s [MODEL] [flags]",
-        description="Serve a model over the OpenAI and Anthropic APIs. Each flag can also be set as the environment "
+        description="Serve a model over the OpenAI, Anthropic and Ollama APIs. Each flag can also be set as the environment "
         "variable in brackets.",
     )
     groups = flags.Flags(parser)

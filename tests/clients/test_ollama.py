@@ -109,7 +109,8 @@ def test_litellm_reaches_it_as_ollama(server: RunningServer, stream: bool) -> No
         assert answer.usage.completion_tokens == len("Hello there.") + 1
 
 
-def test_litellm_passes_tools_on(server: RunningServer) -> None:
+def test_litellm_passes_tools_on(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OLLAMA_API_BASE", server.url)  # where it asks whether the model takes tools
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tool = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": parameters}}
     answer: Any = litellm.completion(
