@@ -79,7 +79,10 @@ train-demo: $(STAMP)
 clean:
 	rm -rf $(VENV) dist site
 
-# Python compiles a module when it is first imported. To compile all of them here would take half a minute.
+# Python compiles a module when it is first imported, and keeps the result. To compile all of them here would take half a
+# minute. Never to keep it would take two seconds of each start of a server, in the tests too.
+export PYTHONDONTWRITEBYTECODE =
+
 $(STAMP): pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then \
 		rm -rf $(VENV) && uv venv --quiet --python '>=3.10' $(VENV) && uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \

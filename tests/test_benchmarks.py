@@ -48,8 +48,8 @@ def test_the_benchmark_of_the_engine_measures(hybrid: str) -> None:
     sizes = ("--batch", "1", "4", "--context", "40", "--prefill", "16", "--attention", "40", "--steps", "4")
     models = ["demo", hybrid]
     _, *sections = run("engine.py", "--model", *models, "--host", "1", "3", *sizes).split("\n\n")
-    alone, delivery = sections[3:5]
-    del sections[3:5]
+    alone, delivery, graphs = sections[3:6]
+    del sections[3:6]
     tables = {title.split(",")[0].strip(): parts for title, *parts in zip(*[iter(sections)] * 3, strict=True)}
     assert list(tables) == models
     for table, profile in tables.values():
@@ -75,6 +75,9 @@ def test_the_benchmark_of_the_engine_measures(hybrid: str) -> None:
     times = {line[:24].strip(): float(line.split()[-2]) for line in alone.splitlines()[1:]}
     assert list(times) == ["decode, batch 1", "decode, batch 3"]
     assert min(times.values()) > 0
+    ratios = {line.split(",")[0].strip(): float(line.split()[-1]) for line in graphs.splitlines()[1:]}
+    assert list(ratios) == ["batch 1", "batch 4"]
+    assert min(ratios.values()) > 0
 
 
 def test_the_benchmark_of_the_host_builds_both_graphs(

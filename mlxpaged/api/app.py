@@ -21,7 +21,7 @@ from mlxpaged.api.errors import HANDLED, Errors, handle_api_error, handle_http_e
 from mlxpaged.api.openai.responses.store import ResponseStore
 from mlxpaged.api.request_id import RequestIds
 from mlxpaged.api.server import Server
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -35,25 +35,28 @@ EXPOSED_HEADERS = (
 
 
 def create_app(
-    config: EngineConfig | None,
+    engine: AsyncEngine | None,
     clock: Callable[[], float] = time.monotonic,
     http: HttpConfig | None = None,
     data_dir: Path | None = None,
 ) -> Starlette:
-    """Returns an ASGI app whose lifespan starts and stops the engine. config: None for a server without a model. clock:
-    seconds. data_dir: the directory of files and batches; None for a server without them.
+    """Returns an ASGI app whose lifespan stops the engine, and starts it if it has not started yet.
+
+    engine: None for a server without a model. clock: seconds. data_dir: the directory of files and batches; None for a
+    server without them.
 
     Raises KeyFileError; DataDirInUseError, OSError or ValueError if the directory cannot be used.
     """
-    server = Server(config, clock, http or HttpConfig())
+    server = Server(engine, clock, http or HttpConfig())
     store = None if data_dir is None else Store(data_dir)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         runner = None
-        if server.engine is not None:
-            server.engine.start()
-            runner = app.state.batch_runner = None if store is None else BatchRunner(app, server.engine, store)
+        if engine is not None:
+            if engine.loop is None:
+                engine.start()
+            runner = app.state.batch_runner = None if store is None else BatchRunner(app, engine, store)
         yield
         logger.info("HTTP closed; stopping the engine thread")
         if runner is not None:

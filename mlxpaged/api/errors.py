@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpaged import engine
-from mlxpaged.api.access.key_file import redacted
+from mlxpaged.api.access.redaction import redacted
 from mlxpaged.api.error_format import format_of
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.models.tokenizer import ChatTemplateError

@@ -33,12 +33,14 @@ COMPILE_SECONDS = 10.0
 class Server:
     """One per app. `engine` is None on a server without a model, `keys` on one without API keys."""
 
-    def __init__(self, config: engine.EngineConfig | None, clock: Callable[[], float], http: HttpConfig) -> None:
+    def __init__(self, engine: engine.AsyncEngine | None, clock: Callable[[], float], http: HttpConfig) -> None:
         """Raises KeyFileError."""
         self.http = http
         self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None
         self.metrics = Metrics(lambda: self.engine.stats if self.engine else None)
-        self.engine = engine.AsyncEngine(config, self._observe, clock) if config else None
+        self.engine = engine
+        if engine is not None:
+            engine.on_output = self._observe
         self.open_requests = OpenRequests()
         self.ignored_fields = IgnoredFields()
         self._clock = clock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import resource
 import socket
@@ -11,15 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlxpaged.api.access.key_file import KeyFileError
-from mlxpaged.api.app import create_app
-from mlxpaged.api.batches import DataDirInUseError
+import uvloop
+
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import flags
 from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority, size
-from mlxpaged.cli.http_server import HttpServer
+from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.logs import set_up
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import AsyncEngine, EngineConfig
 from mlxpaged.models import tool_parsers
 
 NO_MODEL = "none"
@@ -32,8 +32,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         usage="%(prog)s [MODEL] [flags]",
-        description="Serve a model over the OpenAI, Anthropic and Ollama APIs. Each flag can also be set as the environment "
-        "variable in brackets.",
+        description="Serve a model over the OpenAI, Anthropic and Ollama APIs. Each flag can also be set as the "
+        "environment variable in brackets.",
     )
     groups = flags.Flags(parser)
     groups.model(
@@ -115,16 +115,18 @@ def run(args: argparse.Namespace) -> int:
         close(listeners)
         remedy = "use API keys with --api-keys FILE (`mlxpaged keys add` makes it), or allow access without a key with"
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
-    try:
-        http = flags.from_flags(HttpConfig, args, ollama_port=addresses[1][1] if len(addresses) > 1 else None)
-        app = create_app(config, http=http, data_dir=args.data_dir)
-    except (KeyFileError, DataDirInUseError, OSError, ValueError) as error:
-        close(listeners)
-        place = "" if isinstance(error, KeyFileError) else f"--data-dir {args.data_dir}: "
-        print(f"mlxpaged: {place}{error}", file=sys.stderr)
-        return 1
     allow_open_files(args.max_connections + OTHER_FILES)
-    return HttpServer(app, listeners, args.drain_timeout).run_until_signal()
+    http = flags.from_flags(HttpConfig, args, ollama_port=addresses[1][1] if len(addresses) > 1 else None)
+    engine = None if config is None else AsyncEngine(config)
+    status = 0
+    with contextlib.suppress(KeyboardInterrupt):  # a SIGINT before the server handles it
+        if engine is not None:
+            engine.start(uvloop.new_event_loop())  # tokens reach clients sooner than with asyncio's loop
+        # Imported only now: this takes a second, in which the engine thread reads weights.
+        from mlxpaged.cli.http_server import run_server
+
+        status = run_server(engine, listeners, http, args.data_dir, args.drain_timeout)
+    return exit_status(engine, status)
 
 
 def allow_open_files(count: int) -> None:

@@ -34,25 +34,20 @@ REPLY_SECONDS = 30.0
 
 
 class AsyncEngine:
-    """Belongs to the event loop that `start` ran on. All its methods are called there.
+    """Belongs to the event loop that `start` got. All its other methods are called there.
 
-    on_output: called with every output and its request, for metrics. clock: seconds. Arrival times, deadlines and the
-    times of outputs refer to it.
+    clock: seconds. Arrival times, deadlines and the times of outputs refer to it.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        on_output: Callable[[Request, RequestOutput], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.clock = clock
         self.state = EngineState.LOADING
         self.reason: str | None = None
         self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
-        self._on_output = on_output
+        self.on_output: Callable[[Request, RequestOutput], None] | None = None
+        """Called with every output and its request, for metrics."""
         self._streams: dict[str, RequestStream] = {}
         self._replies: set[asyncio.Future[Any]] = set()
         self._embedding = 0  # requests that wait for embeddings
@@ -71,9 +66,12 @@ class AsyncEngine:
         )
         self.thread = EngineThread(config, callbacks, clock)
 
-    def start(self) -> None:
-        """Start the engine thread. The model loads in the background, and `progress` says how far it is."""
-        self.loop = asyncio.get_running_loop()
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Start the engine thread. The model loads in the background, and `progress` says how far it is.
+
+        loop: an event loop that will run later; None: the running one.
+        """
+        self.loop = loop or asyncio.get_running_loop()
         self.thread.start()
 
     async def wait_loaded(self) -> None:
@@ -273,8 +271,8 @@ class AsyncEngine:
                 del self._streams[output.request_id]
             stream.put(output)
             try:
-                if self._on_output is not None:
-                    self._on_output(stream.request, output)
+                if self.on_output is not None:
+                    self.on_output(stream.request, output)
             except Exception:  # the other outputs are still delivered
                 logger.exception("the metrics could not be updated for an output of %s", output.request_id)
         self._note_idle()

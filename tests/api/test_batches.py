@@ -430,7 +430,7 @@ def test_a_batch_goes_on_after_a_restart_and_runs_nothing_twice(tmp_path: Path) 
 
         wait_until(lambda: some_are_done() or gate.allow(1), DEADLINE)
         with pytest.raises(DataDirInUseError):
-            create_app(CONFIG, data_dir=tmp_path)
+            create_app(None, data_dir=tmp_path)
     kept = (tmp_path / "batches" / f"{batch.id}.output").read_bytes()
     before = [json.loads(line) for line in kept.splitlines()]
     assert 2 <= len(before) < 6

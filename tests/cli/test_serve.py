@@ -19,8 +19,9 @@ import pytest
 
 from mlxpaged.api.app import create_app
 from mlxpaged.cli import serve
+from mlxpaged.cli.banner import banner
 from mlxpaged.cli.http_protocol import HttpProtocol
-from mlxpaged.cli.http_server import HttpServer, banner
+from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.engine import EngineConfig, EngineInfo, build_engine
 from mlxpaged.models import load_model
 from mlxpaged.models.loader import DEMO_PATH
