@@ -126,8 +126,8 @@ def test_a_sigint_before_the_server_handles_it_ends_the_process_with_status_0(
     """The engine thread may load its model then: the process must end as it does after a signal to the server."""
     ended: list[tuple[Any, int]] = []
 
-    def interrupted(engine: AsyncEngine | None, listener: socket.socket, *others: Any) -> int:
-        with listener:
+    def interrupted(engine: AsyncEngine | None, listeners: list[socket.socket], *others: Any) -> int:
+        with listeners[0]:
             signal.raise_signal(signal.SIGINT)
         return 1
 
