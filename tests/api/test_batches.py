@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -152,6 +153,14 @@ def test_a_line_that_fails_fails_alone(client: OpenAI) -> None:
         response = errors[f"line-{i}"]["response"]
         assert response["status_code"] == (404 if param == "model" else 400)
         assert response["body"]["error"]["param"] == param
+
+
+def test_the_log_names_the_ignored_fields_of_a_line(client: OpenAI, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlxpaged.api.ignored_fields")
+    batch = ended(client, submit(client, jsonl([run_on("Once upon", 1, num_ctx=9, colour="red")] * 2)))
+    assert batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 0)
+    assert [record.getMessage() for record in caplog.records] == ["fields of batches are ignored: num_ctx, colour"]
 
 
 LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": run_on("x", 1)}

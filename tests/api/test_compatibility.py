@@ -21,7 +21,7 @@ from mlxpaged.api.reading import Reading
 from mlxpaged.engine import EngineConfig
 from mlxpaged.models.reranker import Reranker
 from tests.api.helpers import ask, raw, run_on
-from tests.support import RunningServer, make_embedding_model, running_server
+from tests.support import make_embedding_model, running_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 STATUS = dict.fromkeys(Outcome, 200) | {Outcome.MODEL: 400, Outcome.REFUSED: 400}
@@ -83,14 +83,14 @@ def outcome_of(table: Table, row: Row) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     second = make_embedding_model(tmp_path_factory.mktemp("models") / "m")
     config = EngineConfig(kv_cache_bytes=16_000_000, embedding_model=str(second), served_embedding_model_name="vectors")
-    with running_server(config, data_dir=tmp_path_factory.mktemp("data")) as server:
+    with running_server(config, data_dir=tmp_path_factory.mktemp("data")) as server, raw(server) as client:
         info = server.engine.info
         assert info is not None
         info.reranker = Reranker(info.tokenizer, yes=20, no=21)  # the demo model has no token "yes"
-        yield server
+        yield client
 
 
 def send(client: httpx.Client, endpoint: str, fields: dict[str, Any]) -> httpx.Response:
@@ -107,9 +107,8 @@ def send(client: httpx.Client, endpoint: str, fields: dict[str, Any]) -> httpx.R
 @pytest.mark.parametrize(
     ("endpoint", "row"), ROWS, ids=[f"{path.split('/')[-1]}-{row.field}-{row.outcome.value}" for path, row in ROWS]
 )
-def test_a_row_is_true(server: RunningServer, endpoint: str, row: Row) -> None:
-    with raw(server) as client:
-        response = send(client, endpoint, SMALLEST[endpoint] | row.example)
+def test_a_row_is_true(http: httpx.Client, endpoint: str, row: Row) -> None:
+    response = send(http, endpoint, SMALLEST[endpoint] | row.example)
     status = STATUS[outcome_of(TABLES[endpoint], row)]
     assert response.status_code == status, response.text
     named = response.headers.get("x-mlxpaged-ignored", "").split(", ")
