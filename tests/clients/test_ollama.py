@@ -66,7 +66,7 @@ def test_a_tool_is_called_and_its_result_is_answered(client: ollama.Client) -> N
     messages = asked("Weather in Rome?")
     answer = client.chat(MODEL, messages, tools=[weather], think=True)
     assert answer.message.thinking == "I should look."
-    [call] = answer.message.tool_calls or ()
+    [call] = answer.message.tool_calls or []
     assert (call.function.name, call.function.arguments) == ("weather", {"city": "Rome"})
     messages += [
         answer.message,
