@@ -15,6 +15,6 @@ def capabilities(info: EngineInfo, name: str) -> dict[str, bool]:
         "completions": generates,
         "rerank": generates and info.reranker is not None,
         "embeddings": info.embedding_model is not None and info.embedding_model.name == name,
-        "tools": chats and tags.tools is not None and info.tokenizer.template_reads("tools"),
+        "tools": chats and (info.tokenizer.shows_tools or info.tokenizer.takes_system),
         "thinking": chats and bool(tags.think_start),
     }

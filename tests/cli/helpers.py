@@ -81,6 +81,7 @@ def mlxpaged(directory: Path, *args: str, env: Mapping[str, str] | None = None, 
     forks = fork and forked.IS_SUPPORTED and all(name.startswith("MLXPAGED_") for name in env or {})
     directory.mkdir(parents=True, exist_ok=True)
     stdout, stderr = directory / "stdout", directory / "stderr"
+    process: subprocess.Popen[bytes] | ForkedProcess
     with open(stdout, "wb") as out, open(stderr, "wb") as err:
         process = (
             ForkedProcess(args, environment(env or {}), stdout, stderr)

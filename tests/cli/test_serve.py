@@ -97,7 +97,7 @@ def test_the_banner_tells_of_the_memory_for_recurrent_states(tmp_path: Path) -> 
 )
 def test_the_banner_tells_of_slower_layers_and_of_cache_groups(tmp_path: Path, name: str, line: str) -> None:
     config = EngineConfig(str(make_architecture(tmp_path / "model", name)), kv_cache_bytes=2_000_000)
-    info = EngineInfo(build_engine(config, load_model(config.model)))
+    info = EngineInfo(build_engine(config, load_model(config.model)), config)
     assert line in banner(info, config, "http://127.0.0.1:1", needs_key=False)
 
 

@@ -71,7 +71,7 @@ CHAT = Table(
     label("messages.tool_calls.type", [{"role": "user", "content": "x"}], "every tool is a function"),
     label("messages.tool_calls.function.index", [{"role": "user", "content": "x"}], "the list has the order"),
     label("tools", []),
-    Row("tools", Outcome.MODEL, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "as in chat completions"),
+    honoured("tools", [{"type": "function", "function": {"name": "f"}}], "as in chat completions"),
     *GENERATING,
     *shared.EVERYWHERE,
 )

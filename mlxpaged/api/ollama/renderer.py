@@ -9,13 +9,13 @@ from typing import Any
 
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation import deltas
-from mlxpaged.api.generation.answers import Answer, Answers, Renderer, timeline_field
+from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
 from mlxpaged.api.generation.logprobs import described
 from mlxpaged.api.generation.tool_calls import call_arguments
 from mlxpaged.api.ollama.errors import error_body
 from mlxpaged.api.ollama.schema import GeneratingFields
 from mlxpaged.api.streaming import LINES, line
-from mlxpaged.engine import Timeline, TokenLogprobs
+from mlxpaged.engine import PromptProgress, Timeline, TokenLogprobs
 
 
 class OllamaRenderer(Renderer):
@@ -56,6 +56,13 @@ class OllamaRenderer(Renderer):
             logprobs = ()
         if update.finish is not None:
             yield line(self._line("", {}) | self._end(update.finish))
+
+    def keep_alive(self, progress: PromptProgress) -> str:
+        """Returns a line without text, which every client takes: lines of JSON have no comments."""
+        return line(self._line("", {}))
+
+    def progress(self, progress: PromptProgress) -> str:
+        return line(self._line("", {}) | progress_field(progress))
 
     def error(self, error: ApiError) -> str:
         return line(error_body(error, self._answers.context.request_id))

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool, function_call, sampling_params
+from mlxpaged.api.generation.request import (
+    Chat,
+    GenerationRequest,
+    Tool,
+    function_call,
+    given_fields,
+    sampling_params,
+)
 from mlxpaged.api.ollama import schema
 from mlxpaged.engine import Constraint, SamplingParams
 from mlxpaged.models import Tokenizer
@@ -48,7 +55,11 @@ def translate_prompt(body: schema.OllamaGenerateRequest, model: str, tokenizer: 
 
 def translated(body: schema.GeneratingFields, model: str, prompt: Chat | list[str]) -> GenerationRequest:
     names = CLIENT_NAMES | ({"messages": "prompt"} if isinstance(body, schema.OllamaGenerateRequest) else {})
-    return GenerationRequest(prompt, params_of(body), model, timed=True, client_names=names)
+    others = params_of(body)
+    options = body.options or schema.Options()
+    chosen = frozenset(given_fields(options, SamplingParams)) | frozenset(others)
+    params = sampling_params(options, **others)
+    return GenerationRequest(prompt, params, model, timed=True, chosen=chosen, client_names=names)
 
 
 def chat_of(body: schema.GeneratingFields, messages: list[dict[str, Any]], tools: Sequence[Tool] = ()) -> Chat:
@@ -60,7 +71,8 @@ def chat_of(body: schema.GeneratingFields, messages: list[dict[str, Any]], tools
     )
 
 
-def params_of(body: schema.GeneratingFields) -> SamplingParams:
+def params_of(body: schema.GeneratingFields) -> dict[str, Any]:
+    """Returns the parameters that have other names or other values in Ollama's API."""
     options = body.options or schema.Options()
     others: dict[str, Any] = {"seed": None if (options.seed or 0) < 0 else options.seed}
     if options.num_predict is not None and options.num_predict > 0:
@@ -76,7 +88,7 @@ def params_of(body: schema.GeneratingFields) -> SamplingParams:
     if body.format:
         form = ANY_OBJECT if body.format == "json" else body.format
         others["constraint"] = Constraint("json_schema", json.dumps(form), "format")
-    return sampling_params(options, **others)
+    return others
 
 
 def messages_of(given: Sequence[schema.Message]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ async def get_model(request: Request) -> Response:
 
 def describe(server: Server, name: str) -> dict[str, Any]:
     """context_length: the model's own limit. max_model_len: the server's limit, of a prompt and its answer (the KV pool
-    may be smaller) or of an input for embeddings."""
+    may be smaller) or of an input for embeddings. sampling_defaults: parameters of requests that do not set them."""
     assert server.engine is not None
     assert server.engine.info is not None
     info = server.engine.info
@@ -40,5 +40,6 @@ def describe(server: Server, name: str) -> dict[str, Any]:
         "context_length": info.context_length if generates or embedding is None else embedding.context_length,
         "max_model_len": info.max_model_len if generates or embedding is None else embedding.max_tokens,
         "capabilities": capabilities(info, name),
+        **({"sampling_defaults": info.sampling_defaults} if generates else {}),
         **({} if embedding is None else {"embedding_dimensions": embedding.dimensions}),
     }
