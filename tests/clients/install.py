@@ -22,6 +22,7 @@ PYTHON = {
     "litellm": "litellm==1.106.2 mcp==2.3.0",
     "llama_index": "llama-index-llms-openai-like==0.8.1",
     "llm": "llm==0.36",
+    "ollama": "ollama==0.6.3",
     "openai": "openai==3.54.0",
     "openai_agents": "openai-agents==0.24.0",
     "pydantic_ai": "pydantic-ai-slim[openai,anthropic]==2.68.0",

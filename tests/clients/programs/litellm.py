@@ -34,8 +34,9 @@ def converse(stream, **fields):
 
 
 url = sys.argv[1]
-for provider in ("openai", "hosted_vllm", "anthropic"):
-    base = url if provider == "anthropic" else f"{url}/v1"
+os.environ["OLLAMA_API_BASE"] = url  # where LiteLLM asks whether the model takes tools
+for provider in ("openai", "hosted_vllm", "anthropic", "ollama_chat"):
+    base = url if provider in ("anthropic", "ollama_chat") else f"{url}/v1"
     fields = {"model": f"{provider}/scripted", "api_base": base, "api_key": "unused", "max_retries": 0}
     answer = litellm.completion(messages=asked("Hello"), temperature=0, max_tokens=50, **fields)
     print(f"{provider} chat:", answer.choices[0].message.content)
