@@ -35,7 +35,7 @@ test-clients: $(STAMP)
 	$(BIN)/python -m pytest -m clients -W default tests/clients
 
 test-fuzz: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/test_demo_model.py
 
 # Branch coverage of mlxpaged/, servers that the tests start included.
 coverage: $(STAMP)

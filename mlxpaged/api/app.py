@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from mlxpaged.api.access.local_names import LOCAL_ORIGIN
 from mlxpaged.api.access.middleware import KeyCheck, Origins, RequestLimit
 from mlxpaged.api.batches import BatchRunner, Store
 from mlxpaged.api.config import HttpConfig
@@ -84,6 +85,7 @@ def middleware(server: Server) -> list[Middleware]:
     cors = Middleware(
         CORSMiddleware,
         allow_origins=http.cors_origins,
+        allow_origin_regex=LOCAL_ORIGIN.pattern,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=EXPOSED_HEADERS,
@@ -92,8 +94,8 @@ def middleware(server: Server) -> list[Middleware]:
         Middleware(RequestIds),
         Middleware(Errors),
         Middleware(Origins, hosts=http.allowed_hosts, origins=http.cors_origins),
-        # A page can read the errors of the rest only if they have the headers of CORS.
-        *([cors, Middleware(Errors)] if http.cors_origins else []),
+        cors,
+        Middleware(Errors),  # a page can read the errors of the rest only if they have the headers of CORS
         Middleware(RequestLimit, limit=http.max_connections, open_paths=OPEN_PATHS),
         Middleware(KeyCheck, keys=server.keys, open_paths=OPEN_PATHS),
     ]

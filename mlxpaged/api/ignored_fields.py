@@ -1,4 +1,5 @@
-"""Tells the client, and the log once, which fields of its requests were ignored. `Reading` finds them."""
+"""Tells the client, and the log once, which fields of its requests were ignored. `Reading` finds them, and
+`Server.ignore` adds those that the model cannot honour."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import others
+from mlxpaged.api.generation.tool_prompt import in_plain_text
 from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
@@ -66,7 +67,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
     def work() -> TokenizeResponse:
         if body.prompt is None:
-            tokens = info.tokenizer.apply_chat_template(messages)
+            shown = messages if info.tokenizer.shows_tools else in_plain_text(messages, [])
+            tokens = info.tokenizer.apply_chat_template(shown)
         else:
             tokens = info.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         strings = [info.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None

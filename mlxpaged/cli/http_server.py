@@ -53,9 +53,7 @@ def run_server(
 
 class HttpServer(uvicorn.Server):
     """Shuts down in this order: HTTP takes no new connections; running requests finish within `drain_timeout` seconds
-    or end with an error; the engine thread stops. A second signal ends the requests at once.
-
-    It runs on the event loop with which the engine was started, if it was."""
+    or end with an error; the engine thread stops. A second signal ends the requests at once."""
 
     def __init__(self, app: Starlette, listener: socket.socket, drain_timeout: float) -> None:
         super().__init__(
@@ -81,9 +79,11 @@ class HttpServer(uvicorn.Server):
         self.servers = []  # uvicorn sets it at its start; a signal can come earlier
 
     def run_until_signal(self) -> int:
-        """Returns the exit status: 0 after a signal, 1 if the model cannot be served."""
-        loop = None if self._engine is None else self._engine.loop
-        uvloop.run(self.serve(sockets=[self._listener]), loop_factory=lambda: loop or uvloop.new_event_loop())
+        """Run on the event loop with which the engine was started. Returns the exit status: 0 after a signal, 1 if the
+        model cannot be served."""
+        loop = uvloop.new_event_loop() if self._engine is None else self._engine.loop
+        assert isinstance(loop, uvloop.Loop)
+        uvloop.run(self.serve(sockets=[self._listener]), loop_factory=lambda: loop)
         logger.info("bye")
         return self._exit_status
 

@@ -20,6 +20,7 @@ from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.logs import set_up
 from mlxpaged.engine import AsyncEngine, EngineConfig
 from mlxpaged.models import tool_parsers
+from mlxpaged.models.generation_config import LIMITS
 
 NO_MODEL = "none"
 BACKLOG = 2048
@@ -59,8 +60,9 @@ def add_parser(commands: Any) -> None:
     access = groups.group("access", HttpConfig())
     access.field("--api-keys", Path, "file made by `mlxpaged keys add`", "no key is needed")
     access.switch("--insecure", "allow other machines to use the server without an API key")
-    access.values("--allowed-host", flags.host_name, "another host name of this server, or * for any", "allowed_hosts")
-    pages = "origin whose web pages may use the server, or * for any"
+    names = "another host name of this server, beside the local ones, or * for any"
+    access.values("--allowed-host", flags.host_name, names, "allowed_hosts")
+    pages = "origin whose web pages may use the server, beside local pages and apps, or * for any"
     access.values("--cors-origin", flags.origin, pages, "cors_origins")
 
     requests = groups.group("requests", DEFAULTS)
@@ -76,15 +78,25 @@ def add_parser(commands: Any) -> None:
     requests.switch("--timelines", "add the times of waiting, prefill and decoding to every answer")
     requests.value("--data-dir", Path, None, "directory for /v1/files and /v1/batches", "both are off")
 
+    add_sampling_flags(groups.group("sampling", DEFAULTS))
     add_engine_flags(groups)
     add_log_level(groups, "info")
     parser.set_defaults(run=run, parser=parser)
 
 
+def add_sampling_flags(sampling: flags.Flags) -> None:
+    ignored = "do not take defaults from the model's generation_config.json; its end tokens are still used"
+    sampling.switch("--no-generation-config", ignored)
+    for name, limits in LIMITS.items():
+        kind = flags.fitting(int if limits.whole else float, str(limits), limits.fit)
+        text = f"{name} of requests that do not set it, {limits}"
+        sampling.field(f"--default-{name.replace('_', '-')}", kind, text, "the model's")
+
+
 def server_config(args: argparse.Namespace) -> EngineConfig | None:
     """Returns None for a server without a model. Raises ValueError if flags contradict each other."""
     if args.model != NO_MODEL:
-        return engine_config(args)
+        return engine_config(args, generation_config=not args.no_generation_config)
     if args.embedding_model is not None:
         raise ValueError(f"--embedding-model needs a MODEL; it cannot be used with {NO_MODEL!r}")
     if args.swap_space_bytes:

@@ -20,6 +20,7 @@ from mlxpaged.engine.errors import (
 from mlxpaged.engine.grammar import GrammarError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.progress import Progress, Stage
+from mlxpaged.engine.prompt_progress import PromptProgress
 from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
 from mlxpaged.engine.request_stream import RequestStream
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -45,6 +46,7 @@ __all__ = [
     "MinTokensError",
     "Priority",
     "Progress",
+    "PromptProgress",
     "QueueFullError",
     "Request",
     "RequestCancelledError",

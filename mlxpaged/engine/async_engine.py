@@ -20,6 +20,7 @@ from mlxpaged.engine.engine_thread import Callbacks, EngineThread
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.progress import Progress
+from mlxpaged.engine.prompt_progress import WaitingLine
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
 from mlxpaged.engine.status import EngineStats, EngineStatus
@@ -49,6 +50,7 @@ class AsyncEngine:
         self.on_output: Callable[[Request, RequestOutput], None] | None = None
         """Called with every output and its request, for metrics."""
         self._streams: dict[str, RequestStream] = {}
+        self._line = WaitingLine()
         self._replies: set[asyncio.Future[Any]] = set()
         self._embedding = 0  # requests that wait for embeddings
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -60,7 +62,7 @@ class AsyncEngine:
         self.progress: Progress | None = None
         callbacks = Callbacks(
             lambda progress: self._hand_over(self._note_progress, progress),
-            lambda core: self._hand_over(self._become_ready, EngineInfo(core), core.stats()),
+            lambda core: self._hand_over(self._become_ready, EngineInfo(core, config), core.stats()),
             lambda outputs, stats: self._hand_over(self._dispatch, outputs, stats),
             lambda reason: self._hand_over(self._become_dead, reason),
         )
@@ -117,7 +119,7 @@ class AsyncEngine:
         max_tokens is cut to what context and pool have room for.
         Raises EngineUnavailableError, PromptTooLongError, MinTokensError or DuplicateRequestError.
         """
-        info, streams = self.require_ready(), []
+        info, limited_requests = self.require_ready(), []
         for request in requests:
             max_tokens = info.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
             if request.request_id in self._streams:
@@ -125,11 +127,14 @@ class AsyncEngine:
             if request.params.min_tokens > max_tokens:
                 message = f"{request.params.min_tokens} tokens are required, but at most {max_tokens} can be generated"
                 raise errors.MinTokensError(message)
-            limited = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=max_tokens))
-            streams.append(RequestStream(limited, self._abort, lambda: self.state))
+            params = dataclasses.replace(request.params, max_tokens=max_tokens)
+            limited_requests.append(dataclasses.replace(request, params=params))
+        streams = [
+            RequestStream(request, self._abort, lambda: self.state, self._line, self.clock)
+            for request in limited_requests
+        ]
         self._streams.update((stream.request.request_id, stream) for stream in streams)
         self._idle.clear()
-        limited_requests = [stream.request for stream in streams]
         self.thread.send(lambda core: core.submit(limited_requests))
         return streams
 
@@ -263,6 +268,9 @@ class AsyncEngine:
 
     def _dispatch(self, outputs: list[RequestOutput], stats: EngineStats) -> None:
         self.stats = stats
+        for chunk in stats.prompt_chunks:
+            if (stream := self._streams.get(chunk.request_id)) is not None:
+                stream.put_chunk(chunk)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:

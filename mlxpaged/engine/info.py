@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.models import EmbeddingModel
 from mlxpaged.models.layers import is_per_sequence
@@ -13,13 +14,14 @@ from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
 class EngineInfo:
     """Facts about an engine that do not change while it lives."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, config: EngineConfig) -> None:
         served = core.served
         self.model = served.name
         self.tokenizer = served.tokenizer
         self.vocab_size = served.vocab_size
         self.context_length = served.context_length
         self.longest = served.max_model_len  # most tokens of a prompt and its answer, in any pool
+        self.sampling_defaults = config.sampling_defaults(served.sampling)
         self.num_layers = len(served.layers)
         self.num_layers_per_sequence = sum(is_per_sequence([spec]) for spec in served.layers)  # called for each alone
         self.weight_bytes = served.weight_bytes

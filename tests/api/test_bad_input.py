@@ -146,7 +146,6 @@ ONLY_CHAT: list[tuple[str, Any]] = [
     ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": 1}}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
     ("response_format", {"type": "text", "json_schema": {"name": "x", "schema": {}}}),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
     ("modalities", []),
     ("modalities", ["text", "audio"]),

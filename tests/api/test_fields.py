@@ -279,7 +279,7 @@ HISTORY: list[Case] = [
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "any"}}]}]},
         NOTHING,
     ),
-    ("raw HTTP", CHAT, {"messages": [{"role": "user", "content": None}]}, Refused("content: Field required")),
+    ("raw HTTP", CHAT, {"messages": [{"role": "user", "content": None}]}, Refused("content: is required")),
     (
         "raw HTTP",
         CHAT,

@@ -410,12 +410,11 @@ def test_what_cannot_be_had_is_refused_by_its_own_name(client: OpenAI, fields: d
     assert str(caught.value.body["message"]).startswith(f"{param}: ")  # type: ignore[index]
 
 
-def test_a_model_without_tools_says_so(demo_server: RunningServer) -> None:
+def test_a_model_that_does_not_think_says_so(demo_server: RunningServer) -> None:
     with demo_server.client(timeout=DEADLINE) as client:
-        for fields, param in (({}, "tools"), ({"tools": [], "reasoning": {"effort": "low"}}, "reasoning.effort")):
-            with pytest.raises(openai.BadRequestError) as caught:
-                client.responses.create(**question("x", model="demo", **fields))
-            assert caught.value.param == param
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(**question("x", model="demo", tools=[], reasoning={"effort": "low"}))
+        assert caught.value.param == "reasoning.effort"
         unthinking: Response = client.responses.create(
             **question("x", model="demo", tools=[], reasoning={"effort": "none"}, max_output_tokens=1)
         )

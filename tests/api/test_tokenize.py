@@ -88,8 +88,8 @@ def test_tokenizing_leaves_the_event_loop_free(demo_server: RunningServer, monke
 def test_a_model_tells_its_limits_and_what_it_can_do(client: OpenAI) -> None:
     model = client.models.retrieve("demo").model_dump()
     assert (model["context_length"], model["max_model_len"]) == (4096, 4096)
-    nothing_else = {"embeddings": False, "tools": False, "thinking": False}
-    assert model["capabilities"] == {"chat": True, "completions": True} | nothing_else
+    nothing_else = {"embeddings": False, "thinking": False}
+    assert model["capabilities"] == {"chat": True, "completions": True, "tools": True} | nothing_else
     assert [each.id for each in client.models.list()] == ["demo"]
 
 

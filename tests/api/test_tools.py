@@ -234,13 +234,6 @@ def test_a_model_with_tools_and_thinking_is_listed_as_one(server: RunningServer)
     assert model["capabilities"] == dict.fromkeys(("chat", "completions", "tools", "thinking"), True) | nothing_else
 
 
-def test_a_model_without_tools_says_so(demo_server: RunningServer) -> None:
-    with demo_server.client(timeout=DEADLINE) as client, pytest.raises(BadRequestError) as caught:
-        client.chat.completions.create(**question("Rome?", model="demo"))
-    assert (caught.value.param, caught.value.code) == ("tools", None)
-    assert "does not show tools" in str(caught.value)
-
-
 def test_special_tokens_of_a_format_reach_its_parser_only(tmp_path: Any) -> None:
     """Mistral's tags are special tokens, which text hides elsewhere; it has no closing tag."""
     with scripted_server(tmp_path, "mistral", MISTRAL) as server, server.client(timeout=DEADLINE) as client:

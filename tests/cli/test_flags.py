@@ -40,6 +40,13 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--request-timeout", "0", "5", "request_timeout", None, 5.0),
     ("--ttft-timeout", "1.5", "3", "ttft_timeout", 1.5, 3.0),
     ("--ttft-timeout", "0", "5", "ttft_timeout", None, 5.0),
+    ("--default-temperature", "0", "0.7", "default_temperature", 0.0, 0.7),
+    ("--default-top-p", "0.9", "1", "default_top_p", 0.9, 1.0),
+    ("--default-top-k", "-1", "20", "default_top_k", -1, 20),
+    ("--default-min-p", "0", "0.05", "default_min_p", 0.0, 0.05),
+    ("--default-repetition-penalty", "1.05", "1", "default_repetition_penalty", 1.05, 1.0),
+    ("--default-presence-penalty", "-1", "1.5", "default_presence_penalty", -1.0, 1.5),
+    ("--default-frequency-penalty", "-0.5", "2", "default_frequency_penalty", -0.5, 2.0),
     ("--drain-timeout", "0", "2.5", "drain_timeout", 0.0, 2.5),
     ("--data-dir", "some/where", "else", "data_dir", Path("some/where"), Path("else")),
     ("--log-level", "WARNING", "debug", "log_level", "warning", "debug"),
@@ -54,6 +61,7 @@ SWITCHES = [
     ("--no-prefix-cache", "prefix_caching", False),
     ("--no-batching", "max_num_seqs", 1),
     ("--timelines", "timelines", True),
+    ("--no-generation-config", "generation_config", False),
     ("--retune", "retune", True),
 ]
 

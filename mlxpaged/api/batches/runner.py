@@ -216,7 +216,8 @@ class BatchRunner:
                 message = f"the API key {batch.owner!r} was removed before this request was run"
                 return failure_line(place, "api_key_removed", message)
             scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": [], "query_string": b""}
-            state = {"request_id": new_id("req"), "caller": caller, "body_size": place.size}
+            state: dict[str, Any] = {"request_id": new_id("req"), "caller": caller, "body_size": place.size}
+            state["ignored"] = []
             request = Request(scope | {"app": self._app, "state": state})
             _, respond = BATCH_ENDPOINTS[batch.endpoint]
             while True:

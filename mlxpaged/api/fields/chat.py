@@ -66,16 +66,18 @@ TABLE = Table(
         "with the reason",
     ),
     label("tools", []),
-    by_model(
+    honoured(
         "tools",
         [FUNCTION],
-        "the chat template must show tools, and the format of the model's calls must be known (`--tool-parser`)",
+        "if the chat template shows none, the [system message](structured-output.md#models-without-a-format-for-tools) "
+        "does; ignored if that cannot be, and no call is required",
     ),
     label("tool_choice", "none"),
-    by_model(
+    honoured(
         "tool_choice",
         "required",
         "named ones too; needs `tools`, and calls in a format that a grammar can enforce",
+        tools=[FUNCTION],
     ),
     refused(
         "tool_choice",
@@ -99,6 +101,7 @@ TABLE = Table(
     honoured("add_generation_prompt", True),
     honoured("continue_final_message", True, messages=[USER, {"role": "assistant", "content": "y"}]),
     *shared.DEADLINES,
+    shared.PROGRESS,
     *shared.LABELS,
     *shared.EVERYWHERE,
     *shared.ALIASES,

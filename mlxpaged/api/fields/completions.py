@@ -17,6 +17,7 @@ TABLE = Table(
     honoured("echo", True),
     refused("echo", True, "the log-probabilities of the prompt are not computed", logprobs=1),
     *shared.DEADLINES,
+    shared.PROGRESS,
     *shared.LABELS,
     *shared.EVERYWHERE,
     *shared.ALIASES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlxpaged.api.fields import shared
-from mlxpaged.api.fields.table import Row, Table, by_model, honoured, ignored, label, refused
+from mlxpaged.api.fields.table import Row, Table, honoured, ignored, label, refused
 
 USER: dict[str, Any] = {"role": "user", "content": "x"}
 TOOL: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
@@ -33,7 +33,7 @@ PROMPT: tuple[Row, ...] = (
         "Be brief.",
         "a text that begins with `x-anthropic-billing-header:` is not shown to the model; Claude Code sends it",
     ),
-    by_model("tools", [TOOL]),
+    honoured("tools", [TOOL], "as in chat completions"),
     honoured(
         "tools", [TOOL | {"defer_loading": True}], "hidden from the model until a `tool_reference` in a result names it"
     ),
@@ -75,8 +75,11 @@ TABLE = Table(
     honoured("temperature", 0.5),
     honoured("top_k", 5),
     honoured("top_p", 0.5),
-    by_model(
-        "tool_choice", {"type": "any"}, "`tool` too; needs `tools`, and calls in a format that a grammar can enforce"
+    honoured(
+        "tool_choice",
+        {"type": "any"},
+        "`tool` too; needs `tools`, and calls in a format that a grammar can enforce",
+        tools=[TOOL],
     ),
     honoured("thinking", {"type": "adaptive", "display": "omitted"}, "the signature has the text"),
     honoured("output_config", {"effort": "low"}, "`low` and `medium` limit the thinking; higher values do not"),

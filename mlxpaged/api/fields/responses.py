@@ -42,7 +42,7 @@ PROMPT: tuple[Row, ...] = (
         "not carried over to the next response; joined with the system messages that follow",
     ),
     refused("previous_response_id", "unknown", "honoured while the response is kept"),
-    by_model("tools", [{"type": "function", "name": "f"}], "as in chat completions; `strict` is false by default"),
+    honoured("tools", [{"type": "function", "name": "f"}], "as in chat completions; `strict` is false by default"),
     by_model(
         "reasoning",
         {"effort": "low"},
@@ -88,6 +88,7 @@ TABLE = Table(
     ),
     honoured("service_tier", "flex", "low priority"),
     *shared.DEADLINES,
+    shared.PROGRESS,
     label("metadata", {"a": "b"}, "returned with the response"),
     label("client_metadata", {"a": "b"}, "Codex sends it"),
     label("user", "u"),
@@ -101,7 +102,7 @@ TABLE = Table(
         "always enforced, `strict` or not",
     ),
     label("tools", []),
-    by_model(
+    honoured(
         "tools",
         [{"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", "name": "f"}]}],
         "the model calls the tool `n__f`; the call in the response has `namespace`",
@@ -113,7 +114,12 @@ TABLE = Table(
         "sends it: the model does not see it, and the response's `tools` do not have it",
     ),
     label("tool_choice", "none"),
-    by_model("tool_choice", "required", "as in chat completions; named ones too"),
+    honoured(
+        "tool_choice",
+        "required",
+        "as in chat completions; named ones too",
+        tools=[{"type": "function", "name": "f"}],
+    ),
     refused(
         "tool_choice",
         ALLOWED,

@@ -24,6 +24,8 @@ DEADLINES: tuple[Row, ...] = (
     honoured("ttft_timeout", 60),
 )
 
+PROGRESS = honoured("return_progress", True, "llama.cpp's; [a silent stream](api.md#streams) has data", stream=True)
+
 LABELS: tuple[Row, ...] = (
     label("user", "u"),
     label("metadata", {"a": "b"}),
@@ -127,7 +129,6 @@ HINTS: tuple[Row, ...] = (
     ignored("guided_decoding_backend", "outlines", "llguidance enforces every constraint"),
     ignored("structured_outputs.backend", {"regex": "a", "backend": "x"}, "llguidance enforces every constraint"),
     ignored("timings_per_token", True, "use the header `X-Mlxpaged-Timeline`", (False,)),
-    ignored("return_progress", True, "a stream's comments tell the progress", (False,)),
 )
 
 REFUSALS: tuple[Row, ...] = (

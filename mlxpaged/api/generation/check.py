@@ -31,9 +31,9 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
             "logprobs", "cannot be combined with a limit on thinking: the token that ends the thinking is not sampled"
         )
     if len(chat.messages) > MAX_LIST:
-        raise request.refusal("messages", f"are {len(chat.messages)} after conversion; the limit is {MAX_LIST}")
+        raise request.refusal("messages", f"there are {len(chat.messages)} after conversion; the limit is {MAX_LIST}")
     if len(chat.tools) > MAX_TOOLS:
-        raise request.refusal("tools", f"contain {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
+        raise request.refusal("tools", f"there are {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
     tools, choice = {tool.name for tool in chat.tools}, chat.tool_choice
     if len(tools) < len(chat.tools):
         raise request.refusal("tools", "two functions have the same name")
@@ -57,14 +57,6 @@ def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> 
             raise bad_parameter(param, "this model's chat template has no such variable")
     if chat.needs_thinking and not tokenizer.tags.think_start:
         raise request.refusal("thinking", "this model does not think: its vocabulary has no thinking tags")
-    if any(message.get("tool_calls") for message in chat.messages) and not tokenizer.template_reads("tool_calls"):
-        raise request.refusal("messages", "this model's chat template does not show tool_calls to the model")
-    if chat.offered_tools:
-        if not tokenizer.template_reads("tools"):
-            raise request.refusal("tools", "this model's chat template does not show tools to the model")
-        if tokenizer.tags.tools is None:
-            message = "the format of this model's tool calls is not known; start the server with --tool-parser"
-            raise request.refusal("tools", message)
 
 
 def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) -> dict[str, Any]:

@@ -27,6 +27,7 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
     server = server_of(http)
     request = await server.prepare(http, lambda: check_request(translate()))
     engine, info = server.ready(request.model)
+    request = request.with_defaults(info.sampling_defaults)
     context = context_of(http, request, engine.config, id_prefix)
     num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)
     opened = server.open_requests.open(context.request_id, num_prompts * request.candidates, context.caller)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlxpaged.api.errors import ApiError
-from mlxpaged.api.generation.answers import Answer, Answers, Renderer, timeline_field
+from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
 from mlxpaged.api.generation.deltas import Usage
 from mlxpaged.api.openai.schema import SamplingFields
 from mlxpaged.api.streaming import event
-from mlxpaged.engine import TokenLogprobs
+from mlxpaged.engine import PromptProgress, TokenLogprobs
 from mlxpaged.models import Tokenizer
 
 
@@ -57,6 +57,9 @@ class CompletionsRenderer(Renderer):
         if last:
             yield event(self._envelope | {"choices": []} | last)
         yield "data: [DONE]\n\n"
+
+    def progress(self, progress: PromptProgress) -> str:
+        return event(self._envelope | {"choices": []} | progress_field(progress))
 
     def error(self, error: ApiError) -> str:
         return event(error.body())

@@ -72,6 +72,7 @@ class RequestFields(Body):
     # The deadlines are not OpenAI's.
     timeout: Seconds | None = None
     ttft_timeout: Seconds | None = None
+    return_progress: bool | None = None  # llama.cpp's
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> RequestFields:
@@ -153,7 +154,7 @@ class Message(Body):
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
             raise ValueError("only messages of the role 'assistant' may have tool_calls or reasoning_content")
         if self.content is None and self.role not in ("assistant", "tool"):
-            raise ValueError("content: Field required")
+            raise ValueError("content: is required")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id is required in messages of the role 'tool' and not allowed in others")
         return self
