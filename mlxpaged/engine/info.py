@@ -66,8 +66,7 @@ class EngineInfo:
 
         Raises PromptTooLongError, with size and limit, if the request could never run.
         """
-        room = self.longest - num_prompt_tokens
-        if room < 1 or (max_tokens is not None and max_tokens > room):
+        if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > self.longest:
             wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
             raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens{wanted}; {self.limit}",

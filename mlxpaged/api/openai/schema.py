@@ -64,7 +64,7 @@ class RequestFields(Body):
 class SamplingFields(RequestFields, StructuredFields):
     """The fields that chat completions and completions share. SamplingParams takes its own from here, by name."""
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -78,6 +78,13 @@ class SamplingFields(RequestFields, StructuredFields):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # vLLM's
+
+    @model_validator(mode="after")
+    def _a_stream_has_no_prompt_logprobs(self) -> SamplingFields:
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_parameter("prompt_logprobs", "is not available if stream is true")
+        return self
 
     @field_validator("logit_bias")
     @classmethod
@@ -106,6 +113,7 @@ class TextPart(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)] | None = None
+    type: Literal["text"] | None = None  # lm-evaluation-harness sends it
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
@@ -149,7 +157,7 @@ EFFORT_TOKENS = {"none": None, "minimal": 256, "low": 1024, "medium": 4096, "hig
 
 class ChatRequest(SamplingFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -166,10 +174,12 @@ class ChatRequest(SamplingFields):
     store: Literal[False] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, fail_fast=True)] | None = None
     verbosity: Literal["medium"] | None = None
+    echo: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
-        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
             raise bad_parameter("max_tokens", "differs from max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise bad_parameter("top_logprobs", "needs logprobs to be true")
@@ -235,8 +245,6 @@ class CompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise bad_parameter("echo", "cannot be combined with logprobs: those of the prompt are not computed")
         if self.num_candidates < (self.n or 1):
             raise bad_parameter("best_of", f"must be at least n, which is {self.n}")
         if self.num_candidates > (self.n or 1) and self.stream:
