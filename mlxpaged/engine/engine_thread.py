@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mlxpaged.engine.builder import build_embedder, build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.memory import least_step, prepare_device_memory
+from mlxpaged.engine.memory import least_step, limit_freed_buffers, prepare_device_memory
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.status import EngineStats
@@ -64,6 +64,7 @@ class EngineThread(threading.Thread):
             names = config.model, config.served_model_name, config.tool_parser
             served = load_model(*names, loading, config.max_model_len, reserved)
             step_bytes = measure_step(served, config)
+            limit_freed_buffers(step_bytes)
             embedder = build_embedder(config, served)
             core = build_engine(config, served, self._clock, *embedder, report, step_bytes)
             with contextlib.closing(core):

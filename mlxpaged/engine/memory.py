@@ -19,8 +19,8 @@ LEAST_STEP = 10**9
 billion parameters takes about 0.8 GB."""
 
 CACHE_LIMIT = 2**30
-"""Most bytes of freed buffers that MLX keeps for later allocations: those of one step. Without a limit MLX keeps up to
-95 % of the GPU's working set (mlx/backend/metal/allocator.cpp)."""
+"""Most bytes of freed buffers that MLX keeps for later allocations. Without a limit MLX keeps up to 95 % of the GPU's
+working set (mlx/backend/metal/allocator.cpp)."""
 
 CPU_POOL = 2**30
 """Most bytes of the KV pools on a CPU by default."""
@@ -64,6 +64,11 @@ def prepare_device_memory() -> None:
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         except (RuntimeError, ValueError) as error:
             logger.warning("the model's memory is not wired: %s", error)
+
+
+def limit_freed_buffers(step_bytes: int) -> None:
+    """Let MLX keep the freed buffers of one step, which the next step takes again, and at most CACHE_LIMIT."""
+    mx.set_cache_limit(min(CACHE_LIMIT, step_bytes))
 
 
 @dataclass(frozen=True)

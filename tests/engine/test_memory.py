@@ -236,6 +236,22 @@ def test_the_engine_prepares_its_memory_before_it_loads_the_model(monkeypatch: p
     assert order == ["wire", "load", "no such model"]
 
 
+@pytest.mark.parametrize(("step_bytes", "limit"), [(190_000_000, 190_000_000), (2**40, memory.CACHE_LIMIT)])
+def test_mlx_keeps_the_freed_buffers_of_one_step(monkeypatch: pytest.MonkeyPatch, step_bytes: int, limit: int) -> None:
+    kept: list[int] = []
+
+    def build_embedder(*_: object) -> None:
+        raise ModelNotFoundError("no such model")
+
+    monkeypatch.setattr(mx, "set_cache_limit", kept.append)
+    monkeypatch.setattr(engine_thread, "load_model", lambda *_: None)
+    monkeypatch.setattr(engine_thread, "measure_step", lambda *_: step_bytes)
+    monkeypatch.setattr(engine_thread, "build_embedder", build_embedder)
+    callbacks = engine_thread.Callbacks(lambda _: None, lambda _: None, lambda *_: None, lambda _: None)
+    engine_thread.EngineThread(EngineConfig(), callbacks).run()
+    assert kept == [memory.CACHE_LIMIT, limit]
+
+
 @pytest.mark.parametrize("version", [2, 1])
 def test_a_containers_cached_file_pages_count_as_free(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
