@@ -25,6 +25,11 @@ def max_prompt_logits(vocab_size: int, max_num_batched_tokens: int) -> int:
     return max(1, min(max_num_batched_tokens, MAX_BYTES // (BYTES_PER_LOGIT * vocab_size)))
 
 
+def prompt_logits_bytes(vocab_size: int, max_num_batched_tokens: int) -> int:
+    """The most bytes that they take in a step."""
+    return max_prompt_logits(vocab_size, max_num_batched_tokens) * vocab_size * BYTES_PER_LOGIT
+
+
 class StepLogprobs:
     """The log-probabilities of all prompt tokens of a step, on the device until `read`.
 
