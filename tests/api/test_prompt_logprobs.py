@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from mlxpaged.api.openai.renderer import completion_logprobs
+from mlxpaged.engine import TokenLogprobs
 from tests.api.helpers import ask, post, random_tokens, raw, run_on, stream_events, text_of, tokens_of
 from tests.support import RunningServer
 
@@ -113,6 +115,15 @@ def test_prompt_logprobs_and_logprobs_each_have_their_own_number(demo_server: Ru
     [choice] = echoed(demo_server, "Once upon a time", prompt_logprobs=4, logprobs=0)
     assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"][1:])
     assert all(len(entries) in (4, 5) for entries in choice["prompt_logprobs"][1:])
+
+
+def test_of_tokens_with_the_same_text_the_most_likely_one_is_shown(demo_server: RunningServer) -> None:
+    """Parts of characters have the same text, and a client has to see that another token is more likely."""
+    assert demo_server.engine.info is not None
+    tokenizer = demo_server.engine.info.tokenizer
+    one, other = [token for token in range(300) if tokenizer.token_text(token) == "\ufffd"][:2]
+    token = TokenLogprobs(one, -3.0, ((other, -0.5),))
+    assert completion_logprobs(tokenizer, [token])["top_logprobs"] == [{"\ufffd": -0.5}]
 
 
 def test_a_chat_has_them_once_for_all_its_answers(demo_server: RunningServer) -> None:

@@ -107,21 +107,23 @@ def completion_logprobs(
     first = [] if prompt is None else [prompt.token_ids[0]]
     tokens = tokens if prompt is None else [*prompt.tokens(num_top), *tokens]
     texts = [tokenizer.token_text(token_id) for token_id in (*first, *(token.token_id for token in tokens))]
-    # OpenAI adds the token itself if it is not among the most likely ones.
-    tops = [
-        {
-            tokenizer.token_text(candidate): max(logprob, MIN_LOGPROB)
-            for candidate, logprob in (*token.top, (token.token_id, token.logprob))
-        }
-        for token in tokens
-    ]
     unknown = [None] * len(first)
     return {
         "tokens": texts,
         "token_logprobs": [*unknown, *(max(token.logprob, MIN_LOGPROB) for token in tokens)],
-        "top_logprobs": [*unknown, *tops],
+        "top_logprobs": [*unknown, *(top_logprobs(tokenizer, token) for token in tokens)],
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }
+
+
+def top_logprobs(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, float]:
+    """By text: the most likely tokens, and the token itself, which OpenAI adds. Of tokens with the same text (parts of
+    characters) the most likely one stays: lm-evaluation-harness takes a token for the most likely one if no
+    log-probability here is greater."""
+    found: dict[str, float] = {}
+    for candidate, logprob in (*token.top, (token.token_id, token.logprob)):
+        found.setdefault(tokenizer.token_text(candidate), max(logprob, MIN_LOGPROB))
+    return found
 
 
 def prompt_logprobs(tokenizer: Tokenizer, prompt: PromptLogprobs, num_top: int) -> list[dict[str, Any] | None]:
