@@ -40,8 +40,13 @@ class PromptLogprobs:
     def unknown(cls, token_ids: Sequence[int], top: int) -> PromptLogprobs:
         """For a prompt of which nothing is computed yet. `put` fills the arrays."""
         n = len(token_ids) - 1
-        floats, integers = (np.zeros((n, top), kind) for kind in (np.float32, np.int32))
-        return cls(token_ids, np.zeros(n, np.float32), np.zeros(n, np.int32), integers, floats)
+        return cls(
+            token_ids,
+            logprobs=np.zeros(n, np.float32),
+            ranks=np.zeros(n, np.int32),
+            top_ids=np.zeros((n, top), np.int32),
+            top_logprobs=np.zeros((n, top), np.float32),
+        )
 
     def put(self, positions: range, rows: PromptRows) -> None:
         """rows: for the tokens at these positions. They may have more columns than were asked for here."""

@@ -35,7 +35,7 @@ class RunningRequest:
         self.sequence = sequence
         self.matcher = matcher
         self.num_top = request.params.prompt_logprobs or 0  # for each token of the prompt
-        self.prompt_logprobs = None if parent is None else parent.prompt_logprobs
+        self.prompt_logprobs: PromptLogprobs | None = None if parent is None else parent.prompt_logprobs
         if request.params.prompt_logprobs is not None and self.prompt_logprobs is None:
             self.prompt_logprobs = PromptLogprobs.unknown(request.prompt_token_ids, self.num_top)
             sequence.logits_from = 0 if sequence.num_prompt_tokens > 1 else None
