@@ -18,6 +18,7 @@ from tests.support import RunningServer, make_tiny_model, running_server
 pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
 import lm_eval
+import lm_eval.models  # mlx_lm.evaluate registers a model: the others would then not be imported
 from lm_eval.tasks import TaskManager
 from mlx_lm.evaluate import MLXLM
 
