@@ -35,7 +35,7 @@ test-clients: $(STAMP)
 	$(BIN)/python -m pytest -m clients -W default tests/clients
 
 test-fuzz: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/test_demo_model.py
 
 # Branch coverage of mlxpaged/, servers that the tests start included.
 coverage: $(STAMP)
@@ -79,7 +79,10 @@ train-demo: $(STAMP)
 clean:
 	rm -rf $(VENV) dist site
 
-# Python compiles a module when it is first imported. To compile all of them here would take half a minute.
+# Python compiles a module when it is first imported, and keeps the result. To compile all of them here would take half a
+# minute. Never to keep it would take two seconds of each start of a server, in the tests too.
+export PYTHONDONTWRITEBYTECODE =
+
 $(STAMP): pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then \
 		rm -rf $(VENV) && uv venv --quiet --python '>=3.10' $(VENV) && uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \

@@ -1,4 +1,4 @@
-"""What it costs to bring the tokens of every step to streams over HTTP. For engine.py; as a program, the clients."""
+"""What it costs to bring the tokens of every step to streams over HTTP. For engine.py."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import io
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from comparison.client import Client
 
 from mlxpaged.api.app import create_app
 from mlxpaged.cli.http_server import HttpServer
@@ -21,7 +19,7 @@ from mlxpaged.cli.serve import listen
 from mlxpaged.engine import AsyncEngine, EngineConfig
 from mlxpaged.engine.status import EngineStats
 
-CLIENT_SECONDS = 600.0
+CLIENTS = Path(__file__).with_name("delivery_clients.py")
 POLL_SECONDS = 0.02
 ENDING_STEPS = 256
 """Tokens that an answer has beside those that are measured: while all streams begin, and while one looks."""
@@ -51,16 +49,15 @@ def delivery_seconds(config: EngineConfig, streams: int, steps: int) -> tuple[fl
 
 async def served(config: EngineConfig, streams: int, steps: int) -> tuple[float, float]:
     listener = listen("127.0.0.1", 0)
-    app = create_app(config)
-    server = HttpServer(app, listener, drain_timeout=0)
+    engine = AsyncEngine(config)
+    server = HttpServer(create_app(engine), listener, drain_timeout=0)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(POLL_SECONDS)
-    engine: AsyncEngine = app.state.server.engine
     await engine.wait_loaded()
     assert engine.info is not None
     arguments = (listener.getsockname()[1], engine.info.model, streams, steps + ENDING_STEPS)
-    client = await asyncio.create_subprocess_exec(sys.executable, str(Path(__file__)), *map(str, arguments))
+    client = await asyncio.create_subprocess_exec(sys.executable, str(CLIENTS), *map(str, arguments))
     try:
         return await measured(engine, client, streams, steps)
     finally:
@@ -100,17 +97,3 @@ def all_decode(engine: AsyncEngine, streams: int) -> bool:
     """Whether all prompts are computed, as far as the tokens show."""
     stats = stats_of(engine)
     return stats.scheduler.running == streams and stats.generated_tokens_total >= 2 * streams
-
-
-def main(port: int, model: str, streams: int, tokens: int) -> None:
-    client = Client(port, model, time.perf_counter() + CLIENT_SECONDS, CLIENT_SECONDS)
-    with ThreadPoolExecutor(streams) as threads:
-        answers = list(
-            threads.map(lambda i: client.ask([{"role": "user", "content": f"Stream {i}"}], tokens), range(streams))
-        )
-    if errors := {answer.error for answer in answers if answer.error}:
-        sys.exit(f"delivery.py: {'; '.join(errors)}")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

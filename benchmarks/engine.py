@@ -10,7 +10,7 @@ profile has the parts of a decode step at the largest batch.
 
 Then, for the first model: the host's work alone in CPU time, which other load hardly changes, and the cost of bringing
 that many streams their tokens over HTTP, with clients in another process, with all that a server adds to the forward
-pass.
+pass. Last, what a Mac's host does for a decode step beside mlx-lm's own step: host.py says how, and prints the parts.
 
 Models are directories, repositories, or names of models that are made if they are missing, random, in float32: `llama`,
 which the comparison with other servers has (81 million parameters), `hybrid` and `latent` (engine_models.py).
@@ -49,6 +49,7 @@ from comparison.environments import CACHE
 from comparison.model import benchmark_model
 from delivery import ENDING_STEPS, delivery_seconds
 from engine_models import hybrid_model, latent_model
+from host import compare, with_kernels
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model as load_weights
 
@@ -309,6 +310,12 @@ def print_server_costs(measurement: Measurement, parts: dict[str, float], sizes:
     print(share("with all above but", added, step) + f": {', '.join(FORWARD_PASS)}")
 
 
+def print_graph_building(sizes: Sizes) -> None:
+    print("\ngraph building of a decode step on the Metal backend, CPU time:")
+    for batch in sizes.batch:
+        print(f"  {compare(batch, sizes.context, sizes.steps)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=list(MADE), help=f"default: {' '.join(MADE)}")
@@ -336,6 +343,7 @@ def main() -> None:
             print(share(part, seconds, step))
         if name == models[0]:
             print_server_costs(measurement, parts, sizes)
+            with_kernels(partial(print_graph_building, sizes))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from mlxpaged.attention import kernels, route_attention
@@ -270,19 +270,28 @@ def medians(measured: list[dict[str, float]]) -> dict[str, float]:
     return {name: 1e3 * statistics.median(each[name] for each in measured) for name in measured[0]}
 
 
-def compare(batch: int, context: int, steps: int) -> None:
+class Comparison(NamedTuple):
+    """Milliseconds by part of a step of both sides, medians."""
+
+    batch: int
+    context: int
+    theirs: dict[str, float]
+    ours: dict[str, float]
+
+    def __str__(self) -> str:
+        theirs, ours = self.theirs["graph and sampler's graph"], self.ours["graph"] + self.ours["sampler's graph"]
+        ratio = f"mlx-lm {theirs:.3f} ms, ours {ours:.3f} ms, ratio {ours / theirs:.2f}"
+        return f"batch {self.batch}, contexts of {self.context} tokens: {ratio}"
+
+
+def compare(batch: int, context: int, steps: int) -> Comparison:
+    """Call it inside `with_kernels`."""
     theirs = MlxLm(make_model(), batch, context)
     with Ours(make_model(), batch, context, steps) as ours, no_evaluation():
         for _ in range(WARM_UP):
             theirs.step(), ours.step()
         measured = [(theirs.step(), ours.step()) for _ in range(steps)]
-    other, own = medians([first for first, _ in measured]), medians([second for _, second in measured])
-    graphs = other["graph and sampler's graph"], own["graph"] + own["sampler's graph"]
-    ratio = f"mlx-lm {graphs[0]:.3f} ms, ours {graphs[1]:.3f} ms, ratio {graphs[1] / graphs[0]:.2f}"
-    print(f"\nbatch {batch}, contexts of {context} tokens: {ratio}")
-    for side, parts in (("mlx-lm", other), ("ours", own)):
-        for name, value in parts.items():
-            print(f"  {side:7} {name:30} {value:7.3f} ms")
+    return Comparison(batch, context, *(medians(list(side)) for side in zip(*measured, strict=True)))
 
 
 @contextmanager
@@ -301,7 +310,11 @@ def main() -> None:
     def run() -> None:
         for batch in args.batch:
             for context in args.context:
-                compare(batch, context, args.steps)
+                comparison = compare(batch, context, args.steps)
+                print(f"\n{comparison}")
+                for side, parts in (("mlx-lm", comparison.theirs), ("ours", comparison.ours)):
+                    for name, value in parts.items():
+                        print(f"  {side:7} {name:30} {value:7.3f} ms")
 
     with_kernels(run)
 

@@ -203,9 +203,9 @@ def running_server(
     http: HttpConfig | None = None,
     data_dir: Path | None = None,
 ) -> Iterator[RunningServer]:
-    app = create_app(config, clock, http, data_dir)
-    if config is not None:
-        engine = app.state.server.engine
+    engine = None if config is None else AsyncEngine(config, clock)
+    app = create_app(engine, clock, http, data_dir)
+    if engine is not None:
         keep_core(engine, app)
     with listen("127.0.0.1", 0) as listener:
         uvicorn_config = uvicorn.Config(
@@ -222,7 +222,7 @@ def running_server(
         thread.start()
         try:
             wait_until(lambda: server.started or not thread.is_alive())
-            if config is not None and wait_loaded:
+            if engine is not None and wait_loaded:
                 wait_until(lambda: engine.state is not EngineState.LOADING, 60)
                 assert engine.state is EngineState.READY, engine.reason
             yield RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", app)

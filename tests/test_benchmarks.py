@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import runpy
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from mlxpaged.cpu import streams
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def run(name: str, *args: str) -> str:
-    command = [sys.executable, str(BENCHMARKS / name), *args]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A benchmark as a program, but in this process: what it prints. mlx-lm's products get one thread, and no time for
+    others to fall asleep."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    monkeypatch.setattr(streams, "cores", lambda: 1)
+    monkeypatch.setattr(import_module("baselines"), "stay_awake", lambda seconds: None)
+
+    def run(name: str, *args: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *args])
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 def shares(lines: str) -> dict[str, float]:
@@ -22,7 +38,7 @@ def shares(lines: str) -> dict[str, float]:
     return {line[:26].strip(): float(line[39:46]) for line in lines.splitlines()[1:]}
 
 
-def test_the_benchmark_of_the_scheduler_measures() -> None:
+def test_the_benchmark_of_the_scheduler_measures(run: Callable[..., str]) -> None:
     output = run("scheduler.py", "--sequences", "20", "--blocks", "20000", "--steps", "2", "--minutes", "0.5")
     costs, fairness = output.split("\n\n")
     rows = costs.splitlines()[1:]
@@ -44,12 +60,12 @@ def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(made.make_model(tmp_path / "hybrid", made.HYBRID | small))
 
 
-def test_the_benchmark_of_the_engine_measures(hybrid: str) -> None:
+def test_the_benchmark_of_the_engine_measures(run: Callable[..., str], hybrid: str) -> None:
     sizes = ("--batch", "1", "4", "--context", "40", "--prefill", "16", "--attention", "40", "--steps", "4")
     models = ["demo", hybrid]
     _, *sections = run("engine.py", "--model", *models, "--host", "1", "3", *sizes).split("\n\n")
-    alone, delivery = sections[3:5]
-    del sections[3:5]
+    alone, delivery, graphs = sections[3:6]
+    del sections[3:6]
     tables = {title.split(",")[0].strip(): parts for title, *parts in zip(*[iter(sections)] * 3, strict=True)}
     assert list(tables) == models
     for table, profile in tables.values():
@@ -75,6 +91,9 @@ def test_the_benchmark_of_the_engine_measures(hybrid: str) -> None:
     times = {line[:24].strip(): float(line.split()[-2]) for line in alone.splitlines()[1:]}
     assert list(times) == ["decode, batch 1", "decode, batch 3"]
     assert min(times.values()) > 0
+    ratios = {line.split(",")[0].strip(): float(line.split()[-1]) for line in graphs.splitlines()[1:]}
+    assert list(ratios) == ["batch 1", "batch 4"]
+    assert min(ratios.values()) > 0
 
 
 def test_the_benchmark_of_the_host_builds_both_graphs(
@@ -90,7 +109,7 @@ def test_the_benchmark_of_the_host_builds_both_graphs(
     assert all(float(title.split()[-1]) > 0 for title in titles)
 
 
-def test_the_benchmark_of_grammars_measures_on_a_stand_in_device() -> None:
+def test_the_benchmark_of_grammars_measures_on_a_stand_in_device(run: Callable[..., str]) -> None:
     sizes = ("--plain", "2", "--constrained", "1", "--new-tokens", "4", "--runs", "1", "--device-ms", "30")
     *_, schema, free, ratio = run("grammar.py", *sizes).splitlines()
     for row in (schema, free):

@@ -12,7 +12,7 @@ from demo_model import tasks
 from mlxpaged.models.loader import DEMO_PATH
 from tests.support import RunningServer
 
-CASES = 60
+CASES, ALL_CASES = 20, 60
 
 LEAST_ACCURACY = {"repeat": 0.95, "passkey": 0.92, "add": 0.95, "reverse": 0.95, "identity": 0.95}
 """A little under the README's figures, which are over 200 cases each."""
@@ -45,9 +45,10 @@ async def ask_all(server: RunningServer, conversations: Sequence[Sequence[tasks.
         return list(await asyncio.gather(*(ask(messages) for messages in conversations)))
 
 
+@pytest.mark.parametrize("number", [CASES, pytest.param(ALL_CASES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", LEAST_ACCURACY)
-def test_held_out_cases_are_answered_right(demo_server: RunningServer, task: str) -> None:
-    cases = tasks.held_out(task, CASES, seed=3)
+def test_held_out_cases_are_answered_right(demo_server: RunningServer, task: str, number: int) -> None:
+    cases = tasks.held_out(task, number, seed=3)
     answers = asyncio.run(ask_all(demo_server, [case.messages for case in cases]))
     wrong = [(case.answer, answer) for case, answer in zip(cases, answers, strict=True) if answer != case.answer]
     accuracy = 1 - len(wrong) / len(cases)

@@ -49,7 +49,7 @@ def test_imports_point_one_way(room: str) -> None:
 
 
 WIRE_FORMATS = ("mlxpaged.api.openai", "mlxpaged.api.anthropic")
-ROUTES = {"app", "batches", "endpoints", "openapi", "tokenize"}
+ROUTES = {"app", "batches", "compatibility", "endpoints", "openapi", "tokenize"}
 """In api/, beside the wire formats: modules that no other part of api/ is built on."""
 
 
@@ -89,6 +89,23 @@ def test_the_modules_of_the_api_import_each_other_in_no_circle() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_the_server_starts_its_engine_before_the_api_is_imported() -> None:
+    """The import takes a second, in which the engine thread reads weights."""
+    todo, seen = ["mlxpaged.cli.serve"], set[str]()
+    while todo:
+        name = todo.pop()
+        path = PACKAGE.parent / name.replace(".", "/")
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if name in seen or not path.exists():
+            continue
+        seen.add(name)
+        for node in ast.parse(path.read_text()).body:  # what is imported when the module is
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlxpaged"):
+                todo += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    assert "mlxpaged.engine.async_engine" in seen
+    assert not {"mlxpaged.api.app", "mlxpaged.api.access.key_file", "mlxpaged.cli.http_server"} & seen
 
 
 def test_what_is_for_cpus_only_is_reached_through_two_doors_and_the_blas() -> None:

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from mlxpaged.api.access.local_names import LOCAL_ORIGIN
 from mlxpaged.api.access.middleware import KeyCheck, Origins, RequestLimit
 from mlxpaged.api.batches import BatchRunner, Store
 from mlxpaged.api.config import HttpConfig
@@ -21,38 +22,42 @@ from mlxpaged.api.errors import HANDLED, Errors, handle_api_error, handle_http_e
 from mlxpaged.api.openai.responses.store import ResponseStore
 from mlxpaged.api.request_id import RequestIds
 from mlxpaged.api.server import Server
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
 EXPOSED_HEADERS = (
     "X-Request-Id",
     "Retry-After",
+    "X-Mlxpaged-Ignored",
     *(f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")),
 )
 """Scripts in pages can read these headers. Browsers hide almost all headers that CORS does not name."""
 
 
 def create_app(
-    config: EngineConfig | None,
+    engine: AsyncEngine | None,
     clock: Callable[[], float] = time.monotonic,
     http: HttpConfig | None = None,
     data_dir: Path | None = None,
 ) -> Starlette:
-    """Returns an ASGI app whose lifespan starts and stops the engine. config: None for a server without a model. clock:
-    seconds. data_dir: the directory of files and batches; None for a server without them.
+    """Returns an ASGI app whose lifespan stops the engine, and starts it if it has not started yet.
+
+    engine: None for a server without a model. clock: seconds. data_dir: the directory of files and batches; None for a
+    server without them.
 
     Raises KeyFileError; DataDirInUseError, OSError or ValueError if the directory cannot be used.
     """
-    server = Server(config, clock, http or HttpConfig())
+    server = Server(engine, clock, http or HttpConfig())
     store = None if data_dir is None else Store(data_dir)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         runner = None
-        if server.engine is not None:
-            server.engine.start()
-            runner = app.state.batch_runner = None if store is None else BatchRunner(app, server.engine, store)
+        if engine is not None:
+            if engine.loop is None:
+                engine.start()
+            runner = app.state.batch_runner = None if store is None else BatchRunner(app, engine, store)
         yield
         logger.info("HTTP closed; stopping the engine thread")
         if runner is not None:
@@ -80,6 +85,7 @@ def middleware(server: Server) -> list[Middleware]:
     cors = Middleware(
         CORSMiddleware,
         allow_origins=http.cors_origins,
+        allow_origin_regex=LOCAL_ORIGIN.pattern,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=EXPOSED_HEADERS,
@@ -88,8 +94,8 @@ def middleware(server: Server) -> list[Middleware]:
         Middleware(RequestIds),
         Middleware(Errors),
         Middleware(Origins, hosts=http.allowed_hosts, origins=http.cors_origins),
-        # A page can read the errors of the rest only if they have the headers of CORS.
-        *([cors, Middleware(Errors)] if http.cors_origins else []),
+        cors,
+        Middleware(Errors),  # a page can read the errors of the rest only if they have the headers of CORS
         Middleware(RequestLimit, limit=http.max_connections, open_paths=OPEN_PATHS),
         Middleware(KeyCheck, keys=server.keys, open_paths=OPEN_PATHS),
     ]

@@ -15,6 +15,8 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST, ApiError, from_validation
+from mlxpaged.api.ignored_fields import client_of
+from mlxpaged.api.reading import Reading
 from mlxpaged.api.server import server_of
 
 MAX_DISCARDED_BYTES = 512 * 1024 * 1024
@@ -29,12 +31,18 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_json(request: Request, model: type[Model]) -> Model:
-    """Reads a body. Raises ApiError 413 if it is over the server's limit, and 400 if it does not fit `model`."""
+    """Reads a body. Raises ApiError 413 if it is over the server's limit, and 400 if it does not fit `model`.
+    `ignored_fields.header` tells the client which of its fields were ignored."""
+    server = server_of(request)
     body = bytearray()
-    async for piece in pieces(request, server_of(request).http.max_body_bytes):
+    async for piece in pieces(request, server.http.max_body_bytes):
         body += piece
     request.state.body_size = len(body)
-    return await server_of(request).prepare(request, lambda: parse(body, model))
+    reading = Reading(model, server.http.strict)
+    parsed = await server.prepare(request, lambda: parse(body, model, reading))
+    request.state.ignored = reading.ignored
+    server.ignored_fields.note(client_of(request), reading.ignored)
+    return parsed
 
 
 _collected: list[bool] = []
@@ -58,7 +66,7 @@ def no_collection() -> Iterator[None]:
 
 
 @no_collection()
-def parse(body: bytes | bytearray, model: type[Model]) -> Model:
+def parse(body: bytes | bytearray, model: type[Model], reading: Reading | None = None) -> Model:
     """Parses a body and checks it by `model`. Raises ApiError 400.
 
     It takes two steps. `model_validate_json` would hold the interpreter lock all the time; during the second step here,
@@ -68,14 +76,14 @@ def parse(body: bytes | bytearray, model: type[Model]) -> Model:
         value = from_json(body)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    return validate(value, model)
+    return validate(value, model, reading)
 
 
 @no_collection()
-def validate(value: Any, model: type[Model]) -> Model:
-    """Checks parsed JSON by `model`. Raises ApiError 400."""
+def validate(value: Any, model: type[Model], reading: Reading | None = None) -> Model:
+    """Checks parsed JSON by `model`. Raises ApiError 400. reading: without one, unknown fields are refused."""
     try:
-        return model.model_validate(value)
+        return model.model_validate(value, context=reading)
     except ValidationError as error:
         raise from_validation(error) from None
 

@@ -9,7 +9,9 @@ from pathlib import Path
 @dataclass(frozen=True)
 class HttpConfig:
     api_keys: Path | None = None  # file of API keys; None: requests need no key
-    allowed_hosts: tuple[str, ...] = ()  # names by which clients may reach the server, beside localhost; see `Origins`
-    cors_origins: tuple[str, ...] = ()  # origins whose pages may use the server, for example http://localhost:3000
+    allowed_hosts: tuple[str, ...] = ()  # names of this server, beside the local ones; see `Origins`
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may use it, beside the local ones
     max_body_bytes: int = 16 * 1024 * 1024  # over four million tokens of English: no model's context is longer
+    strict: bool = False  # refuse fields that would be ignored
     max_connections: int = 1024  # requests that are answered at once, streams included
+    keep_alive_seconds: float = 10.0  # a stream that was silent for so long says how far its request is

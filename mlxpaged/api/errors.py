@@ -1,10 +1,13 @@
-"""Defines the errors that clients see, and turns other errors into them."""
+"""Defines the errors that clients see, turns other errors into them, and notes each refused request in the log."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
 from pydantic import ValidationError
 from starlette.datastructures import Headers
@@ -14,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpaged import engine
-from mlxpaged.api.access.key_file import redacted
+from mlxpaged.api.access.redaction import redacted
 from mlxpaged.api.error_format import format_of
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.models.tokenizer import ChatTemplateError
@@ -27,14 +30,49 @@ CLIENT_CLOSED_REQUEST = 499
 NO_RETRY = {"x-should-retry": "false"}
 """Without this header, OpenAI's clients repeat a request after a 408, which would take as long once more."""
 
-MAX_MESSAGE, MAX_PARAM = 500, 100
+NOT_RENDERED = "the chat template cannot render the messages"
+"""The log's reason for a ChatTemplateError: the template's own message can have text of the conversation."""
 
-JSON_WORDS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be an array"}
-"""These replace messages of pydantic that name Python's types."""
+MAX_MESSAGE, MAX_PARAM, MAX_REASON, MAX_PATH = 500, 100, 200, 200
+
+QUOTED = re.compile(r"""(?<!\w)('(?:\\.|[^'\\])*(?:'|\Z)|"(?:\\.|[^"\\])*(?:"|\Z))""", re.DOTALL)
+"""What `repr` has quoted, also if the end is cut off. The apostrophe of "the model's" follows a letter."""
+FIELD = re.compile(r"[A-Za-z0-9_-]{1,40}")
+"""A part of a field's path that the log shows. Keys of the client's objects can be any text."""
+
+WORDS = {
+    "missing": "is required",
+    "model_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be an array",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "none_required": "must be null",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_too_short": "must have {min_length} or more characters",
+    "string_too_long": "must have {max_length} or fewer characters",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "too_short": "must have {min_length} or more items",
+    "too_long": "must have {max_length} or fewer items",
+}
+"""These replace messages of pydantic, by type. pydantic names Python's types."""
 
 
 class ApiError(Exception):
-    """An error that is shown to the client as it is."""
+    """An error that is shown to the client as it is.
+
+    A message quotes what the client sent with `repr`: the log leaves out what is quoted. reason: what the log says
+    instead, if that does not suffice, because the message has text of another program or because the log needs the
+    quoted value.
+    """
 
     def __init__(
         self,
@@ -44,6 +82,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -52,6 +91,12 @@ class ApiError(Exception):
         self.param = None if param is None else shortened(param, MAX_PARAM)
         self.code = code
         self.headers = headers
+        self.reason = without_values(message.removeprefix(f"{param}: ")) if reason is None else reason
+
+    @property
+    def refusal_code(self) -> str:
+        """Returns the code, or else the name of the status: one of few values, for the log and the metrics."""
+        return self.code or HTTPStatus(self.status).phrase.lower().replace(" ", "_")
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
@@ -68,8 +113,18 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def bad_parameter(param: str, message: str, code: str | None = None) -> ApiError:
-    return ApiError(400, f"{param}: {message}", param=param, code=code)
+def without_values(text: str) -> str:
+    """Returns an error message without what it quotes of the request."""
+    return shortened(QUOTED.sub("...", text[:MAX_MESSAGE]), MAX_REASON)
+
+
+def without_keys(param: str) -> str:
+    """Returns the path of a field without the parts that are no names of fields."""
+    return ".".join(part if FIELD.fullmatch(part) else "..." for part in param.split("."))
+
+
+def bad_parameter(param: str, message: str, code: str | None = None, reason: str | None = None) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code=code, reason=reason)
 
 
 def model_not_found(model: str, served: Sequence[str]) -> ApiError:
@@ -84,8 +139,11 @@ def from_validation(error: ValidationError) -> ApiError:
     param = ".".join(path) or None
     if worst["type"] == "extra_forbidden":
         return ApiError(400, f"{param}: this parameter is not supported", param=param, code="unsupported_parameter")
-    message = JSON_WORDS.get(worst["type"], worst["msg"].removeprefix("Value error, "))
-    return ApiError(400, f"{param or 'the body'}: {message}", param=param)
+    if worst["type"] in WORDS:
+        message = reason = WORDS[worst["type"]].format(**worst.get("ctx", {}))  # quotes nothing of the request
+    else:
+        message, reason = worst["msg"].removeprefix("Value error, "), None
+    return ApiError(400, f"{param or 'the body'}: {message}", param=param, reason=reason)
 
 
 def _is_union_branch(part: int | str) -> bool:
@@ -111,7 +169,7 @@ def from_engine(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ChatTemplateError():
-            return ApiError(400, f"messages: {error}", param="messages")
+            return ApiError(400, f"messages: {error}", param="messages", reason=NOT_RENDERED)
         case engine.DuplicateRequestError():
             return ApiError(409, str(error), param=HEADER, code="request_id_in_use")
         case engine.EngineUnavailableError(state=engine.EngineState.DEAD):
@@ -125,8 +183,30 @@ def from_engine(error: Exception) -> ApiError:
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 
 
+ENDED = {"deadline_exceeded", "generation_failed"}
+"""These errors end requests that were accepted. The log and the metrics have them among the finished ones."""
+
+
+def answer_of(error: ApiError, scope: Scope) -> JSONResponse:
+    """Returns the response to a request that is refused, and notes it in the log and the metrics. The line has no text
+    of the client's beyond the path and the names of fields."""
+    if error.status != CLIENT_CLOSED_REQUEST and error.code not in ENDED:
+        code = error.refusal_code
+        scope["app"].state.server.metrics.count_refusal(code)
+        logger.info(
+            "refused: method=%s path=%s status=%d param=%s code=%s reason=%s",
+            scope["method"],
+            shortened(quote(scope["path"]), MAX_PATH),
+            error.status,
+            None if error.param is None else without_keys(error.param),
+            code,
+            error.reason,
+        )
+    return render(error, scope["path"], scope["state"]["request_id"])
+
+
 async def handle_api_error(request: Request, error: Exception) -> Response:
-    return render(from_engine(error), request.url.path, request.state.request_id)
+    return answer_of(from_engine(error), request.scope)
 
 
 class Errors:
@@ -148,7 +228,7 @@ class Errors:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise  # too late for an answer: the connection is closed
-            answer = render(from_engine(error), scope["path"], scope["state"]["request_id"])
+            answer = answer_of(from_engine(error), scope)
             if "expect" in Headers(scope=scope):  # the client may or may not send its body: the connection has to end
                 answer.headers["Connection"] = "close"
             await answer(scope, receive, send)
@@ -156,10 +236,9 @@ class Errors:
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    messages = {
-        404: f"there is nothing at {request.url.path}",
-        405: f"{request.method} is not allowed at {request.url.path}",
-    }
+    texts = {404: "there is nothing at", 405: f"{request.method} is not allowed at"}
+    text = texts.get(error.status_code)
+    message, reason = (error.detail, None) if text is None else (f"{text} {request.url.path}", f"{text} this path")
     headers = dict(error.headers) if error.headers else None
-    answer = ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers)
+    answer = ApiError(error.status_code, message, headers=headers, reason=reason)
     return await handle_api_error(request, answer)

@@ -33,6 +33,8 @@ class Metrics(Collector):
         self._finished = Counter(finished, "Requests by finish reason", ["reason"], registry=self.registry)
         for reason in FinishReason:  # so that counters of 0 are shown, too
             self._finished.labels(reason.value)
+        refused = "mlxpaged_requests_refused"
+        self._refused = Counter(refused, "Requests that were refused, by error code", ["code"], registry=self.registry)
         self._last_token_at: dict[str, float] = {}
 
     def collect(self) -> Iterator[Metric]:
@@ -92,6 +94,10 @@ class Metrics(Collector):
             self._last_token_at.pop(request.request_id, None)
             self._end_to_end.observe(output.time - request.arrival_time)
             self._finished.labels(output.finish_reason.value).inc()
+
+    def count_refusal(self, code: str) -> None:
+        """code: one of a bounded number, because each one is a time series."""
+        self._refused.labels(code).inc()
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged import __version__
 from mlxpaged.api.endpoint import JSON, Access, Endpoint
 from mlxpaged.api.error_format import format_of
-from mlxpaged.api.generation.request_context import TIMELINE_HEADER
+from mlxpaged.api.generation.request_context import PROGRESS_HEADER, TIMELINE_HEADER
 from mlxpaged.api.request_id import HEADER, VALID
 
 EVENTS = "text/event-stream"
@@ -27,6 +27,7 @@ SECURITY_SCHEMES = {
 
 ID = {"type": "string", "pattern": VALID.pattern.replace(r"\Z", "$")}
 ANY_ID = {"type": "string", "description": "The answer has this id, or a new one if this one is not valid"}
+SWITCH = {"type": "string", "enum": ["0", "1"]}
 RETRY_AFTER = {"Retry-After": {"description": "Seconds", "schema": {"type": "string"}}}
 
 
@@ -101,7 +102,7 @@ def operation(endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
         *(parameter(name, "path", {"type": "string"}) for name in re.findall(r"{(\w+)", endpoint.path)),
         *(parameter(name, "query", schema) for name, schema in query.items()),
         parameter(HEADER, "header", ID if endpoint.cancellable else ANY_ID),
-        *([parameter(TIMELINE_HEADER, "header", {"type": "string", "enum": ["0", "1"]})] if endpoint.streams else []),
+        *(parameter(name, "header", SWITCH) for name in (TIMELINE_HEADER, PROGRESS_HEADER) if endpoint.streams),
     ]
     described: dict[str, Any] = {"summary": endpoint.summary, "responses": responses, "parameters": parameters}
     if is_open:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.annotated_handlers import GetCoreSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.fields.table import Table
+from mlxpaged.api.reading import Reading
 
 MAX_LIST = 10_000
 """Messages of a conversation, or parts of a message."""
@@ -21,42 +33,83 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 
 
-def stop_strings(value: Any) -> list[str] | None:
-    """Returns a string or a list of strings as a list. Raises ApiError with shorter messages than pydantic has."""
+def stop_strings(field: str, value: Any) -> list[str] | None:
+    """Returns a string or a list of strings as a list. Empty strings are left out: clients send them for "none".
+    Raises ApiError with shorter messages than pydantic has."""
     if value is None:
         return None
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list):
-        raise bad_parameter("stop", "must be a string or a list of strings")
+        raise bad_parameter(field, "must be a string or a list of strings")
     if len(strings) > MAX_STOP_STRINGS:
-        raise bad_parameter("stop", f"has {len(strings)} strings; the limit is {MAX_STOP_STRINGS}")
+        raise bad_parameter(field, f"has {len(strings)} strings; the limit is {MAX_STOP_STRINGS}")
     for i, text in enumerate(strings):
-        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-            field = "stop" if isinstance(value, str) else f"stop.{i}"
-            raise bad_parameter(field, f"must be a string of 1 to {MAX_STOP_LENGTH} characters")
-    return strings
+        if not isinstance(text, str) or len(text) > MAX_STOP_LENGTH:
+            name = field if isinstance(value, str) else f"{field}.{i}"
+            raise bad_parameter(name, f"must be a string of at most {MAX_STOP_LENGTH} characters")
+    return [text for text in strings if text]
 
 
-Stop = Annotated[list[str] | None, PlainValidator(stop_strings, json_schema_input_type=StopString | StopStrings | None)]
+def stop_field(field: str) -> PlainValidator:
+    return PlainValidator(partial(stop_strings, field), json_schema_input_type=StopString | StopStrings | None)
+
+
+MEDIA = {
+    "images are": ("image", "image_url", "input_image"),
+    "audio is": ("audio", "audio_url", "input_audio"),
+    "videos are": ("video", "video_url", "input_video"),
+    "files are": ("file", "input_file"),
+    "documents are": ("document",),
+}
+NAMES_OF_MEDIA = {kind: name for name, kinds in MEDIA.items() for kind in kinds}
+"""By the type of a part."""
+
+
+def refuse_media(part: Any) -> Any:
+    """Raises a pydantic error for a part that is not text. The schema's own error would not say why."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    name = NAMES_OF_MEDIA.get(kind) if isinstance(kind, str) else None
+    if name is not None:
+        raise PydanticCustomError("unsupported_media", "{name} not supported by this server", {"name": name})
+    return part
+
+
+def unlimited(value: Any) -> Any:
+    """Returns None for -1, by which clients say that there is no limit, or no value."""
+    return None if type(value) is int and value == -1 else value
+
+
+UNLIMITED = BeforeValidator(unlimited)
+Limit = Annotated[Annotated[int, Field(ge=1)] | None, UNLIMITED]
+"""Most tokens of an answer."""
+
+
+def allow_more(schema: dict[str, Any]) -> None:
+    """Describes a body in OpenAPI: it may have more fields, because unknown ones are ignored."""
+    schema.pop("additionalProperties", None)
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    """An object of a request's body. A `Reading`, as the context of the validation, says what happens to unknown
+    fields; without one they are refused. table: the fields of a whole body."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        json_schema_extra=allow_more,
+    )
+    table: ClassVar[Table] = Table()
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field(cls, value: Any) -> Any:
-        """Keep only the first unknown field. pydantic describes each one, which takes five seconds for a million of
-        them and blocks all threads."""
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            unknown = next((name for name in value if name not in known), None)
-            return {name: each for name, each in value.items() if name in known or name == unknown}
-        return value
+    def _known_fields(cls, value: Any, info: ValidationInfo) -> Any:
+        reading = info.context or Reading(cls, strict=True)
+        return reading.known_fields(cls, value) if isinstance(value, dict) else value
 
 
 def until_first_fault(fits: Callable[[Any], bool]) -> BeforeValidator:
@@ -75,24 +128,25 @@ Labels = Annotated[dict[str, str], until_first_fault(lambda value: isinstance(va
 @dataclass(frozen=True)
 class OneOf:
     """Chooses the branch of a union by the field `key`, which is a literal in each branch. An error's path has the
-    branch in brackets, as pydantic writes those of other unions. hidden: a value that the error does not show.
+    branch in brackets, as pydantic writes those of other unions. hidden: values that the error does not show.
     default: returns the value for an object without the field `key`."""
 
     key: str
-    hidden: str = ""
+    hidden: tuple[str, ...] = ()
     default: Callable[[Mapping[str, Any]], str | None] = lambda fields: None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         types = {branch: get_args(branch.model_fields[self.key].annotation) for branch in get_args(source)}
         branches = {value: branch for branch, values in types.items() for value in values if value is not None}
-        *first, last = (value for value in branches if value != self.hidden)
+        shown = [value for value in branches if value not in self.hidden]
         discriminator = Discriminator(
             self._branch,
             custom_error_type="unsupported_type",
-            custom_error_message=f"{self.key}: only {', '.join(first)} and {last} are supported here",
+            custom_error_message=f"{self.key}: must be {' or '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}",
         )
         tagged: Any = reduce(or_, (Annotated[branch, Tag(f"[{value}]")] for value, branch in branches.items()))
-        return handler.generate_schema(Annotated[tagged, discriminator])
+        chosen = handler.generate_schema(Annotated[tagged, discriminator])
+        return core_schema.no_info_before_validator_function(refuse_media, chosen)
 
     def _branch(self, value: Any) -> str:
         fields = value if isinstance(value, dict) else vars(value) if isinstance(value, BaseModel) else {}

@@ -15,6 +15,7 @@ from mlxpaged import engine
 from mlxpaged.api.access.key_ring import KeyRing
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.errors import ApiError, bad_parameter, model_not_found
+from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
 
@@ -32,13 +33,16 @@ COMPILE_SECONDS = 10.0
 class Server:
     """One per app. `engine` is None on a server without a model, `keys` on one without API keys."""
 
-    def __init__(self, config: engine.EngineConfig | None, clock: Callable[[], float], http: HttpConfig) -> None:
+    def __init__(self, engine: engine.AsyncEngine | None, clock: Callable[[], float], http: HttpConfig) -> None:
         """Raises KeyFileError."""
         self.http = http
         self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None
         self.metrics = Metrics(lambda: self.engine.stats if self.engine else None)
-        self.engine = engine.AsyncEngine(config, self._observe, clock) if config else None
+        self.engine = engine
+        if engine is not None:
+            engine.on_output = self._observe
         self.open_requests = OpenRequests()
+        self.ignored_fields = IgnoredFields()
         self._clock = clock
         self._started = clock()
         # One thread, because a fast tokenizer is not thread-safe; a long prompt must not block the event loop.
@@ -75,6 +79,14 @@ class Server:
             raise model_not_found(model, self.model_names)
         return self.engine, info
 
+    def ignore(self, request: Request, field: str, reason: str) -> None:
+        """Note a field of a body that the model cannot honour. Raises ApiError, with the reason, if the server is
+        strict."""
+        if self.http.strict:
+            raise bad_parameter(field, reason, code="unsupported_parameter")
+        request.state.ignored.insert(0, field)
+        self.ignored_fields.note(client_of(request), [field])
+
     async def prepare(self, request: Request, function: Callable[[], Result]) -> Result:
         """Run a function whose time grows with the body (`request.state.body_size`): on a thread if that is large."""
         if request.state.body_size <= LARGE_BODY_BYTES:
@@ -105,7 +117,9 @@ class Server:
         try:
             compiled.result()
         except engine.GrammarError as error:
-            raise bad_parameter(error.param or constraint.param, str(error), code="unsupported_constraint") from None
+            param = error.param or constraint.param
+            reason = "the grammar compiler refuses the constraint"  # its own message can have text of the constraint
+            raise bad_parameter(param, str(error), "unsupported_constraint", reason) from None
 
     def _end_compiling(self, compiled: asyncio.Future[Any]) -> None:
         self._compiling.release()

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mlxpaged.api import ignored_fields
 from mlxpaged.api.body import read_json
 from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST
 
@@ -45,7 +46,10 @@ def handler(model: type[Model], respond: Respond[Model]) -> Callable[[Request], 
     async def handle(request: Request) -> Response:
         body = await read_json(request, model)
         response = await unless_disconnected(request.receive, respond(request, body))
-        return response if response is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
+        if response is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        response.headers.update(ignored_fields.header(request))
+        return response
 
     return handle
 
@@ -55,13 +59,49 @@ def event(data: Any) -> str:
     return f"data: {to_json(data).decode()}\n\n"
 
 
+def comment(text: str) -> str:
+    """Returns a line that every reader of server-sent events skips."""
+    return f": {text}\n\n"
+
+
 def named_event(data: dict[str, Any]) -> str:
     """Returns an event whose name is its type."""
     return f"event: {data['type']}\n{event(data)}"
 
 
+class Silence:
+    """Calls `wake` after each `seconds` in which the reader of a stream was sent nothing, until it is closed. A stream
+    costs one timer, and an event one reading of the clock."""
+
+    def __init__(self, seconds: float, wake: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(seconds, self._check)
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        """Something was sent."""
+        self._since = self._loop.time()
+
+    @property
+    def is_long(self) -> bool:
+        return self._loop.time() - self._since >= self._seconds
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        since = self._since
+        if self.is_long:
+            self._wake()
+            since = self._loop.time()
+        self._timer = self._loop.call_at(since + self._seconds, self._check)
+
+
 class EventStream(Response):
-    """Sends server-sent events as they come. It closes the iterator as soon as the client leaves, even if nothing has
+    """Sends server-sent events as they come. The status and the headers are sent at once, so a request that fails after
+    this has its error as an event. It closes the iterator as soon as the client leaves, even if nothing has
     been sent: a request without a client must not stay in the queue."""
 
     media_type = "text/event-stream"

@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.fields import others
+from mlxpaged.api.generation.tool_prompt import in_plain_text
 from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
@@ -20,6 +22,8 @@ MAX_TOKENS = 1_000_000
 
 class TokenizeRequest(Body):
     """A prompt, or the messages of a chat, which its template renders."""
+
+    table = others.TOKENIZE
 
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
@@ -44,6 +48,8 @@ class TokenizeResponse(Body):
 
 
 class DetokenizeRequest(Body):
+    table = others.DETOKENIZE
+
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
@@ -79,7 +85,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
     def work() -> TokenizeResponse:
         if body.prompt is None:
-            tokens = info.tokenizer.apply_chat_template(messages)
+            shown = messages if info.tokenizer.shows_tools else in_plain_text(messages, [])
+            tokens = info.tokenizer.apply_chat_template(shown)
         else:
             tokens = info.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         strings = [info.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None

@@ -76,9 +76,9 @@ def add_log_level(groups: flags.Flags, default: str) -> None:
     groups.group("logging").value("--log-level", flags.one_of(*LOG_LEVELS), default, ", ".join(LOG_LEVELS))
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Raises ValueError if flags contradict each other."""
-    fields: dict[str, Any] = {"prefix_caching": not args.no_prefix_cache}
+def engine_config(args: argparse.Namespace, **fields: Any) -> EngineConfig:
+    """Makes a configuration of `fields` and of the flags. Raises ValueError if flags contradict each other."""
+    fields["prefix_caching"] = not args.no_prefix_cache
     if args.no_batching:
         fields["max_num_seqs"] = 1
     return flags.from_flags(EngineConfig, args, **fields)

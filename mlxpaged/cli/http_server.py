@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 
 from mlxpaged import __version__
-from mlxpaged.cli.exit import exit_status
+from mlxpaged.api.access.key_file import KeyFileError
+from mlxpaged.api.app import create_app
+from mlxpaged.api.batches import DataDirInUseError
+from mlxpaged.api.config import HttpConfig
+from mlxpaged.cli.banner import banner
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.start_display import StartDisplay
 from mlxpaged.cpu import blas
-from mlxpaged.engine import AsyncEngine, EngineConfig, EngineInfo, EngineUnavailableError
+from mlxpaged.engine import AsyncEngine, EngineUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,21 @@ DISPLAY_SECONDS = 0.1
 """Between two looks at how far the start is."""
 GRACE_SECONDS = 2.0
 """The events of the last request get this time to reach the client. Then open connections are closed."""
+
+
+def run_server(
+    engine: AsyncEngine | None, listener: socket.socket, http: HttpConfig, data_dir: Path | None, drain_timeout: float
+) -> int:
+    """Serve until a signal. engine: None for a server without a model. Returns the exit status, 1 with a message if the
+    file of API keys or `data_dir` cannot be used."""
+    try:
+        app = create_app(engine, http=http, data_dir=data_dir)
+    except (KeyFileError, DataDirInUseError, OSError, ValueError) as error:
+        listener.close()
+        place = "" if isinstance(error, KeyFileError) else f"--data-dir {data_dir}: "
+        print(f"mlxpaged: {place}{error}", file=sys.stderr)
+        return 1
+    return HttpServer(app, listener, drain_timeout).run_until_signal()
 
 
 class HttpServer(uvicorn.Server):
@@ -42,7 +61,6 @@ class HttpServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,  # our log has the request's id, and no query, which may contain a key
-                loop="uvloop",  # tokens reach clients sooner than with asyncio's loop
                 http=HttpProtocol,
                 ws="none",
                 lifespan="on",
@@ -61,10 +79,13 @@ class HttpServer(uvicorn.Server):
         self.servers = []  # uvicorn sets it at its start; a signal can come earlier
 
     def run_until_signal(self) -> int:
-        """Returns the exit status: 0 after a signal, 1 if the model cannot be served."""
-        self.run(sockets=[self._listener])
+        """Run on the event loop with which the engine was started. Returns the exit status: 0 after a signal, 1 if the
+        model cannot be served."""
+        loop = uvloop.new_event_loop() if self._engine is None else self._engine.loop
+        assert isinstance(loop, uvloop.Loop)
+        uvloop.run(self.serve(sockets=[self._listener]), loop_factory=lambda: loop)
         logger.info("bye")
-        return exit_status(self._engine, self._exit_status)
+        return self._exit_status
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -126,45 +147,3 @@ class HttpServer(uvicorn.Server):
         gc.freeze()  # a full collection of the libraries' 100,000 objects would block every stream
         if engine.info is not None and not self.should_exit:
             print(banner(engine.info, engine.config, self.url, self._needs_key), flush=True)
-
-
-def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) -> str:
-    body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
-    key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
-    weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)
-    if info.start_kv_cache_bytes < info.kv_cache_bytes:
-        pool += f", grows to {megabytes(info.kv_cache_bytes)}"
-    extra, slots = "", info.num_swap_slots
-    if slots:
-        place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
-        tokens = slots * info.block_size // len(info.groups)
-        extra += f"  swap      {size} in {place}: {slots} blocks, {tokens} tokens\n"
-    if info.kernels_off is not None:
-        extra += f"  slower    the Metal kernels are off: {info.kernels_off}\n"
-    if slow := info.num_layers_per_sequence:
-        extra += f"  slower    {slow} of {info.num_layers} layers run once per sequence, without a prefix cache\n"
-    if not info.groups.keeps_all:
-        windows = Counter(window for window in info.groups.windows if window is not None)
-        counts = ", ".join(f"{count} with a window of {window} tokens" for window, count in windows.items())
-        extra += f"  groups    {len(info.groups)} cache groups: {counts}\n"
-    if (states := info.states).bytes_per_state:
-        one, total = megabytes(states.bytes_per_state), megabytes(states.nbytes)
-        extra += f"  states    {one} for each sequence: {states.max_num_seqs} sequences and "
-        extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
-    if (model := info.embedding_model) is not None:
-        extra += f"  embedding {model.name}: {model.dimensions} dimensions, inputs up to {model.max_tokens} tokens\n"
-    return f"""
-mlxpaged {__version__}
-  model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.longest}
-  KV cache  {pool}: up to {info.num_blocks} blocks of {info.block_size} tokens, {info.backend} attention
-{extra}  batch     up to {config.max_num_seqs} sequences
-  address   {url}
-
-Try it:
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
-    -d '{json.dumps(body)}'
-"""
-
-
-def megabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

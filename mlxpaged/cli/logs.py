@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from mlxpaged.api.access.key_file import redacted
+from mlxpaged.api.access.redaction import redacted
 from mlxpaged.api.request_id import current
 
 NOISY = ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn.error", "uvicorn.access")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import resource
 import socket
@@ -10,16 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlxpaged.api.access.key_file import KeyFileError
-from mlxpaged.api.app import create_app
-from mlxpaged.api.batches import DataDirInUseError
+import uvloop
+
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import flags
 from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority, size
-from mlxpaged.cli.http_server import HttpServer
+from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.logs import set_up
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import AsyncEngine, EngineConfig
 from mlxpaged.models import tool_parsers
+from mlxpaged.models.generation_config import LIMITS
 
 NO_MODEL = "none"
 BACKLOG = 2048
@@ -59,8 +60,9 @@ def add_parser(commands: Any) -> None:
     access = groups.group("access", HttpConfig())
     access.field("--api-keys", Path, "file made by `mlxpaged keys add`", "no key is needed")
     access.switch("--insecure", "allow other machines to use the server without an API key")
-    access.values("--allowed-host", flags.host_name, "another host name of this server, or * for any", "allowed_hosts")
-    pages = "origin whose web pages may use the server, or * for any"
+    names = "another host name of this server, beside the local ones, or * for any"
+    access.values("--allowed-host", flags.host_name, names, "allowed_hosts")
+    pages = "origin whose web pages may use the server, beside local pages and apps, or * for any"
     access.values("--cors-origin", flags.origin, pages, "cors_origins")
 
     requests = groups.group("requests", DEFAULTS)
@@ -72,18 +74,29 @@ def add_parser(commands: Any) -> None:
     timeout = flags.or_zero(flags.positive_seconds, None)
     requests.field("--request-timeout", timeout, f"time for the whole answer, {limit}", "0")
     requests.field("--ttft-timeout", timeout, f"time for the first token, {limit}", "0")
+    requests.switch("--strict", "refuse unknown fields and hints in requests, which are ignored otherwise")
     requests.switch("--timelines", "add the times of waiting, prefill and decoding to every answer")
     requests.value("--data-dir", Path, None, "directory for /v1/files and /v1/batches", "both are off")
 
+    add_sampling_flags(groups.group("sampling", DEFAULTS))
     add_engine_flags(groups)
     add_log_level(groups, "info")
     parser.set_defaults(run=run, parser=parser)
 
 
+def add_sampling_flags(sampling: flags.Flags) -> None:
+    ignored = "do not take defaults from the model's generation_config.json; its end tokens are still used"
+    sampling.switch("--no-generation-config", ignored)
+    for name, limits in LIMITS.items():
+        kind = flags.fitting(int if limits.whole else float, str(limits), limits.fit)
+        text = f"{name} of requests that do not set it, {limits}"
+        sampling.field(f"--default-{name.replace('_', '-')}", kind, text, "the model's")
+
+
 def server_config(args: argparse.Namespace) -> EngineConfig | None:
     """Returns None for a server without a model. Raises ValueError if flags contradict each other."""
     if args.model != NO_MODEL:
-        return engine_config(args)
+        return engine_config(args, generation_config=not args.no_generation_config)
     if args.embedding_model is not None:
         raise ValueError(f"--embedding-model needs a MODEL; it cannot be used with {NO_MODEL!r}")
     if args.swap_space_bytes:
@@ -106,15 +119,18 @@ def run(args: argparse.Namespace) -> int:
         listener.close()
         remedy = "use API keys with --api-keys FILE (`mlxpaged keys add` makes it), or allow access without a key with"
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
-    try:
-        app = create_app(config, http=flags.from_flags(HttpConfig, args), data_dir=args.data_dir)
-    except (KeyFileError, DataDirInUseError, OSError, ValueError) as error:
-        listener.close()
-        place = "" if isinstance(error, KeyFileError) else f"--data-dir {args.data_dir}: "
-        print(f"mlxpaged: {place}{error}", file=sys.stderr)
-        return 1
     allow_open_files(args.max_connections + OTHER_FILES)
-    return HttpServer(app, listener, args.drain_timeout).run_until_signal()
+    http = flags.from_flags(HttpConfig, args)
+    engine = None if config is None else AsyncEngine(config)
+    status = 0
+    with contextlib.suppress(KeyboardInterrupt):  # a SIGINT before the server handles it
+        if engine is not None:
+            engine.start(uvloop.new_event_loop())  # tokens reach clients sooner than with asyncio's loop
+        # Imported only now: this takes a second, in which the engine thread reads weights.
+        from mlxpaged.cli.http_server import run_server
+
+        status = run_server(engine, listener, http, args.data_dir, args.drain_timeout)
+    return exit_status(engine, status)
 
 
 def allow_open_files(count: int) -> None:

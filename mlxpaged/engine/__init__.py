@@ -21,6 +21,7 @@ from mlxpaged.engine.grammar import GrammarError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 from mlxpaged.engine.progress import Progress, Stage
+from mlxpaged.engine.prompt_progress import PromptProgress
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -47,6 +48,7 @@ __all__ = [
     "Priority",
     "Progress",
     "PromptLogprobs",
+    "PromptProgress",
     "QueueFullError",
     "Request",
     "RequestCancelledError",

@@ -20,6 +20,7 @@ from mlxpaged.engine.engine_thread import Callbacks, EngineThread
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.progress import Progress
+from mlxpaged.engine.prompt_progress import WaitingLine
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
 from mlxpaged.engine.status import EngineStats, EngineStatus
@@ -34,26 +35,22 @@ REPLY_SECONDS = 30.0
 
 
 class AsyncEngine:
-    """Belongs to the event loop that `start` ran on. All its methods are called there.
+    """Belongs to the event loop that `start` got. All its other methods are called there.
 
-    on_output: called with every output and its request, for metrics. clock: seconds. Arrival times, deadlines and the
-    times of outputs refer to it.
+    clock: seconds. Arrival times, deadlines and the times of outputs refer to it.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        on_output: Callable[[Request, RequestOutput], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.clock = clock
         self.state = EngineState.LOADING
         self.reason: str | None = None
         self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
-        self._on_output = on_output
+        self.on_output: Callable[[Request, RequestOutput], None] | None = None
+        """Called with every output and its request, for metrics."""
         self._streams: dict[str, RequestStream] = {}
+        self._line = WaitingLine()
         self._replies: set[asyncio.Future[Any]] = set()
         self._embedding = 0  # requests that wait for embeddings
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -65,15 +62,18 @@ class AsyncEngine:
         self.progress: Progress | None = None
         callbacks = Callbacks(
             lambda progress: self._hand_over(self._note_progress, progress),
-            lambda core: self._hand_over(self._become_ready, EngineInfo(core), core.stats()),
+            lambda core: self._hand_over(self._become_ready, EngineInfo(core, config), core.stats()),
             lambda outputs, stats: self._hand_over(self._dispatch, outputs, stats),
             lambda reason: self._hand_over(self._become_dead, reason),
         )
         self.thread = EngineThread(config, callbacks, clock)
 
-    def start(self) -> None:
-        """Start the engine thread. The model loads in the background, and `progress` says how far it is."""
-        self.loop = asyncio.get_running_loop()
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Start the engine thread. The model loads in the background, and `progress` says how far it is.
+
+        loop: an event loop that will run later; None: the running one.
+        """
+        self.loop = loop or asyncio.get_running_loop()
         self.thread.start()
 
     async def wait_loaded(self) -> None:
@@ -113,27 +113,28 @@ class AsyncEngine:
         finally:
             self._reserved -= count
 
-    def submit(self, requests: Sequence[Request], default_max_tokens: int | None = None) -> list[RequestStream]:
+    def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
         """Queue requests that have a reservation. Its time is their arrival time. If one is refused, none is queued.
 
-        default_max_tokens: limit of the requests without max_tokens; they also have to fit context and pool.
+        max_tokens is cut to what context and pool have room for.
         Raises EngineUnavailableError, PromptTooLongError, MinTokensError or DuplicateRequestError.
         """
-        info, streams = self.require_ready(), []
+        info, limited_requests = self.require_ready(), []
         for request in requests:
             max_tokens = info.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
             if request.request_id in self._streams:
                 raise errors.DuplicateRequestError(f"an unfinished request already has the id {request.request_id}")
-            if request.params.max_tokens is None and default_max_tokens is not None:
-                max_tokens = min(max_tokens, default_max_tokens)
             if request.params.min_tokens > max_tokens:
                 message = f"{request.params.min_tokens} tokens are required, but at most {max_tokens} can be generated"
                 raise errors.MinTokensError(message)
-            limited = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=max_tokens))
-            streams.append(RequestStream(limited, self._abort, lambda: self.state))
+            params = dataclasses.replace(request.params, max_tokens=max_tokens)
+            limited_requests.append(dataclasses.replace(request, params=params))
+        streams = [
+            RequestStream(request, self._abort, lambda: self.state, self._line, self.clock)
+            for request in limited_requests
+        ]
         self._streams.update((stream.request.request_id, stream) for stream in streams)
         self._idle.clear()
-        limited_requests = [stream.request for stream in streams]
         self.thread.send(lambda core: core.submit(limited_requests))
         return streams
 
@@ -267,6 +268,9 @@ class AsyncEngine:
 
     def _dispatch(self, outputs: list[RequestOutput], stats: EngineStats) -> None:
         self.stats = stats
+        for chunk in stats.prompt_chunks:
+            if (stream := self._streams.get(chunk.request_id)) is not None:
+                stream.put_chunk(chunk)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -275,8 +279,8 @@ class AsyncEngine:
                 del self._streams[output.request_id]
             stream.put(output)
             try:
-                if self._on_output is not None:
-                    self._on_output(stream.request, output)
+                if self.on_output is not None:
+                    self.on_output(stream.request, output)
             except Exception:  # the other outputs are still delivered
                 logger.exception("the metrics could not be updated for an output of %s", output.request_id)
         self._note_idle()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models import DEMO_MODEL, tool_parsers
+from mlxpaged.models.generation_config import LIMITS
 from mlxpaged.scheduler import Priority, SchedulerConfig
 
 
@@ -38,6 +41,15 @@ class EngineConfig:
     decode_preference: float = 0.5  # share of a step's token budget (mixed) or of the steps (separate) for decoding
     max_step_ms: float | None = None  # limit for steps with prompts; 0: no limit; None: the scheduler's default
     default_priority: Priority = Priority.NORMAL  # of requests that set none
+    generation_config: bool = True  # whether the model's generation_config.json sets defaults of sampling parameters
+    # Of requests that do not set the parameter; None: what the model recommends, else the default of SamplingParams.
+    default_temperature: float | None = None
+    default_top_p: float | None = None
+    default_top_k: int | None = None
+    default_min_p: float | None = None
+    default_repetition_penalty: float | None = None
+    default_presence_penalty: float | None = None
+    default_frequency_penalty: float | None = None
     request_timeout: float | None = None  # seconds for the whole answer, for requests that set no timeout
     ttft_timeout: float | None = None  # seconds for the first token, for requests that set no timeout
     timelines: bool = False  # whether every answer has a timeline, also if the request does not ask for it
@@ -65,6 +77,10 @@ class EngineConfig:
         for name in ("max_queue", "swap_space_bytes", "state_cache_bytes"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name, limits in LIMITS.items():
+            default = getattr(self, f"default_{name}")
+            if default is not None and not limits.fit(default):
+                raise ValueError(f"default_{name} must be {limits}, got {default}")
         if self.swap_dir is not None and not self.swap_space_bytes:
             raise ValueError("swap_dir needs swap_space_bytes (--swap-space)")
 
@@ -87,6 +103,15 @@ class EngineConfig:
             raise ValueError(
                 f"attention_tuning and retune work only with the metal backend, not with attention_backend {backend}"
             )
+
+    def sampling_defaults(self, recommended: Mapping[str, float]) -> dict[str, float]:
+        """Sampling parameters of requests that do not set them, by name. recommended: what the model recommends."""
+        defaults = {name: getattr(SamplingParams, name) for name in LIMITS}
+        if self.generation_config:
+            defaults.update(recommended)
+        configured = {name: getattr(self, f"default_{name}") for name in LIMITS}
+        defaults.update({name: value for name, value in configured.items() if value is not None})
+        return defaults | {"top_k": max(0, defaults["top_k"])}
 
     def scheduler_config(self, num_blocks: int, num_swap_slots: int = 0, cache_seed: bytes = b"") -> SchedulerConfig:
         """The part of this configuration that the scheduler needs. Raises ValueError if a value is out of range."""

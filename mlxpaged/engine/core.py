@@ -16,6 +16,7 @@ from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
+from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
@@ -64,6 +65,7 @@ class EngineCore:
         self._in_flight: InFlightStep | None = None
         self.waits_for_memory = False  # whether the last step was empty: the pool has to grow, and cannot yet
         self._outputs: list[RequestOutput] = []  # of the running call of `step`
+        self._prompt_chunks: tuple[PromptChunk, ...] = ()  # of the step that was processed last
         self._ids = itertools.count()
         self.requests: dict[int, RunningRequest] = {}
         self._sequence_of: dict[str, int] = {}
@@ -176,6 +178,7 @@ class EngineCore:
             self.resizer.bytes_of(self.scheduler.config.num_blocks),
             self.states.nbytes,
             NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
+            self._prompt_chunks,
         )
 
     def has_work(self) -> bool:
@@ -368,6 +371,8 @@ class EngineCore:
         ended = {row.sequence.sequence_id for row in step.batch.rows if row.ends_sequence}
         for sequence_id in (ended & self.requests.keys()) - discarded:
             self._outputs.append(self._end(sequence_id, FinishReason.LENGTH, None))
+        # A step that only decodes samples every row, and pays nothing for the progress of prompts.
+        self._prompt_chunks = () if len(tokens) == len(step.rows) else prompt_chunks(step.rows)
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []

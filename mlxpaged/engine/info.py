@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.models import EmbeddingModel
 from mlxpaged.models.layers import is_per_sequence
@@ -13,13 +14,14 @@ from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
 class EngineInfo:
     """Facts about an engine that do not change while it lives."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, config: EngineConfig) -> None:
         served = core.served
         self.model = served.name
         self.tokenizer = served.tokenizer
         self.vocab_size = served.vocab_size
         self.context_length = served.context_length
         self.longest = served.max_model_len  # most tokens of a prompt and its answer, in any pool
+        self.sampling_defaults = config.sampling_defaults(served.sampling)
         self.num_layers = len(served.layers)
         self.num_layers_per_sequence = sum(is_per_sequence([spec]) for spec in served.layers)  # called for each alone
         self.weight_bytes = served.weight_bytes
@@ -62,17 +64,13 @@ class EngineInfo:
         return f"this model's context length is {self.context_length} tokens"
 
     def max_new_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """The most tokens that a request may generate: `max_tokens`, or if it is None, all that have room.
+        """The most tokens that a request may generate: `max_tokens`, or all that have room if that is less.
 
-        Raises PromptTooLongError, with size and limit, if the request could never run.
+        Raises PromptTooLongError, with size and limit, if the prompt leaves no room.
         """
-        if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > self.longest:
-            wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens{wanted}; {self.limit}",
-                num_prompt_tokens,
-                max_tokens,
-                self.longest,
-            )
-        check_fits(num_prompt_tokens, max_tokens, self.scheduler_config)
-        return self.max_model_len - num_prompt_tokens if max_tokens is None else max_tokens
+        if num_prompt_tokens + (max_tokens != 0) > self.longest:
+            message = f"the prompt has {num_prompt_tokens} tokens; {self.limit}"
+            raise PromptTooLongError(message, num_prompt_tokens, self.longest)
+        check_fits(num_prompt_tokens, None, self.scheduler_config)
+        room = self.max_model_len - num_prompt_tokens
+        return room if max_tokens is None else min(max_tokens, room)

@@ -39,6 +39,10 @@ IDLE_SECONDS = 60.0
 """After this time without a request the pool gives back half of its blocks, and half of the rest after each further
 one. What the prefix cache used last is kept longest: a person often answers within a minute, and seldom after ten."""
 
+LEAST_SHARE = 1 / 8
+"""Least share of its blocks that the pool gives back at once, but for the last ones: a smaller pool is a copy of every
+layer. While memory is critical, the use of a busy server falls by a few blocks a second."""
+
 PRESSURE_SECONDS = 5.0
 """While the system is short of memory, the pool is halved as often as this. The system's level follows late."""
 
@@ -187,7 +191,8 @@ class PoolResizer:
         if rests or level is not MemoryPressure.NORMAL:
             mx.clear_cache()
         keep = self._size_to_keep(level, now, rests)
-        return keep if keep < present else None
+        enough = keep == self._least or present - keep >= LEAST_SHARE * present
+        return keep if keep < present and enough else None
 
     def _size_to_keep(self, level: MemoryPressure, now: float, rests: bool) -> int:
         keep = present = self._size.num_blocks

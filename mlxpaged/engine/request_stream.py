@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from mlxpaged.engine import errors
 from mlxpaged.engine.errors import EngineState
+from mlxpaged.engine.prompt_progress import Place, PromptChunk, PromptProgress, WaitingLine
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.scheduler import FinishReason
 
@@ -14,15 +15,58 @@ from mlxpaged.scheduler import FinishReason
 class RequestStream:
     """An iterator over the outputs. A reader that stops before the last output must close it."""
 
-    def __init__(self, request: Request, abort: Callable[[str], None], state: Callable[[], EngineState]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        abort: Callable[[str], None],
+        state: Callable[[], EngineState],
+        line: WaitingLine,
+        clock: Callable[[], float],
+    ) -> None:
         self.request = request
         self._state = state
+        self._line = line
+        self._clock = clock
+        self._place: Place | None = line.enter(request)  # None after the first step that computes a part of it
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._latest = RequestOutput(request.request_id, request.arrival_time)
+        self._computed_tokens = 0
         self._abort = abort
         self._finished = False
 
     def put(self, output: RequestOutput) -> None:
+        if self._place is not None:
+            self._leave_line(self._place)
+        self._latest = output
         self._outputs.put_nowait(output)
+
+    def put_chunk(self, chunk: PromptChunk) -> None:
+        """Note how far the prompt is. Readers do not see it, unless they are woken."""
+        if self._place is not None:
+            self._leave_line(self._place)
+        self._latest = self._latest._replace(num_cached_tokens=chunk.cached_tokens)
+        self._computed_tokens = chunk.computed_tokens
+
+    def wake(self) -> None:
+        """Give the reader an output without news, unless it has the last one."""
+        if self._latest.finish_reason is None:
+            self._outputs.put_nowait(self._latest._replace(text="", token_ids=(), logprobs=()))
+
+    @property
+    def progress(self) -> PromptProgress:
+        prompt, latest = len(self.request.prompt_token_ids), self._latest
+        return PromptProgress(
+            waiting_before=None if self._place is None else self._line.before(self._place),
+            prompt=prompt,
+            cached=latest.num_cached_tokens,
+            computed=prompt if latest.num_output_tokens else self._computed_tokens,
+            output=latest.num_output_tokens,
+            seconds=self._clock() - self.request.arrival_time,
+        )
+
+    def _leave_line(self, place: Place) -> None:
+        self._line.leave(place)
+        self._place = None
 
     def close(self) -> None:
         """Abort the request, unless its last output was read."""

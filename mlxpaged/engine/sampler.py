@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlxpaged.engine.grammar import Mask
 from mlxpaged.engine.logprobs import TokenLogprobs
@@ -151,7 +152,11 @@ def masked(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 
 
 class TokenCounts:
-    """How often each token occurs in the prompts and answers of the requests with penalties; one row per request."""
+    """How often each token occurs in the prompts and answers of the requests with penalties; one row per request.
+
+    For a request with repetition_context_size, the counts of the prompt are such that prompt and answer together are
+    the counts of its last tokens.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -192,7 +197,11 @@ class TokenCounts:
         if where:
             at = mx.array([self._row_of[rows[i].sequence_id] for i in where])
             self._answer = self._answer.at[at, tokens[mx.array(where)]].add(1)
-            mx.async_eval(self._answer)
+            leaving = [(self._row_of[rows[i].sequence_id], token) for i in where for token in leaves(rows[i])]
+            if leaving:
+                index, token_ids = mx.array(leaving).T
+                self._prompt = self._prompt.at[index, token_ids].add(-1)
+            mx.async_eval(self._prompt, self._answer)
 
     def _count_afresh(self, row: SamplingRow) -> None:
         if not self._unused:
@@ -203,12 +212,24 @@ class TokenCounts:
             self._unused = list(range(size, size + more.shape[0]))
         at = self._unused.pop()
         self._row_of[row.sequence_id] = at
-        for counts, token_ids in (
-            (self._prompt, row.token_ids[: row.num_prompt_tokens]),
-            (self._answer, row.token_ids[row.num_prompt_tokens : row.position]),
-        ):
-            occurrences = np.bincount(np.asarray(token_ids, dtype=np.int64), minlength=self._vocab_size)
-            counts[at] = mx.array(occurrences.astype(np.int32))
+        window = row.params.repetition_context_size
+        answer = self._occurrences(row.token_ids[row.num_prompt_tokens : row.position])
+        if window is None:
+            prompt = self._occurrences(row.token_ids[: row.num_prompt_tokens])
+        else:
+            prompt = self._occurrences(row.token_ids[max(0, row.position - window) : row.position]) - answer
+        self._prompt[at] = mx.array(prompt)
+        self._answer[at] = mx.array(answer)
+
+    def _occurrences(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        return np.bincount(np.asarray(token_ids, dtype=np.int64), minlength=self._vocab_size).astype(np.int32)
+
+
+def leaves(row: SamplingRow) -> Sequence[int]:
+    """The token that is no longer among the last repetition_context_size ones after this row's token, if any. It is
+    known: only the latest token can still be on the device."""
+    window = row.params.repetition_context_size
+    return () if window is None or row.position < window else (row.token_ids[row.position - window],)
 
 
 def column(values: Sequence[float]) -> mx.array:

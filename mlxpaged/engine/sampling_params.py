@@ -21,6 +21,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # for tokens of prompt and answer (CTRL, Keskar et al. 2019)
+    repetition_context_size: int | None = None  # the penalty is for so many of the last tokens, at least 2; None: all
     presence_penalty: float = 0.0  # subtracted once for tokens of the answer, as OpenAI defines it
     frequency_penalty: float = 0.0  # subtracted per occurrence in the answer, as OpenAI defines it
     logit_bias: Mapping[int, float] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, EmbedderStats
+from mlxpaged.engine.prompt_progress import PromptChunk
 from mlxpaged.engine.timeline import Phase
 from mlxpaged.scheduler import Priority, Scheduler, SchedulerStats, Sequence, SequenceStatus
 from mlxpaged.scheduler.queue import ORDER
@@ -27,6 +28,7 @@ class EngineStats:
     max_kv_cache_bytes: int = 0  # that they can grow to
     state_bytes: int = 0  # reserved for recurrent states, of sequences and of checkpoints
     embeddings: EmbedderStats = NO_EMBEDDINGS
+    prompt_chunks: tuple[PromptChunk, ...] = ()  # of the step, without the last ones of their prompts
 
 
 @dataclass(frozen=True)

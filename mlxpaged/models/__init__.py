@@ -13,10 +13,11 @@ from mlxpaged.models.loader import (
     tool_parsers,
 )
 from mlxpaged.models.preflight import Reserved
-from mlxpaged.models.tokenizer import Tags, Tokenizer, ToolFormat
+from mlxpaged.models.tokenizer import PLAIN_CALLS, Tags, Tokenizer, ToolFormat
 
 __all__ = [
     "DEMO_MODEL",
+    "PLAIN_CALLS",
     "EmbeddingModel",
     "ModelNotFoundError",
     "Reserved",

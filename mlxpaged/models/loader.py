@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.generation_config import read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layer_finder import Way, layer_specs
@@ -59,7 +61,8 @@ class ServedModel:
     """A loaded model with all that the engine needs to know about it.
 
     path: its directory. rows: None if its output head cannot select rows. max_model_len: most tokens of a prompt and
-    its answer that are served, at most the context length.
+    its answer that are served, at most the context length. sampling: the sampling parameters that its
+    generation_config.json recommends, by name.
     """
 
     name: str
@@ -72,6 +75,7 @@ class ServedModel:
     context_length: int
     max_model_len: int
     weight_bytes: int
+    sampling: Mapping[str, float]
 
     @property
     def kv_layers(self) -> list[KV]:
@@ -150,7 +154,8 @@ def load_model(
     UnsupportedModelError.
     """
     path = resolve_model(name, reserved)
-    limit = context_length(read_object(path / "config.json"))
+    own_config, recommended = read_object(path / "config.json"), read_generation_config(path)
+    limit = context_length(own_config)
     if max_model_len is not None and max_model_len > limit:
         raise UnsupportedModelError(
             f"{name} cannot be loaded: --max-model-len is {max_model_len}, but its context length is {limit}"
@@ -159,7 +164,9 @@ def load_model(
         model, config = load_weights(path, lazy=True)
         read_weights(model, report)
         extra = {"tool_parser_type": tool_parser} if tool_parser else None
-        wrapped = load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
+        # Not those of `config`, into which mlx-lm copies generation_config.json without checking it.
+        end_tokens = recommended.end_tokens or own_config.get("eos_token_id")
+        wrapped = load_tokenizer(path, extra, eos_token_ids=end_tokens)
     except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
     model.eval()
@@ -185,6 +192,7 @@ def load_model(
         context_length=longest,
         max_model_len=min(longest, max_model_len or longest),
         weight_bytes=tree_reduce(lambda total, array: total + int(array.nbytes), model.parameters(), 0),
+        sampling=recommended.sampling,
     )
 
 

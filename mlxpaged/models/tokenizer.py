@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_lm.tool_parsers import json_tools
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
@@ -36,14 +37,19 @@ class ToolFormat:
     parse: Callable[[str, Any], Any]
 
 
+PLAIN_CALLS = ToolFormat("json_tools", json_tools.tool_call_start, json_tools.tool_call_end, json_tools.parse_tool_call)
+"""How a model without a format of its own is asked to write calls. It is the format of Hermes (NousResearch, Hermes 2
+Pro), which many models saw in training."""
+
+
 @dataclass(frozen=True)
 class Tags:
     """The tags that divide an answer, as mlx-lm finds them in a model's vocabulary and chat template. think_start,
-    think_end: empty if the model does not think. tools: None if it makes no tool calls."""
+    think_end: empty if the model does not think. tools: PLAIN_CALLS if the chat template does not show tools."""
 
     think_start: str = ""
     think_end: str = ""
-    tools: ToolFormat | None = None
+    tools: ToolFormat = PLAIN_CALLS
 
 
 class Tokenizer:
@@ -59,16 +65,20 @@ class Tokenizer:
         special = {*self._decoder.all_special_ids, *(i for i, token in added.items() if token.special)}
         self._special_ids = frozenset(special)
         self.has_chat_template = bool(wrapped.has_chat_template)
-        tools = None
-        if wrapped.has_tool_calling:
+        # Whether the chat template shows tools and calls, and the format of the calls is known.
+        reads_tools = self.template_reads("tools") and self.template_reads("tool_calls")
+        self.shows_tools = bool(wrapped.has_tool_calling) and reads_tools
+        tools = PLAIN_CALLS
+        if self.shows_tools:
             name = wrapped.tool_parser.__module__.rpartition(".")[2]
             tools = ToolFormat(name, wrapped.tool_call_start, wrapped.tool_call_end, wrapped.tool_parser)
         self.tags = Tags(wrapped.think_start or "", wrapped.think_end or "", tools)
         self.think_start_ids = self._tag_ids(self.tags.think_start)
         self.think_end_ids = self._tag_ids(self.tags.think_end)
-        self._call_start_ids = self._tag_ids(tools.start if tools else "")
-        self._call_end_ids = self._tag_ids(tools.end if tools else "")
-        self.takes_late_system = self._shows_late_system()
+        self._call_start_ids = self._tag_ids(tools.start)
+        self._call_end_ids = self._tag_ids(tools.end)
+        self.takes_system = self._shows_last_system("system", "user")
+        self.takes_late_system = self._shows_last_system("system", "user", "system")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of plain text, with or without the special tokens that the model expects around a prompt."""
@@ -103,13 +113,13 @@ class Tokenizer:
         except Exception as error:  # templates raise any type, with a message
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
-    def _shows_late_system(self) -> bool:
-        """Whether the chat template renders a system message that is not the first message. Many templates refuse it,
-        some ignore it."""
-        roles = ("system", "user", "system")
+    def _shows_last_system(self, *roles: str) -> bool:
+        """Whether the chat template renders the last system message of a conversation of these roles. Some templates
+        refuse all system messages, many refuse those after the first message, and some ignore them."""
+        last = max(i for i, role in enumerate(roles) if role == "system")
         try:
             messages = [{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)]
-            return "probe 2" in self._encoder.apply_chat_template(messages, tokenize=False)
+            return f"probe {last}" in self._encoder.apply_chat_template(messages, tokenize=False)
         except Exception:  # as in `apply_chat_template`; or there is no template
             return False
 

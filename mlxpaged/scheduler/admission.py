@@ -17,10 +17,9 @@ from mlxpaged.scheduler.sequence import Sequence, SequenceStatus
 class PromptTooLongError(ValueError):
     """The request could not run even alone in the pool. limit: the most tokens of prompt and answer together."""
 
-    def __init__(self, message: str, num_prompt_tokens: int, max_tokens: int | None, limit: int) -> None:
+    def __init__(self, message: str, num_prompt_tokens: int, limit: int) -> None:
         super().__init__(message)
         self.num_prompt_tokens = num_prompt_tokens
-        self.max_tokens = max_tokens
         self.limit = limit
 
 
@@ -36,7 +35,6 @@ def check_fits(num_prompt_tokens: int, max_tokens: int | None, config: Scheduler
             f"the request needs KV memory for {needed} tokens ({blocks} blocks); the pool "
             f"holds {room} tokens ({num_blocks} blocks): raise --kv-cache-memory",
             num_prompt_tokens,
-            max_tokens,
             room + 1,
         )
 

@@ -77,9 +77,10 @@ def side_by_side(one: Callable[[], One], other: Callable[[], Other]) -> tuple[On
 
 
 def events(lines: Iterator[str]) -> Iterator[Any]:
-    """The data of server-sent events: parsed JSON, or the string [DONE]."""
+    """The data of server-sent events: parsed JSON, or the string [DONE]. A loaded machine may be silent for so long
+    that there are comments."""
     for line in lines:
-        if line:
+        if line and not line.startswith(":"):
             assert line.startswith("data: "), line
             data = line.removeprefix("data: ")
             yield data if data == "[DONE]" else json.loads(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -24,11 +25,9 @@ TOOLS = [
 ]
 
 
-def tags(tool_format: str | None = "json_tools", think: bool = True) -> Tags:
-    form = None
-    if tool_format is not None:
-        module = importlib.import_module(f"mlx_lm.tool_parsers.{tool_format}")
-        form = ToolFormat(tool_format, module.tool_call_start, module.tool_call_end, module.parse_tool_call)
+def tags(tool_format: str = "json_tools", think: bool = True) -> Tags:
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{tool_format}")
+    form = ToolFormat(tool_format, module.tool_call_start, module.tool_call_end, module.parse_tool_call)
     return Tags("<think>" if think else "", "</think>" if think else "", form)
 
 
@@ -39,8 +38,9 @@ def parse(
     thinking: bool = False,
     one_call: bool = False,
     held: StructuredOutput | None = None,
+    tools: Sequence[Any] = TOOLS,
 ) -> list[Delta]:
-    parser = AnswerParser(using, thinking, TOOLS, one_call, held)
+    parser = AnswerParser(using, thinking, tools, one_call, held)
     return [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
 
 
@@ -98,9 +98,9 @@ def test_the_deltas_do_not_depend_on_the_cuts(
     pieces: list[str], cuts: list[int], form: str | None, thinking: bool, one_call: bool, held: StructuredOutput | None
 ) -> None:
     assume(held is None or form in (*AROUND_ARGUMENTS, None))
-    text, using = "".join(pieces), tags(form)
+    text, using, tools = "".join(pieces), tags(form or "json_tools"), TOOLS if form else []
     at = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]
-    options: dict[str, Any] = {"using": using, "thinking": thinking, "one_call": one_call, "held": held}
+    options: dict[str, Any] = {"using": using, "thinking": thinking, "one_call": one_call, "held": held, "tools": tools}
     whole = parse([text], **options)
     for cut in ([text[a:b] for a, b in itertools.pairwise(at)], list(text)):
         assert uncut(parse(cut, **options)) == uncut(whole)

@@ -259,8 +259,6 @@ def test_a_model_that_does_not_think_says_so(demo_server: RunningServer) -> None
         with pytest.raises(anthropic.BadRequestError, match="thinking: this model does not think"):
             client.messages.create(**request, thinking={"type": "enabled", "budget_tokens": 20})
         assert client.messages.create(**request, thinking={"type": "disabled"}).content[0].type == "text"
-        with pytest.raises(anthropic.BadRequestError, match="tools"):
-            client.messages.create(**request, tools=TOOLS)
 
 
 def test_other_failures_have_anthropics_format_too(server: RunningServer, client: Anthropic) -> None:

@@ -144,17 +144,13 @@ def test_the_beta_client_may_ask_for_its_edits(client: Anthropic) -> None:
     fields = body("Hello", context_management=edits, betas=["context-management-2025-06-27"])
     assert client.beta.messages.create(**fields).stop_reason == "end_turn"
     edits["edits"][0]["type"] = "clear_tool_uses_20250919"
-    with pytest.raises(anthropic.BadRequestError, match="context_management"):
-        client.beta.messages.create(**fields)
+    response = client.beta.messages.with_raw_response.create(**fields)
+    assert response.headers["x-mlxpaged-ignored"] == "context_management"
 
 
 def test_what_is_too_long_is_said_in_anthropics_words(client: Anthropic) -> None:
-    """Claude Code reads the numbers, and asks again for fewer tokens."""
-    asked = body("Hello", max_tokens=8191)
-    counted = client.messages.count_tokens(model="scripted", messages=[USER]).input_tokens
-    numbers = rf"max_tokens: input length and `max_tokens` exceed context limit: {counted} \+ 8191 > 8192,"
-    with pytest.raises(anthropic.BadRequestError, match=numbers):
-        client.messages.create(**asked)
+    """Claude Code reads the numbers, and asks again with a shorter conversation."""
+    assert client.messages.create(**body("Hello", max_tokens=32_000)).stop_reason == "end_turn"
     for size in (8200, 300_000):  # counted; refused before it is tokenized
         with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 8192 maximum"):
             client.messages.create(**body("x" * size))

@@ -21,13 +21,11 @@ Case = tuple[str, Any, int, str]
 COMMON: list[tuple[str, Any]] = [
     ("model", 3),
     ("model", ["demo"]),
-    ("max_tokens", -1),
+    ("max_tokens", -2),
     ("max_tokens", 0),
     ("max_tokens", "12"),
     ("max_tokens", 1.5),
     ("max_tokens", True),
-    ("max_tokens", 10**30),
-    ("max_tokens", 4097),
     ("temperature", 9),
     ("temperature", -0.1),
     ("temperature", "hot"),
@@ -41,7 +39,9 @@ COMMON: list[tuple[str, Any]] = [
     ("top_k", "all"),
     ("min_p", 2),
     ("min_p", {}),
-    ("repetition_penalty", 0),
+    ("repetition_penalty", -1),
+    ("repetition_context_size", 1),
+    ("presence_context_size", 20),
     ("repetition_penalty", False),
     ("presence_penalty", 3),
     ("frequency_penalty", -3),
@@ -58,7 +58,6 @@ COMMON: list[tuple[str, Any]] = [
     ("seed", "one"),
     ("seed", 1.5),
     ("stop", 3),
-    ("stop", ""),
     ("stop", ["a", 3]),
     ("stop", ["x"] * 17),
     ("stop", "x" * 1025),
@@ -108,9 +107,10 @@ COMMON: list[tuple[str, Any]] = [
     ("structured_outputs", {}),
     ("structured_outputs", {"json_object": False}),
     ("structured_outputs", {"regex": "a", "choice": ["a"]}),
-    ("structured_outputs", {"backend": "x", "regex": "a"}),
-    ("unknown_field", 1),
-    ("__class__", {}),
+    ("structured_outputs", {"structural_tag": "{}"}),
+    ("logits_processors", ["p"]),
+    ("extra_body", {"top_k": 1}),
+    ("lora", [{"id": 0}]),
 ]
 
 ONLY_CHAT: list[tuple[str, Any]] = [
@@ -125,7 +125,6 @@ ONLY_CHAT: list[tuple[str, Any]] = [
     ("messages", [{"content": "x"}]),
     ("messages", [{"role": "user", "content": None}]),
     ("messages", [{"role": "user", "content": 3}]),
-    ("messages", [{"role": "user", "content": []}]),
     ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
     ("messages", [{"role": "user", "content": [{"type": "text", "text": 3}]}]),
     ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]),
@@ -133,8 +132,8 @@ ONLY_CHAT: list[tuple[str, Any]] = [
     ("messages", [{"role": "king", "content": "x"}]),
     ("messages", [{"role": "tool", "content": "x", "tool_call_id": "1"}]),
     ("messages", [{"role": 3, "content": "x"}]),
-    ("messages", [{"role": "user", "content": "x", "colour": "red"}]),
-    ("max_completion_tokens", -1),
+    ("messages", [{"role": "user", "content": "x"}, {"role": "assistant", "audio": {"id": "a"}}]),
+    ("max_completion_tokens", -2),
     ("max_completion_tokens", "x"),
     ("logprobs", 3),
     ("logprobs", "yes"),
@@ -147,12 +146,9 @@ ONLY_CHAT: list[tuple[str, Any]] = [
     ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": 1}}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
     ("response_format", {"type": "text", "json_schema": {"name": "x", "schema": {}}}),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
-    ("store", True),
     ("modalities", []),
     ("modalities", ["text", "audio"]),
-    ("verbosity", "low"),
     ("best_of", 2),
 ]
 
@@ -230,6 +226,7 @@ def check_error(response: httpx.Response, status: int, named: str) -> dict[str, 
 
 def body_with(path: str, field: str, value: Any) -> bytes:
     body = ask("x", max_tokens=1) if path == CHAT else run_on("x", 1)
+    body |= {"presence_penalty": 1} if field == "presence_context_size" else {}
     return json.dumps(body | {field: value}).encode()  # NaN and Infinity included
 
 
@@ -272,8 +269,8 @@ def test_an_unknown_model_is_not_found(demo_server: RunningServer, path: str) ->
 def test_what_the_client_sent_is_not_echoed_at_length(demo_server: RunningServer, field: dict[str, Any]) -> None:
     with raw(demo_server) as client:
         response = client.post(COMPLETIONS, json=run_on("x", 1) | field)
-    assert response.status_code in (400, 404)
-    assert len(response.content) < 2000
+    assert response.status_code in ((200,) if "f" * 100_000 in field else (400, 404))
+    assert len(response.content) + len(str(response.headers)) < 2000
 
 
 def test_the_path_to_a_bad_value_is_named(demo_server: RunningServer) -> None:
@@ -316,12 +313,13 @@ def test_a_prompt_longer_than_the_pool_is_refused_naming_the_flag(demo_server: R
     ):
         error = check_error(client.post(COMPLETIONS, json=run_on([20] * 129, 2)), 400, "prompt")
         assert "--kv-cache-memory" in error["message"]
-        assert "130 tokens" in error["message"]
+        assert "129 tokens" in error["message"]
         assert "128 tokens" in error["message"]
-        check_error(client.post(COMPLETIONS, json=run_on([20] * 100, 30)), 400, "max_tokens")
-        # The last token's KV is never needed, so this one just fits.
-        response = client.post(COMPLETIONS, json=run_on([20] * 100, 29))
-        assert response.json()["usage"]["completion_tokens"] == 29
+        # The last token's KV is never needed, so 29 tokens just fit.
+        for limit in (30, None, -1):
+            response = client.post(COMPLETIONS, json=run_on([20] * 100, 29) | {"max_tokens": limit})
+            assert response.json()["usage"]["completion_tokens"] == 29
+            assert response.json()["choices"][0]["finish_reason"] == "length"
         server.wait_idle()
 
 
@@ -379,7 +377,7 @@ def test_text_that_cannot_fit_the_context_is_refused_without_being_tokenized(
     assert not seen
 
 
-@pytest.mark.parametrize("field", ["top_k", "seed", "max_tokens"])
+@pytest.mark.parametrize("field", ["top_k", "seed"])
 @pytest.mark.parametrize("value", [2**31, 2**63, 10**30])
 def test_a_number_of_any_size_is_honoured_or_refused(demo_server: RunningServer, field: str, value: int) -> None:
     with raw(demo_server) as client:
@@ -423,14 +421,6 @@ def test_every_token_of_the_vocabulary_may_be_prompted_and_the_next_one_not(demo
         assert client.post(COMPLETIONS, json=run_on(list(range(size)), 1)).status_code == 200
         error = check_error(client.post(COMPLETIONS, json=run_on([size], 1)), 400, "prompt")
     assert str(size) in error["message"]
-
-
-@pytest.mark.parametrize("name", ["maxTokens", "Max-Tokens", "größe"])
-def test_an_unknown_field_is_named_whatever_it_is_called(demo_server: RunningServer, name: str) -> None:
-    with raw(demo_server) as client:
-        error = client.post(COMPLETIONS, json=run_on("x", 1) | {name: 9}).json()["error"]
-    assert error["param"] == name
-    assert error["code"] == "unsupported_parameter"
 
 
 def test_a_field_that_needs_another_one_is_named(demo_server: RunningServer) -> None:

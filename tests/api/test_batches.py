@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_a_line_that_fails_fails_alone(client: OpenAI) -> None:
         "temperature": {"temperature": 9},
         "stream": {"stream": True},
         "service_tier": {"service_tier": "priority"},
-        "colour": {"colour": "red"},
+        "lora": {"lora": [{"id": 0}]},
         "n": {"n": 5},
         "prompt": {"prompt": [20] * 5000},
         "model": {"model": "gpt-4"},
@@ -152,6 +153,14 @@ def test_a_line_that_fails_fails_alone(client: OpenAI) -> None:
         response = errors[f"line-{i}"]["response"]
         assert response["status_code"] == (404 if param == "model" else 400)
         assert response["body"]["error"]["param"] == param
+
+
+def test_the_log_names_the_ignored_fields_of_a_line(client: OpenAI, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlxpaged.api.ignored_fields")
+    batch = ended(client, submit(client, jsonl([run_on("Once upon", 1, num_ctx=9, colour="red")] * 2)))
+    assert batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 0)
+    assert [record.getMessage() for record in caplog.records] == ["fields of batches are ignored: num_ctx, colour"]
 
 
 LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": run_on("x", 1)}
@@ -253,7 +262,7 @@ BAD_REQUESTS += [
         {"endpoint": "/v1/embeddings"},
         {"completion_window": "forever"},
         {"completion_window": "0h"},
-        {"output_expires_after": {}},
+        {"output_expires_after": {"seconds": 9}},
     )
 ]
 
@@ -430,7 +439,7 @@ def test_a_batch_goes_on_after_a_restart_and_runs_nothing_twice(tmp_path: Path) 
 
         wait_until(lambda: some_are_done() or gate.allow(1), DEADLINE)
         with pytest.raises(DataDirInUseError):
-            create_app(CONFIG, data_dir=tmp_path)
+            create_app(None, data_dir=tmp_path)
     kept = (tmp_path / "batches" / f"{batch.id}.output").read_bytes()
     before = [json.loads(line) for line in kept.splitlines()]
     assert 2 <= len(before) < 6

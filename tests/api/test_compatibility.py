@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +13,18 @@ from openai.types import BatchCreateParams, EmbeddingCreateParams, FileCreatePar
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
+from mlxpaged.api.body import validate
+from mlxpaged.api.compatibility import MARK, markdown, tables
 from mlxpaged.api.endpoints import ENDPOINTS
+from mlxpaged.api.fields.table import Outcome, Row, Table
+from mlxpaged.api.reading import Reading
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import ask, raw, run_on
-from tests.support import RunningServer, make_embedding_model, running_server
+from tests.support import make_embedding_model, running_server
 
-TABLE = Path(__file__).parents[2] / "docs" / "compatibility.md"
-ROW = re.compile(r"\| `(?P<field>\w+)` \| `(?P<example>{.*?})` \| (?P<outcome>\w+) \| .*\|")
-OUTCOMES = {"honoured": 200, "label": 200, "model": 400, "refused": 400}
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+STATUS = dict.fromkeys(Outcome, 200) | {Outcome.MODEL: 400, Outcome.REFUSED: 400}
+FILE_ID = {"POST /v1/batches": {"input_file_id": "f"}}
 
 CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
 MESSAGES, COUNT = "POST /v1/messages", "POST /v1/messages/count_tokens"
@@ -59,36 +60,23 @@ OFFICIAL: dict[str, set[str]] = {
 """What the official clients can send."""
 
 
-@dataclass(frozen=True)
-class Row:
-    endpoint: str
-    field: str
-    example: dict[str, Any]
-    outcome: str
+TABLES: dict[str, Table] = {f"{endpoint.method} {endpoint.path}": table for endpoint, table in tables()}
+ROWS = [(endpoint, row) for endpoint, table in TABLES.items() for row in table.rows]
 
 
-def rows() -> list[Row]:
-    """Raises where a line of a table is not a row."""
-    found, endpoint = [], ""
-    for line in TABLE.read_text().splitlines():
-        if line.startswith("## "):
-            endpoint = line.removeprefix("## ")
-        elif line.startswith("| `"):
-            match = ROW.fullmatch(line)
-            assert match is not None, line
-            found.append(Row(endpoint, match["field"], json.loads(match["example"]), match["outcome"]))
-    return found
-
-
-ROWS = rows()
+def outcome_of(table: Table, row: Row) -> Outcome:
+    """An alias has the outcome of its field."""
+    if row.outcome is not Outcome.ALIAS:
+        return row.outcome
+    return next((each.outcome for each in table.rows if each.field == row.of.split(".")[0]), Outcome.HONOURED)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     second = make_embedding_model(tmp_path_factory.mktemp("models") / "m")
     config = EngineConfig(kv_cache_bytes=16_000_000, embedding_model=str(second), served_embedding_model_name="vectors")
-    with running_server(config, data_dir=tmp_path_factory.mktemp("data")) as server:
-        yield server
+    with running_server(config, data_dir=tmp_path_factory.mktemp("data")) as server, raw(server) as client:
+        yield client
 
 
 def send(client: httpx.Client, endpoint: str, fields: dict[str, Any]) -> httpx.Response:
@@ -102,30 +90,61 @@ def send(client: httpx.Client, endpoint: str, fields: dict[str, Any]) -> httpx.R
     return client.request(method, path, json=fields)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"{row.endpoint.split('/')[-1]}-{row.field}-{row.outcome}" for row in ROWS])
-def test_a_row_is_true(server: RunningServer, row: Row) -> None:
-    with raw(server) as client:
-        response = send(client, row.endpoint, SMALLEST[row.endpoint] | row.example)
-    assert response.status_code == OUTCOMES[row.outcome], response.text
-    if OUTCOMES[row.outcome] == 400:
+@pytest.mark.parametrize(
+    ("endpoint", "row"), ROWS, ids=[f"{path.split('/')[-1]}-{row.field}-{row.outcome.value}" for path, row in ROWS]
+)
+def test_a_row_is_true(http: httpx.Client, endpoint: str, row: Row) -> None:
+    response = send(http, endpoint, SMALLEST[endpoint] | row.example)
+    status = STATUS[outcome_of(TABLES[endpoint], row)]
+    assert response.status_code == status, response.text
+    named = response.headers.get("x-mlxpaged-ignored", "").split(", ")
+    assert (row.field in named) == (row.outcome is Outcome.IGNORED)
+    if row.outcome is Outcome.REFUSED or row.outcome is Outcome.MODEL:
         error = response.json()["error"]
-        assert row.endpoint in (MESSAGES, COUNT) or error["param"].split(".")[0] == row.field
-        assert row.field in error["message"]
+        assert endpoint in (MESSAGES, COUNT) or error["param"].split(".")[0] == row.field.split(".")[0]
+        assert row.field.split(".")[0] in error["message"]
+
+
+@pytest.mark.parametrize("endpoint", TABLES)
+def test_what_changes_nothing_is_accepted_and_not_named(endpoint: str) -> None:
+    [model] = [each.body for each in ENDPOINTS if f"{each.method} {each.path}" == endpoint]
+    assert model is not None
+    for row in TABLES[endpoint].rows:
+        for value in (*row.neutral, None) if row.field not in model.model_fields and "." not in row.field else ():
+            reading = Reading(model, strict=True)
+            body = SMALLEST[endpoint] | FILE_ID.get(endpoint, {}) | {row.field: value}
+            if endpoint != "POST /v1/files":
+                validate(body, model, reading)
+            assert reading.ignored == [], row.field
 
 
 @pytest.mark.parametrize("endpoint", SMALLEST)
 def test_no_field_lacks_a_row(endpoint: str) -> None:
     [body] = [each.body for each in ENDPOINTS if f"{each.method} {each.path}" == endpoint]
     assert body is not None
-    listed = {row.field for row in ROWS if row.endpoint == endpoint}
-    accepted = {row.field for row in ROWS if row.endpoint == endpoint and row.outcome != "refused"}
+    rows = TABLES[endpoint].rows
+    listed = {row.field for row in rows}
+    accepted = {row.field for row in rows if row.outcome in (Outcome.HONOURED, Outcome.MODEL)}
     assert accepted <= set(body.model_fields) <= listed
-    assert OFFICIAL.get(endpoint, set()) <= listed
+    assert OFFICIAL.get(endpoint, set()) <= {field.split(".")[0] for field in listed} | {"cache_control"}
 
 
-def test_every_heading_is_an_endpoint_that_is_tried() -> None:
-    assert {row.endpoint for row in ROWS} == set(SMALLEST)
+@pytest.mark.parametrize("endpoint", SMALLEST)
+def test_a_row_of_a_field_that_its_model_lacks_is_the_only_one(endpoint: str) -> None:
+    [body] = [each.body for each in ENDPOINTS if f"{each.method} {each.path}" == endpoint]
+    assert body is not None
+    fields = [row.field for row in TABLES[endpoint].rows if row.field.split(".")[0] not in body.model_fields]
+    assert sorted(fields) == sorted(set(fields))
 
 
 def test_every_json_body_of_the_server_has_a_table() -> None:
-    assert {f"{each.method} {each.path}" for each in ENDPOINTS if each.body is not None} == set(SMALLEST)
+    assert set(TABLES) == set(SMALLEST)
+    assert all(table.rows for table in TABLES.values())
+
+
+def test_the_page_has_these_tables() -> None:
+    """`python -m mlxpaged.api.compatibility docs/compatibility.md` writes them."""
+    head, mark, made = PAGE.read_text().partition(MARK)
+    assert head
+    assert mark
+    assert made == markdown()

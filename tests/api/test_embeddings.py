@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no input": ({}, "input", "required"),
     "encoding": ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
     "dimensions": ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
-    "unknown field": ({"input": "a", "truncate": True}, "truncate", "not supported"),
+    "cut inputs": ({"input": "a", "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "never cut"),
     "other model": ({"input": "a", "model": "demo"}, "model", "'demo' generates text; use 'vectors' for embeddings"),
 }
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from mlxpaged.api import body
+from mlxpaged.api.access import local_names
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.server import Server
 from mlxpaged.cli import http_protocol
@@ -22,8 +23,37 @@ from mlxpaged.engine import EngineConfig
 from tests.api.helpers import DEADLINE, StepGate, ask, bearer, raw, run_on, start, write_keys
 from tests.support import RunningServer, running_server, wait_until
 
-PAGE, OTHER_PAGE = "http://localhost:3000", "https://evil.example"
-FOREIGN = [OTHER_PAGE, "null", "http://localhost", "http://localhost:3001", "https://x:y", "["]
+PAGE, NAMED_PAGE, OTHER_PAGE = "http://localhost:3000", "https://chat.example", "https://evil.example"
+FOREIGN = [
+    OTHER_PAGE,
+    "null",
+    "file://",
+    "https://x:y",
+    "[",
+    "http://localhost.evil.example",
+    "http://localhost:3000.evil.example",
+    "http://127.0.0.1.evil.example:80",
+    "http://evil.local:3000",
+    "http://192.168.1.5:3000",
+    "https://capacitor.example",
+    "capacitor://evil.example",
+    "chrome-extension://abcdef",
+    "evil+app://x",
+]
+LOCAL = [
+    PAGE,
+    "http://localhost",
+    "https://localhost:8443",
+    "http://127.0.0.1:5173",
+    "http://[::1]:3000",
+    "app://.",
+    "app://obsidian.md",
+    "tauri://localhost",
+    "http://tauri.localhost",
+    "https://tauri.localhost",
+    "vscode-webview://1a2b3c",
+    "capacitor://localhost",
+]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -41,7 +71,7 @@ def key(path: Path) -> str:
 def server(path: Path, key: str) -> Iterator[RunningServer]:
     """With keys, pages and a name of its own, and small limits."""
     http = HttpConfig(
-        api_keys=path, allowed_hosts=("my.mac",), cors_origins=(PAGE,), max_body_bytes=1000, max_connections=2
+        api_keys=path, allowed_hosts=("my.mac",), cors_origins=(NAMED_PAGE,), max_body_bytes=1000, max_connections=2
     )
     with running_server(EngineConfig(kv_cache_bytes=16_000_000), http=http) as server:
         yield server
@@ -79,9 +109,15 @@ def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
         "[fe80::1]:80",
         "my.mac:8080",
         "MY.MAC",
+        "evil.localhost",
+        "annas-mac.local:8080",
+        "Annas-Mac.local.",
+        "host.docker.internal:8080",
+        "gateway.docker.internal",
+        "host.containers.internal",
     ],
 )
-def test_this_server_goes_by_addresses_localhost_and_the_names_it_was_given(server: RunningServer, host: str) -> None:
+def test_this_server_goes_by_addresses_local_names_and_the_names_it_was_given(server: RunningServer, host: str) -> None:
     with raw(server) as client:
         assert client.get("/health", headers={"Host": host}).status_code == 200
 
@@ -93,7 +129,13 @@ def test_this_server_goes_by_addresses_localhost_and_the_names_it_was_given(serv
         "evil.example:8080",
         "localhost.evil.example",
         "127.0.0.1.evil.example",
-        "evil.localhost",
+        "localhost.example",
+        "evil.local.example",
+        "local",
+        "docker.internal",
+        "evil.host.docker.internal",
+        "evil.internal",
+        "evil.lan",
         "my.mac.evil.example",
         "notmy.mac",
         "[evil.example]",
@@ -109,7 +151,37 @@ def test_a_foreign_name_for_this_server_is_refused(server: RunningServer, key: s
         for where in ("/health", "/v1/models", "/nothing"):
             response = client.get(where, headers={"Host": host} | bearer(key))
             assert error_of(response) == (403, "Host", "host_not_allowed")
-            assert "--allowed-host" in response.json()["error"]["message"]
+            assert "start the server with --allowed-host " in response.json()["error"]["message"]
+
+
+def test_a_refusal_says_which_flag_would_help_with_its_value(plain: RunningServer) -> None:
+    def message(**headers: str) -> str:
+        with raw(plain) as client:
+            return str(client.get("/v1/models", headers=headers).json()["error"]["message"])
+
+    assert message(Host="My-Proxy.example:8080").endswith("start the server with --allowed-host my-proxy.example")
+    assert message(Host="$(reboot)").endswith("start the server with --allowed-host NAME")
+    assert message(Origin=OTHER_PAGE).endswith(f"start the server with --cors-origin {OTHER_PAGE}")
+    assert message(Origin="https://a;b").endswith("start the server with --cors-origin ORIGIN")
+
+
+def test_the_machines_own_name_is_known_in_the_zones_of_home_networks_only(
+    plain: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_names.socket, "gethostname", lambda: "Annas-Mac.evil.example")
+    with raw(plain) as client:
+        for host in ("annas-mac", "Annas-Mac.lan:8080", "annas-mac.home"):
+            assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+        for host in ("annas-mac.evil.example", "annas-mac.example", "x.annas-mac"):
+            assert client.get("/v1/models", headers={"Host": host}).status_code == 403
+
+
+def test_a_page_under_a_name_that_is_only_local_by_its_form_is_refused(server: RunningServer, key: str) -> None:
+    """Another machine of the network can answer for a .local name, send a page, and point the name to this machine."""
+    for host, status in (("evil.local:8080", 403), ("host.docker.internal", 403), ("my.mac:8080", 200)):
+        with raw(server) as client:
+            response = client.get("/v1/models", headers={"Host": host, "Origin": f"http://{host}"} | bearer(key))
+        assert response.status_code == status
 
 
 def test_without_names_of_its_own_only_the_loopback_counts(plain: RunningServer) -> None:
@@ -131,28 +203,29 @@ def preflight(client: httpx.Client, origin: str, method: str = "POST") -> httpx.
     return client.options(CHAT, headers={"Origin": origin} | asked)
 
 
-def test_a_page_that_was_named_may_do_everything_with_a_key(server: RunningServer, key: str) -> None:
+@pytest.mark.parametrize("origin", [NAMED_PAGE, PAGE])
+def test_a_page_that_was_named_or_is_local_may_do_everything_with_a_key(
+    server: RunningServer, key: str, origin: str
+) -> None:
     with raw(server) as client:
         for method in ("GET", "POST", "DELETE"):
-            allowed = preflight(client, PAGE, method)  # without a key: browsers send none here
+            allowed = preflight(client, origin, method)  # without a key: browsers send none here
             assert allowed.status_code == 200
-            assert allowed.headers["access-control-allow-origin"] == PAGE
+            assert allowed.headers["access-control-allow-origin"] == origin
             assert method in allowed.headers["access-control-allow-methods"]
             assert "x-stainless-os" in allowed.headers["access-control-allow-headers"]
             assert "access-control-allow-credentials" not in allowed.headers
-        answer = client.post(CHAT, json=ask("x", max_tokens=1), headers={"Origin": PAGE} | bearer(key))
+        answer = client.post(CHAT, json=ask("x", max_tokens=1), headers={"Origin": origin} | bearer(key))
         assert answer.status_code == 200
-        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert answer.headers["access-control-allow-origin"] == origin
         exposed = answer.headers["access-control-expose-headers"].lower()
         assert all(name in exposed for name in ("x-request-id", "retry-after", "x-ratelimit-remaining-requests"))
-        refused = client.post(CHAT, json=ask("x"), headers={"Origin": PAGE})
+        refused = client.post(CHAT, json=ask("x"), headers={"Origin": origin})
         assert refused.status_code == 401
-        assert refused.headers["access-control-allow-origin"] == PAGE  # so that the page can read why
+        assert refused.headers["access-control-allow-origin"] == origin  # so that the page can read why
 
 
-@pytest.mark.parametrize(
-    "origin", [OTHER_PAGE, "null", "http://localhost", "http://localhost:3001", "https://x:y", "["]
-)
+@pytest.mark.parametrize("origin", FOREIGN)
 def test_a_page_that_was_not_named_changes_nothing(
     server: RunningServer, plain: RunningServer, key: str, origin: str
 ) -> None:
@@ -169,13 +242,23 @@ def test_a_page_that_was_not_named_changes_nothing(
                 assert "access-control-allow-origin" not in response.headers
 
 
-def test_cors_is_off_unless_an_origin_is_named(plain: RunningServer) -> None:
+@pytest.mark.parametrize("origin", LOCAL)
+def test_pages_of_this_machine_and_desktop_apps_may_use_the_server_by_default(
+    plain: RunningServer, origin: str
+) -> None:
     with raw(plain) as client:
-        for response in (preflight(client, PAGE), client.get("/v1/models", headers={"Origin": PAGE})):
-            assert response.status_code == 403
-            assert not [name for name in response.headers if name.startswith("access-control")]
-        own = client.get("/v1/models", headers={"Origin": plain.url})  # a page that this server itself has sent
-        assert own.status_code == 200
+        for response in (preflight(client, origin), client.get("/v1/models", headers={"Origin": origin})):
+            assert response.status_code == 200
+            assert response.headers["access-control-allow-origin"] == origin
+            assert "Origin" in response.headers["vary"]
+
+
+def test_pages_that_the_server_itself_has_sent_need_no_cors(plain: RunningServer) -> None:
+    own = "http://192.168.1.5:8080"
+    with raw(plain) as client:
+        response = client.get("/v1/models", headers={"Host": "192.168.1.5:8080", "Origin": own})
+    assert response.status_code == 200
+    assert "access-control-allow-origin" not in response.headers
 
 
 def test_a_star_lets_every_page_in() -> None:

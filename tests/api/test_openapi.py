@@ -91,7 +91,7 @@ def test_every_field_of_the_bodies_is_listed(described: dict[str, Any]) -> None:
             schema = described["components"]["schemas"][name]
             assert set(schema["properties"]) == set(endpoint.body.model_fields)
             if issubclass(endpoint.body, SamplingFields):
-                assert schema["additionalProperties"] is False
+                assert "additionalProperties" not in schema
 
 
 def test_every_operation_says_what_an_error_looks_like(described: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.engine import EngineConfig
-from tests.api.helpers import answer_text, block_bytes, metrics, random_tokens, run_on
+from tests.api.helpers import block_bytes, metrics, random_tokens, run_on
 from tests.api.test_concurrency import stream_in_order
 from tests.support import RunningServer, poison_new_blocks, running_server
 
@@ -20,7 +20,11 @@ BODIES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def undisturbed(demo_server: RunningServer) -> list[str]:
-    return [answer_text(demo_server, body) for body in BODIES]
+    """In a pool with room for all of them."""
+    before = metrics(demo_server)["mlxpaged_preemptions_total"]
+    texts = stream_in_order(demo_server, BODIES)
+    assert metrics(demo_server)["mlxpaged_preemptions_total"] == before
+    return texts
 
 
 @pytest.mark.parametrize("swap", ["none", "memory", "file", "too small"])

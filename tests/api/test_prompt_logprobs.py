@@ -157,7 +157,7 @@ def test_an_answer_may_have_no_token(client: OpenAI, demo_server: RunningServer)
         (COMPLETIONS, run_on("x", 1, prompt_logprobs=1, stream=True), "prompt_logprobs"),
         (COMPLETIONS, run_on("x", 1, prompt_logprobs=21), "prompt_logprobs"),
         (COMPLETIONS, run_on("x", 1, prompt_logprobs=-1), "prompt_logprobs"),
-        (COMPLETIONS, run_on("x", -1), "max_tokens"),
+        (COMPLETIONS, run_on("x", -2), "max_tokens"),
         (COMPLETIONS, run_on([20] * 4097, 0, echo=True, logprobs=1), "prompt"),
         (CHAT, ask("x", prompt_logprobs=1, stream=True), "prompt_logprobs"),
         (CHAT, ask("x", max_tokens=0, max_completion_tokens=1), "max_tokens"),

@@ -24,6 +24,7 @@ PEOPLE: dict[str, dict[str, Any]] = {
     "free": {},
     "three": {"requests_per_minute": 3},
     "tokens": {"tokens_per_minute": 600},
+    "few": {"tokens_per_minute": 60},
     "both": {"requests_per_minute": 120, "tokens_per_minute": 1200},
 }
 MESSAGES: list[Any] = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -163,16 +164,16 @@ def test_the_tokens_of_prompt_and_answers_are_counted(
 def test_who_overdraws_its_tokens_waits_that_much_longer(
     server: RunningServer, keys: dict[str, str], clock: FakeClock
 ) -> None:
-    used = post(server, keys["tokens"], run_on("abc", 700)).json()["usage"]["total_tokens"]
-    refused = post(server, keys["tokens"], run_on("abc", 1))
+    used = post(server, keys["few"], run_on("abc", 70)).json()["usage"]["total_tokens"]
+    refused = post(server, keys["few"], run_on("abc", 1))
     assert refused.status_code == 429
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("tokens", "rate_limit_exceeded")
-    wait = (used - 600 + 1) / 10
+    wait = float(used - 60 + 1)
     assert int(refused.headers["retry-after-ms"]) == pytest.approx(wait * 1000, abs=1)
     assert limits_of(refused)["remaining-tokens"] == "0"
     clock.advance(wait + 0.01)
-    assert post(server, keys["tokens"], run_on("abc", 1)).status_code == 200
+    assert post(server, keys["few"], run_on("abc", 1)).status_code == 200
 
 
 def test_both_limits_are_told(server: RunningServer, keys: dict[str, str]) -> None:

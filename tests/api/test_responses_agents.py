@@ -267,7 +267,7 @@ def test_usage_tells_thinking_and_what_was_cached(client: OpenAI) -> None:
 def test_effort_limits_or_forbids_thinking(client: OpenAI) -> None:
     short = client.responses.create(**question("Long?", tools=[], reasoning={"effort": "minimal", "summary": "auto"}))
     assert short.output[0].content[0].text == ("so " * 90)[:256].rstrip()  # type: ignore[union-attr, index]
-    assert (short.reasoning.effort, short.reasoning.summary) == ("minimal", "auto")  # type: ignore[union-attr]
+    assert (short.reasoning.effort, short.reasoning.summary) == ("minimal", None)  # type: ignore[union-attr]
     none = client.responses.create(**question("Why?", tools=[], reasoning={"effort": "none"}))
     assert (none.output_text, [item.type for item in none.output]) == ("At once.", ["message"])
     chat = client.chat.completions.create(
@@ -390,9 +390,7 @@ def test_only_background_responses_could_be_cancelled(client: OpenAI) -> None:
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"]}, "include"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         (
             {"tools": [], "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "king"}}}},
@@ -402,7 +400,6 @@ def test_only_background_responses_could_be_cancelled(client: OpenAI) -> None:
         ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input.0"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]}, "input.0"),
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input.0.id"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
     ],
 )
@@ -413,12 +410,11 @@ def test_what_cannot_be_had_is_refused_by_its_own_name(client: OpenAI, fields: d
     assert str(caught.value.body["message"]).startswith(f"{param}: ")  # type: ignore[index]
 
 
-def test_a_model_without_tools_says_so(demo_server: RunningServer) -> None:
+def test_a_model_that_does_not_think_says_so(demo_server: RunningServer) -> None:
     with demo_server.client(timeout=DEADLINE) as client:
-        for fields, param in (({}, "tools"), ({"tools": [], "reasoning": {"effort": "low"}}, "reasoning.effort")):
-            with pytest.raises(openai.BadRequestError) as caught:
-                client.responses.create(**question("x", model="demo", **fields))
-            assert caught.value.param == param
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(**question("x", model="demo", tools=[], reasoning={"effort": "low"}))
+        assert caught.value.param == "reasoning.effort"
         unthinking: Response = client.responses.create(
             **question("x", model="demo", tools=[], reasoning={"effort": "none"}, max_output_tokens=1)
         )

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from mlxpaged.attention import BackendChoice, resolve_backend
-from mlxpaged.cli.http_server import banner
+from mlxpaged.cli.banner import banner
 from mlxpaged.engine import EngineConfig, EngineState
 from mlxpaged.models import ModelNotFoundError
 from tests.api.helpers import DEADLINE, StepGate, ask, metrics, post, random_tokens, raw, raw_post, run_on

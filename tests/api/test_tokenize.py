@@ -65,7 +65,7 @@ def test_the_count_is_the_one_that_the_answer_reports(demo_server: RunningServer
         ("/tokenize", {"prompt": "x" * 1_000_001}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 1_000_001}]}, "messages"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
-        ("/tokenize", {"prompt": "x", "colour": "red"}, "colour"),
+        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [1, "a"]}, "tokens.1"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
@@ -103,8 +103,8 @@ def test_tokenizing_leaves_the_event_loop_free(demo_server: RunningServer, monke
 def test_a_model_tells_its_limits_and_what_it_can_do(client: OpenAI) -> None:
     model = client.models.retrieve("demo").model_dump()
     assert (model["context_length"], model["max_model_len"]) == (4096, 4096)
-    nothing_else = {"embeddings": False, "tools": False, "thinking": False}
-    assert model["capabilities"] == {"chat": True, "completions": True} | nothing_else
+    nothing_else = {"embeddings": False, "thinking": False}
+    assert model["capabilities"] == {"chat": True, "completions": True, "tools": True} | nothing_else
     assert [each.id for each in client.models.list()] == ["demo"]
 
 

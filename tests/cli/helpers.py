@@ -18,6 +18,8 @@ from typing import Any
 
 import httpx
 
+from tests.cli import forked
+from tests.cli.forked import ForkedProcess
 from tests.support import wait_until
 
 DEADLINE = 60.0
@@ -37,7 +39,7 @@ class Result:
 class Command:
     """A running `mlxpaged`; its output goes to files, so that it never waits for a reader."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     stdout_path: Path
     stderr_path: Path
 
@@ -73,32 +75,40 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def mlxpaged(directory: Path, *args: str, env: Mapping[str, str] | None = None) -> Iterator[Command]:
+def mlxpaged(directory: Path, *args: str, env: Mapping[str, str] | None = None, fork: bool = True) -> Iterator[Command]:
+    """fork: save the imports. Without it, or if `env` has variables of libraries, which may read them when they are
+    imported, the process starts as a user's does."""
+    forks = fork and forked.IS_SUPPORTED and all(name.startswith("MLXPAGED_") for name in env or {})
     directory.mkdir(parents=True, exist_ok=True)
-    command = Command(None, directory / "stdout", directory / "stderr")  # type: ignore[arg-type]
-    with open(command.stdout_path, "wb") as stdout, open(command.stderr_path, "wb") as stderr:
-        command.process = subprocess.Popen(
-            [sys.executable, "-m", "mlxpaged", *args],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment(env or {}),
+    stdout, stderr = directory / "stdout", directory / "stderr"
+    process: subprocess.Popen[bytes] | ForkedProcess
+    with open(stdout, "wb") as out, open(stderr, "wb") as err:
+        process = (
+            ForkedProcess(args, environment(env or {}), stdout, stderr)
+            if forks
+            else subprocess.Popen(
+                [sys.executable, "-m", "mlxpaged", *args],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment(env or {}),
+            )
         )
     try:
-        yield command
+        yield Command(process, stdout, stderr)
     finally:
-        if command.process.poll() is None:
-            command.process.kill()
-            command.process.wait(DEADLINE)
+        if process.poll() is None:
+            process.kill()
+            process.wait(DEADLINE)
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *args: str, env: Mapping[str, str] | None = None) -> Iterator[Command]:
+def serving(directory: Path, *args: str, env: Mapping[str, str] | None = None, fork: bool = True) -> Iterator[Command]:
     """`mlxpaged serve` on a free port with a small pool, once its banner is out."""
     flags = ["--port", "0", *args]
     if "--kv-cache-memory" not in flags:
         flags += ["--kv-cache-memory", "16MB"]
-    with mlxpaged(directory, "serve", *flags, env=env) as command:
+    with mlxpaged(directory, "serve", *flags, env=env, fork=fork) as command:
         command.wait_started()
         yield command
 

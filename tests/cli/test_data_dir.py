@@ -72,7 +72,7 @@ def test_a_batch_survives_the_end_of_the_process(tmp_path: Path, number: signal.
 
 def test_a_directory_that_cannot_be_used_is_said_in_a_sentence(tmp_path: Path, run: Callable[..., Result]) -> None:
     (tmp_path / "file").touch()
-    result = run("serve", "--port", "0", "--data-dir", str(tmp_path / "file"))
+    result = run("serve", "none", "--port", "0", "--data-dir", str(tmp_path / "file"))
     assert result.status == 1
     assert result.stderr.startswith(f"mlxpaged: --data-dir {tmp_path / 'file'}: ")
     assert "Traceback" not in result.stderr

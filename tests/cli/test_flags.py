@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 
 from mlxpaged import __version__
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.cli import main, serve
-from mlxpaged.engine import EngineConfig, Priority
+from mlxpaged.cli import http_server, main, serve
+from mlxpaged.engine import AsyncEngine, EngineConfig, Priority
 
 DEFAULTS = EngineConfig()
 
@@ -39,6 +40,13 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--request-timeout", "0", "5", "request_timeout", None, 5.0),
     ("--ttft-timeout", "1.5", "3", "ttft_timeout", 1.5, 3.0),
     ("--ttft-timeout", "0", "5", "ttft_timeout", None, 5.0),
+    ("--default-temperature", "0", "0.7", "default_temperature", 0.0, 0.7),
+    ("--default-top-p", "0.9", "1", "default_top_p", 0.9, 1.0),
+    ("--default-top-k", "-1", "20", "default_top_k", -1, 20),
+    ("--default-min-p", "0", "0.05", "default_min_p", 0.0, 0.05),
+    ("--default-repetition-penalty", "1.05", "1", "default_repetition_penalty", 1.05, 1.0),
+    ("--default-presence-penalty", "-1", "1.5", "default_presence_penalty", -1.0, 1.5),
+    ("--default-frequency-penalty", "-0.5", "2", "default_frequency_penalty", -0.5, 2.0),
     ("--drain-timeout", "0", "2.5", "drain_timeout", 0.0, 2.5),
     ("--data-dir", "some/where", "else", "data_dir", Path("some/where"), Path("else")),
     ("--log-level", "WARNING", "debug", "log_level", "warning", "debug"),
@@ -53,6 +61,7 @@ SWITCHES = [
     ("--no-prefix-cache", "prefix_caching", False),
     ("--no-batching", "max_num_seqs", 1),
     ("--timelines", "timelines", True),
+    ("--no-generation-config", "generation_config", False),
     ("--retune", "retune", True),
 ]
 
@@ -80,29 +89,31 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `serve` would have started: everything but the server itself is real."""
+    """What `serve` would have started: everything but the engine thread and the server is real."""
     found: dict[str, Any] = {}
 
-    class NoServer:
-        def __init__(self, app: Any, listener: socket.socket, drain_timeout: float) -> None:
-            with listener:
-                found["host"], found["port"] = listener.getsockname()
-            found["drain_timeout"] = drain_timeout
-
-        def run_until_signal(self) -> int:
-            return 0
-
-    def no_app(config: EngineConfig | None, http: HttpConfig, data_dir: Path | None) -> None:
-        found["config"], found["data_dir"] = config, data_dir
+    def no_server(
+        engine: AsyncEngine | None,
+        listener: socket.socket,
+        http: HttpConfig,
+        data_dir: Path | None,
+        drain_timeout: float,
+    ) -> int:
+        with listener:
+            found["host"], found["port"] = listener.getsockname()
+        found["data_dir"], found["drain_timeout"] = data_dir, drain_timeout
+        found["config"] = None if engine is None else engine.config
         found.update(vars(http))
-        if config is not None:
-            found.update(vars(config))
+        if engine is not None:
+            found.update(vars(engine.config))
+        return 0
 
     def no_logging(level: str) -> None:
         found["log_level"] = level
 
-    monkeypatch.setattr(serve, "create_app", no_app)
-    monkeypatch.setattr(serve, "HttpServer", NoServer)
+    monkeypatch.setattr(AsyncEngine, "start", lambda self, loop: loop.close())
+    monkeypatch.setattr(http_server, "run_server", no_server)
+    monkeypatch.setattr(serve, "exit_status", lambda engine, status: status)
     monkeypatch.setattr(serve, "set_up", no_logging)
     monkeypatch.setenv("MLXPAGED_PORT", "0")
     return found
@@ -113,6 +124,29 @@ def test_the_defaults_are_those_of_the_engine(started: dict[str, Any]) -> None:
     assert started["config"] == DEFAULTS
     assert started["host"] == "127.0.0.1"
     assert started["drain_timeout"] == 30
+
+
+def test_a_sigint_before_the_server_handles_it_ends_the_process_with_status_0(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine thread may load its model then: the process must end as it does after a signal to the server."""
+    ended: list[tuple[Any, int]] = []
+
+    def interrupted(engine: AsyncEngine | None, listener: socket.socket, *others: Any) -> int:
+        with listener:
+            signal.raise_signal(signal.SIGINT)
+        return 1
+
+    def noted(engine: AsyncEngine | None, status: int) -> int:
+        ended.append((engine, status))
+        return status
+
+    monkeypatch.setattr(http_server, "run_server", interrupted)
+    monkeypatch.setattr(serve, "exit_status", noted)
+    assert main(["serve"]) == 0
+    [(engine, status)] = ended
+    assert engine.config == DEFAULTS
+    assert status == 0
 
 
 @pytest.mark.parametrize(("flag", "value", "other", "name", "meant", "other_meant"), SETTINGS)

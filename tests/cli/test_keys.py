@@ -162,7 +162,7 @@ def test_more_connections_are_taken_than_a_shell_on_a_mac_allows_files(tmp_path:
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        command = stack.enter_context(serving(tmp_path, "none"))
+        command = stack.enter_context(serving(tmp_path, "none", fork=False))
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
         host, port = command.url.removeprefix("http://").split(":")
         for _ in range(300):

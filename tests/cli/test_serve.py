@@ -19,8 +19,9 @@ import pytest
 
 from mlxpaged.api.app import create_app
 from mlxpaged.cli import serve
+from mlxpaged.cli.banner import banner
 from mlxpaged.cli.http_protocol import HttpProtocol
-from mlxpaged.cli.http_server import HttpServer, banner
+from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.engine import EngineConfig, EngineInfo, build_engine
 from mlxpaged.models import load_model
 from mlxpaged.models.loader import DEMO_PATH
@@ -59,7 +60,7 @@ def in_order(text: str, *parts: str) -> bool:
 
 
 def test_the_banner_describes_the_server_and_its_curl_line_works(tmp_path: Path) -> None:
-    with serving(tmp_path, "--max-num-seqs", "7", env={"MLXPAGED_MAX_QUEUE": "0"}) as command:
+    with serving(tmp_path, "--max-num-seqs", "7", env={"MLXPAGED_MAX_QUEUE": "0"}, fork=False) as command:
         banner = command.stdout
         assert re.search(r"loading [\d.]+ of [\d.]+ MB\n", command.stderr), "how far the start is"
         assert re.search(r"model +demo: \d+ layers", banner)
@@ -95,7 +96,7 @@ def test_the_banner_tells_of_the_memory_for_recurrent_states(tmp_path: Path) -> 
 )
 def test_the_banner_tells_of_slower_layers_and_of_cache_groups(tmp_path: Path, name: str, line: str) -> None:
     config = EngineConfig(str(make_architecture(tmp_path / "model", name)), kv_cache_bytes=2_000_000)
-    info = EngineInfo(build_engine(config, load_model(config.model)))
+    info = EngineInfo(build_engine(config, load_model(config.model)), config)
     assert line in banner(info, config, "http://127.0.0.1:1", needs_key=False)
 
 
@@ -123,7 +124,7 @@ def test_without_batching_one_request_runs_at_a_time_with_the_same_answers(tmp_p
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_running_requests_finish_and_ends_with_status_0(tmp_path: Path, number: signal.Signals) -> None:
-    with serving(tmp_path, "--drain-timeout", "60") as command:
+    with serving(tmp_path, "--drain-timeout", "60", fork=number is signal.SIGTERM) as command:
         with running_stream(command, 400) as events:
             command.process.send_signal(number)
             command.wait_logged("no new requests")

@@ -34,6 +34,8 @@ def test_an_observer_that_raises_costs_no_output(caplog: pytest.LogCaptureFixtur
     config = EngineConfig(kv_cache_bytes=4_000_000)
     expected = asyncio.run(answers(AsyncEngine(config), 3))
     assert [len(tokens) for tokens in expected] == [4, 4, 4]
-    assert asyncio.run(answers(AsyncEngine(config, on_output=observe), 3)) == expected
+    engine = AsyncEngine(config)
+    engine.on_output = observe
+    assert asyncio.run(answers(engine, 3)) == expected
     assert sorted(seen) == sorted(["0", "1", "2"] * 4)
     assert caplog.text.count("ValueError: injected") == 12

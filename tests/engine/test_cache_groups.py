@@ -14,7 +14,7 @@ from tests.engine.helpers import finish
 from tests.models.architectures import VOCAB_SIZE, make_architecture
 from tests.support import poison_new_blocks
 
-WINDOW, CONTEXT, BLOCK = 512, 8192, 32
+WINDOW, CONTEXT, BLOCK = 256, 4096, 32
 SLIDING, FULL = 5, 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.scheduler import FinishReason
 from tests.engine.helpers import finish, let_steps_fail, make_core
-from tests.support import make_tiny_model
+from tests.support import every, make_tiny_model
 
 LINES = Constraint("regex", "([a-z]{2} [0-9]{2}\n){1,9}")
 
@@ -50,6 +51,12 @@ def add_mix(core: EngineCore) -> None:
         add(core, f"free {i}", prompt, None, **options)
 
 
+POOLS = {"roomy": (100, 0), "recomputed": (6, 0), "swapped": (6, 12)}
+"""Blocks of the pool and of its swap space."""
+
+MODES = ("mixed", "separate")
+
+
 @pytest.fixture(scope="module")
 def expected(served: ServedModel) -> dict[str, str]:
     core = make_core(served)
@@ -57,18 +64,16 @@ def expected(served: ServedModel) -> dict[str, str]:
     return texts_of(core)
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
-@pytest.mark.parametrize("mode", ["mixed", "separate"])
-@pytest.mark.parametrize(("blocks", "swap"), [(100, 0), (6, 0), (6, 12)], ids=["roomy", "recomputed", "swapped"])
+@pytest.mark.parametrize(("pool", "mode", "overlaps"), every(3, itertools.product(POOLS, MODES, (False, True))))
 def test_answers_do_not_depend_on_overlap_preemption_or_failures(
     served: ServedModel,
     expected: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
-    overlaps: bool,
+    pool: str,
     mode: str,
-    blocks: int,
-    swap: int,
+    overlaps: bool,
 ) -> None:
+    blocks, swap = POOLS[pool]
     monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
     let_steps_fail(monkeypatch)
     core = make_core(served, blocks, swap, prefill_mode=mode, max_num_batched_tokens=64)

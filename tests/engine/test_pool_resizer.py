@@ -13,7 +13,7 @@ import pytest
 from mlxpaged.attention import LayerKVCache
 from mlxpaged.engine import EngineCore, pool_resizer
 from mlxpaged.engine.memory_pressure import MemoryPressure
-from mlxpaged.engine.pool_resizer import IDLE_SECONDS, POLL_SECONDS, PRESSURE_SECONDS
+from mlxpaged.engine.pool_resizer import IDLE_SECONDS, LEAST_SHARE, POLL_SECONDS, PRESSURE_SECONDS
 from mlxpaged.scheduler import FinishReason, Priority
 from tests.engine.fuzz import play
 from tests.engine.hybrid import Hybrid, TinyModel, assert_balanced, request, run
@@ -423,6 +423,29 @@ def test_a_pool_that_shrinks_keeps_room_for_the_prompts_that_run(llama: TinyMode
     assert core.stats().scheduler.preemptions_total == 0
     assert llama.answer(prompt, 4).equals(result.tokens("long"))
     assert llama.answer([4, 5, 6], 4).equals(result.tokens("short"))
+
+
+def test_a_pool_whose_use_falls_slowly_shrinks_in_few_steps(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, level = Clock(), [NORMAL]
+    core = llama.engine(num_blocks=96, start_tokens=8, clock=clock, pressure=lambda: level[0])
+    start = core.scheduler.pool.num_blocks
+    fill(core)
+    shrink, shrinks = core.resizer.shrink, list[tuple[int, int]]()
+
+    def noting_shrink(num_blocks: int) -> None:
+        shrinks.append((core.scheduler.pool.num_blocks, num_blocks))
+        shrink(num_blocks)
+
+    def lose_memory(step: int) -> None:
+        level[0] = CRITICAL if step > 2 else NORMAL
+        clock.now += POLL_SECONDS
+
+    monkeypatch.setattr(core.resizer, "shrink", noting_shrink)
+    requests = [request(str(i), [(3 * i + j) % 180 + 1 for j in range(30)], 6 + 2 * i) for i in range(12)]
+    run(core, requests, lose_memory)
+    assert len(shrinks) > 1
+    for before, after in shrinks:
+        assert after == start or before - after >= LEAST_SHARE * before
 
 
 def test_what_mlx_keeps_of_freed_memory_is_given_back_before_the_free_memory_is_measured(

@@ -143,7 +143,7 @@ def test_a_filter_down_to_one_token_draws_the_most_likely(params: dict[str, Any]
 
 def penalized_by_reference(logits: Array, prompt: list[int], answer: list[int], params: SamplingParams) -> Array:
     scores = logits.copy()
-    for token in set(prompt) | set(answer):
+    for token in set((prompt + answer)[-(params.repetition_context_size or 10**6) :]):
         if scores[token] > 0:
             scores[token] /= params.repetition_penalty
         else:
@@ -160,26 +160,33 @@ PENALTIES: list[dict[str, Any]] = [
     {"frequency_penalty": 0.7},
     {"presence_penalty": -0.5, "frequency_penalty": -0.4},
     {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.3},
+    {"repetition_penalty": 1.4, "repetition_context_size": 2},
+    {"repetition_penalty": 1.5, "repetition_context_size": 4, "presence_penalty": 0.6, "frequency_penalty": 0.3},
+    {"repetition_penalty": 1.5, "repetition_context_size": 1000},
     {},
 ]
 
 
 def test_penalties_follow_the_reference_while_requests_join_and_leave() -> None:
-    """Greedy, so that the choice shows the scores; requests of ids 0 to 13 run five steps each, shifted."""
+    """Greedy, so that the choice shows the scores; each request runs seven steps, one later than the one before. After
+    its first step, its latest token is not known: that is still on the device."""
     sampler = Sampler(VOCAB)
     rng = np.random.default_rng(5)
-    prompts = {i: rng.integers(0, VOCAB, size=rng.integers(1, 30)).tolist() for i in range(14)}
-    params = {i: SamplingParams(temperature=0.0, **PENALTIES[i % len(PENALTIES)]) for i in range(14)}
-    answers: dict[int, list[int]] = {i: [] for i in range(14)}
+    ids = range(2 * len(PENALTIES))
+    prompts = {i: rng.integers(0, VOCAB, size=rng.integers(1, 30)).tolist() for i in ids}
+    params = {i: SamplingParams(temperature=0.0, **PENALTIES[i % len(PENALTIES)]) for i in ids}
+    answers: dict[int, list[int]] = {i: [] for i in ids}
     changed = 0
-    for step in range(18):
-        running = [i for i in range(14) if i <= step < i + 5]
+    for step in range(len(ids) + 6):
+        running = [i for i in ids if i <= step < i + 7]
         rng.shuffle(running)
         # Few tokens stand out, so that penalties on them decide.
         logits = rng.normal(scale=0.3, size=(len(running), VOCAB)).astype(np.float32)
         logits[:, :5] += 2
         rows = [
-            SamplingRow(i, params[i], 0, prompts[i] + answers[i], len(prompts[i]), len(prompts[i]) + len(answers[i]))
+            SamplingRow(
+                *(i, params[i], 0, prompts[i] + answers[i][:-1], len(prompts[i]), len(prompts[i]) + len(answers[i]))
+            )
             for i in running
         ]
         got = [token.token_id for token in sampler.sample(mx.array(logits), rows).read()]
@@ -187,7 +194,7 @@ def test_penalties_follow_the_reference_while_requests_join_and_leave() -> None:
             assert token == penalized_by_reference(scores, prompts[i], answers[i], params[i]).argmax()
             changed += int(token != scores.argmax())
             answers[i].append(token)
-            if step == i + 4:
+            if step == i + 6:
                 sampler.forget(i)
     assert changed > 10
 

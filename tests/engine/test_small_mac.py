@@ -11,13 +11,13 @@ import pytest
 from mlxpaged.cache import CacheGroups
 from mlxpaged.engine.memory import LEAST_STEP, START_TOKENS, kv_blocks
 from mlxpaged.models.device_memory import DESKTOP_LEAST, default_device_memory
-from mlxpaged.models.layers import KV, bytes_per_token
+from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
 
 GIB = 2**30
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+ROOT = Path(__file__).parents[2]
 
 WEIGHTS = 2_263_000_000
-LAYERS = [KV(8, 128, 128, mx.bfloat16)] * 36
+LAYERS: list[LayerSpec] = [KV(8, 128, 128, mx.bfloat16)] * 36
 CONTEXT = 40_960
 """Qwen3-4B in 4 bits."""
 
@@ -25,7 +25,7 @@ STEP = 2048 * (2560 + 2 * 9728 + 4096 + 2 * 1024) * 2 * 4
 """Bytes of a chunk of 2,048 tokens of this model, generously: four copies of all activations of a layer, in 16 bits."""
 
 
-def be_a_mac(monkeypatch: pytest.MonkeyPatch, gibibytes: int) -> dict[str, int]:
+def be_a_mac(monkeypatch: pytest.MonkeyPatch, gibibytes: int, weights: int = WEIGHTS) -> dict[str, int]:
     """macOS gives a GPU two thirds of up to 36 GB, and three quarters of more."""
     total = gibibytes * GIB
     info = {
@@ -34,13 +34,13 @@ def be_a_mac(monkeypatch: pytest.MonkeyPatch, gibibytes: int) -> dict[str, int]:
     }
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: info)
-    monkeypatch.setattr(mx, "get_active_memory", lambda: WEIGHTS)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: weights)
     return info
 
 
-def greatest_pool() -> int:
+def greatest_pool(layers: list[LayerSpec] = LAYERS) -> int:
     """Bytes."""
-    block = 32 * bytes_per_token(LAYERS)
+    block = 32 * bytes_per_token(layers)
     return block * kv_blocks(block, None, CacheGroups().blocks_needed(CONTEXT, 2048), 32, reserved_bytes=LEAST_STEP)
 
 
@@ -65,10 +65,27 @@ def test_what_does_not_fit_a_mac_is_said_with_both_numbers(monkeypatch: pytest.M
 
 
 def test_the_table_of_the_documentation_is_that_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = re.findall(r"^\| (\d+) GB \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GB \|$", PAGE.read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "operations.md").read_text()
+    rows = re.findall(r"^\| (\d+) GB \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GB \|$", page, re.MULTILINE)
     expected = []
     for gibibytes in (8, 16, 32, 64, 128):
         info = be_a_mac(monkeypatch, gibibytes)
         limit, server = info["max_recommended_working_set_size"], default_device_memory() + WEIGHTS
         expected.append((str(gibibytes), *(f"{size / 1e9:.1f}" for size in (limit, server, greatest_pool()))))
     assert rows == expected
+
+
+def test_the_models_of_the_readme_have_the_kv_caches_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = r"^\| (\d+) GB \| `\S+/(\S+)` \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GB \|$"
+    rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
+    shape = r"^\| (\S+) \| [\d.]+ B \| ([\d.]+) GB \| (\d+) x (\d+) x (\d+) x 4 = "
+    shapes = re.findall(shape, (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
+    assert len(rows) == 6
+    for ram, name, *sizes in rows:
+        [(gigabytes, *numbers)] = [found for model, *found in shapes if name.startswith(f"{model}-")]
+        num_layers, heads, size = map(int, numbers)
+        weights, layers = int(float(gigabytes) * 1e9), [KV(heads, size, size, mx.bfloat16)] * num_layers
+        be_a_mac(monkeypatch, int(ram), weights)
+        expected = weights, 32_768 * bytes_per_token([*layers]), greatest_pool([*layers])
+        rounded = 0.06  # the weights are rounded in the pages
+        assert [float(shown) for shown in sizes] == pytest.approx([size / 1e9 for size in expected], abs=rounded), name

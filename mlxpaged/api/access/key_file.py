@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import json
 import os
-import re
 import secrets
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -35,13 +34,6 @@ TierName = Literal["high", "normal", "low"]
 PerMinute = Annotated[int, Field(ge=1, le=10**9)]
 TIERS: tuple[TierName, ...] = ("high", "normal", "low")
 NAME_PATTERN = "^[A-Za-z0-9._-]{1,64}$"
-
-SECRET = re.compile(r"\bsk-[A-Za-z0-9_-]{8,}")
-
-
-def redacted(text: str) -> str:
-    """Returns `text` with everything cut out that looks like an API key of this server or another one."""
-    return SECRET.sub("sk-***", text)
 
 
 class KeyFileError(Exception):

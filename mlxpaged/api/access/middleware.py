@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpaged.api.access.caller import Caller
 from mlxpaged.api.access.key_ring import KeyRing
+from mlxpaged.api.access.local_names import LOCAL_ORIGIN, is_local_name, is_loopback_name
 from mlxpaged.api.access.rate_limit import Allowance
 from mlxpaged.api.errors import RETRY, ApiError
 
@@ -24,6 +25,8 @@ MAX_HEADER_BYTES = 64 * 1024
 """Limits header names and values, path and query together. h11 has the same limit for heads that come in pieces."""
 
 HOST = re.compile(r"(?:\[(?P<ip>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?\Z")
+NAME, ORIGIN = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*"), re.compile(r"null|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
+"""Values that an error message may give as that of a flag."""
 
 
 class Origins:
@@ -35,9 +38,9 @@ class Origins:
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
-        """hosts: names beside localhost. origins: for example http://localhost:3000, or *."""
+        """hosts: names beside the local ones. origins: for example http://localhost:3000, or *."""
         self._app = app
-        self._hosts = {"localhost", *(host.lower() for host in hosts)}
+        self._hosts = {host.lower() for host in hosts}
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,24 +55,34 @@ class Origins:
             raise ApiError(431, f"the request has {limit}", param="headers", code="headers_too_large")
         headers = Headers(scope=scope)
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and not self._knows(host):  # HTTP 1.0 has none, and no browser speaks it
-            message = f"the Host header names {host!r}, which is not allowed; add it with --allowed-host"
-            raise ApiError(403, message, "permission_error", "Host", "host_not_allowed")
-        if origin is None or origin in self._origins or "*" in self._origins or netloc(origin) == (host or "").lower():
+        name = None if host is None else host_name(host)
+        certain = name is not None and self._is_certain(name)
+        if host is not None and not certain and (name is None or not is_local_name(name)):
+            raise host_not_allowed(host, name)  # a request without Host is HTTP 1.0, which no browser speaks
+        if origin is None or origin in self._origins or "*" in self._origins or LOCAL_ORIGIN.fullmatch(origin):
             return
-        message = f"pages from {origin!r} may not use this server; allow them with --cors-origin"
-        raise ApiError(403, message, "permission_error", "Origin", "origin_not_allowed")
+        # Another machine of the network may have sent a page under a name that is only local by its form.
+        if certain and host is not None and netloc(origin) == host.lower():
+            return
+        raise origin_not_allowed(origin)
 
-    def _knows(self, host: str) -> bool:
-        found = HOST.match(host)
-        if found is None:
-            return False
-        name = (found["ip"] or found["name"] or "").lower().rstrip(".")
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return name in self._hosts or "*" in self._hosts
-        return True
+    def _is_certain(self, name: str) -> bool:
+        """Whether a page under this name can only have come from this server, or the user has allowed the name."""
+        return is_loopback_name(name) or is_address(name) or name in self._hosts or "*" in self._hosts
+
+
+def host_name(host: str) -> str | None:
+    """Returns the name or address in a Host header, in lower case; None if the header is malformed."""
+    found = HOST.match(host)
+    return None if found is None else (found["ip"] or found["name"] or "").lower().rstrip(".")
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def netloc(origin: str) -> str | None:
@@ -77,6 +90,20 @@ def netloc(origin: str) -> str | None:
         return urlsplit(origin).netloc.lower() or None
     except ValueError:
         return None
+
+
+def host_not_allowed(host: str, name: str | None) -> ApiError:
+    named = name if name is not None and NAME.fullmatch(name) else None
+    remedy = f"to allow it, start the server with --allowed-host {named or 'NAME'}"
+    message = f"the Host header names {host!r}, which is not a name of this server; {remedy}"
+    return ApiError(403, message, "permission_error", "Host", "host_not_allowed", reason=message if named else None)
+
+
+def origin_not_allowed(origin: str) -> ApiError:
+    named = origin if ORIGIN.fullmatch(origin) else None
+    remedy = f"to allow them, start the server with --cors-origin {named or 'ORIGIN'}"
+    message = f"pages from {origin!r} may not use this server; {remedy}"
+    return ApiError(403, message, "permission_error", "Origin", "origin_not_allowed", reason=message if named else None)
 
 
 class RequestLimit:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.anthropic.renderer import MessageRenderer
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.anthropic.translation import translate
-from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation import prompt
 from mlxpaged.api.generation.answers import reply
 from mlxpaged.api.generation.check import ContextLengthError
@@ -36,13 +36,9 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
 @contextlib.contextmanager
 def anthropics_length_errors() -> Iterator[None]:
     """Refuses a prompt that is too long with the exact message of Anthropic's service. Clients parse the numbers in it,
-    and try again with a smaller `max_tokens` or a shorter conversation."""
+    and try again with a shorter conversation."""
     try:
         yield
     except ContextLengthError as error:
-        prompt, most, max_tokens = error.cause.num_prompt_tokens, error.cause.limit, error.cause.max_tokens
-        if max_tokens is not None and prompt < most:
-            wanted = f"input length and `max_tokens` exceed context limit: {prompt} + {max_tokens} > {most}"
-            message = f"{wanted}, decrease input length or `max_tokens` and try again"
-            raise bad_parameter("max_tokens", message) from None
+        prompt, most = error.cause.num_prompt_tokens, error.cause.limit
         raise ApiError(400, f"prompt is too long: {prompt} tokens > {most} maximum", param="messages") from None

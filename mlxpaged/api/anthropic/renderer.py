@@ -11,8 +11,16 @@ from mlxpaged.api.anthropic.errors import error_body
 from mlxpaged.api.anthropic.signature import seal, signature
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation import deltas
-from mlxpaged.api.generation.answers import Answer, Answers, Renderer, timeline_field
+from mlxpaged.api.generation.answers import (
+    Answer,
+    Answers,
+    Renderer,
+    progress_comment,
+    progress_field,
+    timeline_field,
+)
 from mlxpaged.api.streaming import named_event
+from mlxpaged.engine import PromptProgress
 
 
 class MessageRenderer(Renderer):
@@ -32,7 +40,9 @@ class MessageRenderer(Renderer):
         return self._message(blocks, stop_reason(finish)) | timeline_field([finish.timeline])
 
     def events(self, update: deltas.Update) -> Iterator[str]:
-        if not self._started:  # not earlier: the first output says how much of the prompt was cached
+        # Not earlier: the first output says how much of the prompt was cached. After a long silence it comes all the
+        # same, because clients expect it before a ping; the message_delta at the end has the final counts.
+        if not self._started:
             self._started = True
             message = self._message([], {"stop_reason": None, "stop_sequence": None})
             yield named_event({"type": "message_start", "message": message})
@@ -45,6 +55,13 @@ class MessageRenderer(Renderer):
 
     def end(self) -> Iterator[str]:
         yield named_event({"type": "message_stop"})
+
+    def keep_alive(self, progress: PromptProgress) -> str:
+        """Returns a ping, because some clients of this API count events, but not comments."""
+        return progress_comment(progress) + named_event({"type": "ping"})
+
+    def progress(self, progress: PromptProgress) -> str:
+        return named_event({"type": "ping"} | progress_field(progress))
 
     def error(self, error: ApiError) -> str:
         return named_event(error_body(error, self._answers.context.request_id))

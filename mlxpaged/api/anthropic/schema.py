@@ -1,4 +1,4 @@
-"""Defines the request bodies of the Messages API. Fields that are not listed here are refused."""
+"""Defines the request bodies of the Messages API. `api/fields/messages.py` says what happens to other fields."""
 
 from __future__ import annotations
 
@@ -8,24 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, OneOf, StopStrings, ToolName
+from mlxpaged.api.fields import messages as fields
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Limit, OneOf, ToolName, stop_field
 
 
-class CacheControl(Body):
-    """This changes nothing: the prefix of every prompt is cached, as long as there is room."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class Block(Body):
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(Block):
+class TextBlock(Body):
     type: Literal["text"]
     text: str
-    citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class ThinkingBlock(Body):
@@ -33,10 +22,10 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str
+    signature: str = ""
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -56,7 +45,7 @@ class ToolReference(Body):
 ResultBlock = Annotated[TextBlock | ToolReference, OneOf("type")]
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[list[ResultBlock], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
@@ -69,25 +58,25 @@ AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, OneOf("type
 
 class UserMessage(Body):
     role: Literal["user"]
-    content: str | Annotated[list[UserBlock], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
+    content: str | Annotated[list[UserBlock], Field(max_length=MAX_LIST, fail_fast=True)]
 
 
 class AssistantMessage(Body):
     role: Literal["assistant"]
-    content: str | Annotated[list[AssistantBlock], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
+    content: str | Annotated[list[AssistantBlock], Field(max_length=MAX_LIST, fail_fast=True)]
 
 
 class SystemMessage(Body):
     """A system message that stands between the turns."""
 
     role: Literal["system"]
-    content: str | Annotated[Texts, Field(min_length=1)]
+    content: str | Texts
 
 
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, OneOf("role")]
 
 
-class Tool(Block):
+class Tool(Body):
     """defer_loading: the model does not see the tool until a tool_reference names it."""
 
     type: Literal["custom"] | None = None
@@ -95,7 +84,6 @@ class Tool(Block):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # changes nothing: arguments are always streamed as they come
     defer_loading: bool | None = None
 
 
@@ -151,19 +139,10 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class ClearThinking(Body):
-    """keep: the turns whose thinking stays in the prompt."""
-
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
-
-
-class ContextManagement(Body):
-    edits: Annotated[list[ClearThinking], Field(max_length=1)] | None = None
-
-
 class CountTokensRequest(Body):
     """These fields determine the prompt."""
+
+    table = fields.COUNT
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
@@ -172,8 +151,6 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    context_management: ContextManagement | None = None
-    cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
     def _results_have_calls(self) -> CountTokensRequest:
@@ -215,8 +192,10 @@ def references(block: Body) -> list[str]:
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: StopStrings | None = None
+    table = fields.TABLE
+
+    max_tokens: Limit
+    stop_sequences: Annotated[list[str] | None, stop_field("stop_sequences")] = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -226,6 +205,7 @@ class MessagesRequest(CountTokensRequest):
 
     @model_validator(mode="after")
     def _thinking_leaves_room(self) -> MessagesRequest:
-        if isinstance(self.thinking, ThinkingEnabled) and self.thinking.budget_tokens >= self.max_tokens:
-            raise bad_parameter("thinking.budget_tokens", f"must be less than max_tokens, which is {self.max_tokens}")
+        limit = self.max_tokens
+        if limit is not None and isinstance(self.thinking, ThinkingEnabled) and self.thinking.budget_tokens >= limit:
+            raise bad_parameter("thinking.budget_tokens", f"must be less than max_tokens, which is {limit}")
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.datastructures import FormData, UploadFile
@@ -12,12 +12,15 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from mlxpaged.api import ignored_fields
 from mlxpaged.api.access.caller import may_use, owner_of
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.runner import BatchRunner, now
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.body import pieces, read_json, read_query, validate
 from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.fields import others
+from mlxpaged.api.fields.table import Table
 from mlxpaged.api.page import PageQuery, page
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.schema import Body, Labels
@@ -31,12 +34,15 @@ Record = TypeVar("Record", FileRecord, BatchRecord)
 
 class FileUpload(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
+    table: ClassVar[Table] = others.FILES
 
     file: Annotated[UploadFile, WithJsonSchema({"type": "string", "format": "binary"})]
     purpose: Literal["batch"]
 
 
 class BatchCreate(Body):
+    table = others.BATCHES
+
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[mhd]$")]  # minutes, hours or days, as "24h"
@@ -142,7 +148,7 @@ async def create_batch(request: Request) -> Response:
     )
     await asyncio.to_thread(store.save_batch, batch)
     runner.wake.set()
-    return JSONResponse(batch.shown())
+    return JSONResponse(batch.shown(), headers=ignored_fields.header(request))
 
 
 async def list_batches(request: Request) -> Response:

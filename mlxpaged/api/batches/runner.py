@@ -24,6 +24,7 @@ from mlxpaged.api.openai import chat, completions
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
+from mlxpaged.api.reading import Reading
 from mlxpaged.api.request_id import new_id
 from mlxpaged.engine import AsyncEngine, EngineUnavailableError, QueueFullError
 
@@ -184,7 +185,10 @@ class BatchRunner:
     async def _parse(self, batch: BatchRecord, place: LinePlace) -> LineBody:
         """Returns the request of a line, with a batch's priority and timeouts. Raises ApiError."""
         path, (model, _) = self._store.content(batch.input_file_id), BATCH_ENDPOINTS[batch.endpoint]
-        body = await self._on_disk(lambda: validate(read_line(path, place).body, model))
+        server = self._app.state.server
+        reading = Reading(model, server.http.strict)
+        body = await self._on_disk(lambda: validate(read_line(path, place).body, model, reading))
+        server.ignored_fields.note(batch.owner or "batches", reading.ignored)
         if body.stream:
             raise bad_parameter("stream", "must be false in a batch")
         if body.service_tier == "priority":
@@ -212,7 +216,8 @@ class BatchRunner:
                 message = f"the API key {batch.owner!r} was removed before this request was run"
                 return failure_line(place, "api_key_removed", message)
             scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": [], "query_string": b""}
-            state = {"request_id": new_id("req"), "caller": caller, "body_size": place.size}
+            state: dict[str, Any] = {"request_id": new_id("req"), "caller": caller, "body_size": place.size}
+            state["ignored"] = []
             request = Request(scope | {"app": self._app, "state": state})
             _, respond = BATCH_ENDPOINTS[batch.endpoint]
             while True:

@@ -20,8 +20,17 @@ from mlxpaged.api.generation.deltas import Delta, Finish, Part, Text, Update, Us
 from mlxpaged.api.generation.prompt import Prompts
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext
-from mlxpaged.api.streaming import EventStream
-from mlxpaged.engine import EngineInfo, PromptLogprobs, RequestOutput, RequestStream, Timeline, TokenLogprobs
+from mlxpaged.api.streaming import EventStream, Silence, comment
+from mlxpaged.engine import (
+    EngineInfo,
+    PromptLogprobs,
+    PromptProgress,
+    RequestOutput,
+    RequestStream,
+    SamplingParams,
+    Timeline,
+    TokenLogprobs,
+)
 
 
 @dataclass
@@ -44,8 +53,33 @@ class Answers:
         self._forget()
 
     @property
+    def params(self) -> SamplingParams:
+        """Returns the parameters of the request, defaults included."""
+        return self._request.params
+
+    @property
     def num_choices(self) -> int:
         return len(self._streams)
+
+    def wake(self) -> None:
+        """Make `updates` yield although nothing has happened."""
+        for stream in self._streams:
+            stream.wake()
+
+    @property
+    def progress(self) -> PromptProgress:
+        """Returns how far the request is. Several prompts count as one, and answers to one prompt share its tokens."""
+        each = [stream.progress for stream in self._streams]
+        prompts = each[:: self._request.candidates]
+        waiting = [one.waiting_before for one in each if one.waiting_before is not None]
+        return PromptProgress(
+            waiting_before=min(waiting) if len(waiting) == len(each) else None,
+            prompt=sum(one.prompt for one in prompts),
+            cached=sum(one.cached for one in prompts),
+            computed=sum(one.computed for one in prompts),
+            output=sum(one.output for one in each),
+            seconds=each[0].seconds,
+        )
 
     async def updates(self) -> AsyncGenerator[Update, None]:
         """Yields the deltas of all choices as they come. If one choice fails or the caller stops, all choices end."""
@@ -131,7 +165,7 @@ class Answers:
         firsts = range(0, len(self._streams), self._request.candidates)
         return Usage(
             prompt=sum(len(self._streams[index].request.prompt_token_ids) for index in firsts),
-            cached=sum(self._last[index].num_cached_tokens for index in firsts),
+            cached=sum(self._last[index].num_cached_tokens for index in firsts if index in self._last),
             completion=sum(output.num_output_tokens for output in self._last.values()),
             thinking=self._thinking_tokens,
         )
@@ -181,6 +215,27 @@ def timeline_field(timelines: Sequence[Timeline | None]) -> dict[str, Any]:
     return {"timeline": objects[0] if len(objects) == 1 else objects}
 
 
+def progress_field(progress: PromptProgress) -> dict[str, Any]:
+    """Returns the progress in llama.cpp's form, which clients know. `waiting_before` is not in llama.cpp's."""
+    return {
+        "prompt_progress": {
+            "total": progress.prompt,
+            "cache": progress.cached,
+            "processed": progress.computed,
+            "time_ms": round(progress.seconds * 1000),
+            "waiting_before": progress.waiting_before,
+        }
+    }
+
+
+def progress_comment(progress: PromptProgress) -> str:
+    if progress.waiting_before is not None:
+        return comment(f"waiting, {progress.waiting_before} before it")
+    if not progress.output:
+        return comment(f"prefill {progress.computed}/{progress.prompt}")
+    return comment(f"decode {progress.output}")
+
+
 class Renderer(ABC):
     """Renders answers in the format of one API. Events are texts of server-sent events."""
 
@@ -200,6 +255,14 @@ class Renderer(ABC):
         """Returns the events after the last update."""
         return ()
 
+    def keep_alive(self, progress: PromptProgress) -> str:
+        """Returns what is sent after a long silence."""
+        return progress_comment(progress)
+
+    @abstractmethod
+    def progress(self, progress: PromptProgress) -> str:
+        """Returns what is sent instead to a client that has asked for progress."""
+
     @abstractmethod
     def error(self, error: ApiError) -> str:
         """Returns the event that ends a failed stream."""
@@ -216,18 +279,27 @@ async def reply(answers: Answers, renderer: Renderer, stream: bool) -> Response:
 
 
 async def events(answers: Answers, renderer: Renderer) -> AsyncGenerator[str, None]:
+    silence = Silence(answers.context.keep_alive_seconds, answers.wake)
+    tell = renderer.progress if answers.context.progress else renderer.keep_alive
     try:
         for event in renderer.begin():
             yield event
         async with aclosing(answers.updates()) as updates:
             async for update in updates:
+                silent, rendered = True, renderer.events(update)
                 if update.prompt_logprobs is not None:
-                    rendered: Iterable[str] = await asyncio.to_thread(list, renderer.events(update))
-                else:
-                    rendered = renderer.events(update)
+                    rendered = await asyncio.to_thread(list, rendered)
                 for event in rendered:
                     yield event
+                    silent = False
+                if not silent:
+                    silence.end()
+                elif silence.is_long:
+                    yield tell(answers.progress)
+                    silence.end()
         for event in renderer.end():
             yield event
     except Exception as error:
         yield renderer.error(from_engine(error))
+    finally:
+        silence.close()

@@ -31,9 +31,9 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
             "logprobs", "cannot be combined with a limit on thinking: the token that ends the thinking is not sampled"
         )
     if len(chat.messages) > MAX_LIST:
-        raise request.refusal("messages", f"are {len(chat.messages)} after conversion; the limit is {MAX_LIST}")
+        raise request.refusal("messages", f"there are {len(chat.messages)} after conversion; the limit is {MAX_LIST}")
     if len(chat.tools) > MAX_TOOLS:
-        raise request.refusal("tools", f"contain {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
+        raise request.refusal("tools", f"there are {len(chat.tools)} functions; the limit is {MAX_TOOLS}")
     tools, choice = {tool.name for tool in chat.tools}, chat.tool_choice
     if len(tools) < len(chat.tools):
         raise request.refusal("tools", "two functions have the same name")
@@ -48,22 +48,15 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
 def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> None:
     """Raises ApiError for fields that this model's chat template would ignore, or whose effect nothing could read."""
     tokenizer, name = info.tokenizer, request.client_name
-    for variable in chat.chat_template_kwargs:
+    for variable, value in chat.chat_template_kwargs.items():
         param = f"{name('chat_template_kwargs')}.{variable}"
         if variable in RENDERING_OPTIONS:
             raise bad_parameter(param, "is an option of the renderer, not a variable of the chat template")
-        if not tokenizer.template_reads(variable):
+        kept_from_thinking = variable == "enable_thinking" and value is False and not tokenizer.tags.think_start
+        if not (tokenizer.template_reads(variable) or kept_from_thinking):
             raise bad_parameter(param, "this model's chat template has no such variable")
     if chat.needs_thinking and not tokenizer.tags.think_start:
         raise request.refusal("thinking", "this model does not think: its vocabulary has no thinking tags")
-    if any(message.get("tool_calls") for message in chat.messages) and not tokenizer.template_reads("tool_calls"):
-        raise request.refusal("messages", "this model's chat template does not show tool_calls to the model")
-    if chat.offered_tools:
-        if not tokenizer.template_reads("tools"):
-            raise request.refusal("tools", "this model's chat template does not show tools to the model")
-        if tokenizer.tags.tools is None:
-            message = "the format of this model's tool calls is not known; start the server with --tool-parser"
-            raise request.refusal("tools", message)
 
 
 def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) -> dict[str, Any]:
@@ -89,7 +82,7 @@ def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:
     tokens = info.tokenizer.least_tokens(num_chars)
     if tokens > info.longest:
         message = f"the prompt has at least {tokens} tokens; {info.limit}"
-        raise ContextLengthError(param, PromptTooLongError(message, tokens, None, info.longest))
+        raise ContextLengthError(param, PromptTooLongError(message, tokens, info.longest))
 
 
 def check_token_ids(request: GenerationRequest, param: str, prompts: Sequence[Sequence[int]], info: EngineInfo) -> None:

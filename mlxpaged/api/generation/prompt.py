@@ -9,13 +9,19 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from mlxpaged.api.errors import NOT_RENDERED
 from mlxpaged.api.generation import check
 from mlxpaged.api.generation.answer_parser import AnswerParser
-from mlxpaged.api.generation.request import Chat, GenerationRequest
+from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
+from mlxpaged.api.generation.tool_prompt import in_plain_text, tool_prompt
 from mlxpaged.api.server import server_of
 from mlxpaged.engine import EngineInfo, SamplingParams, Thinking
 from mlxpaged.models.tokenizer import ChatTemplateError
+
+MOST_FOR_TOOLS = 0.5
+"""The share of the context that a description of tools may take. Some clients always send many tools: a model with a
+short context answers without them."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ async def prepare(http: Request, request: GenerationRequest, info: EngineInfo) -
 
 
 async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> Prompts:
+    chat = await with_usable_tools(http, request, chat, info)
     tags, param = info.tokenizer.tags, request.client_name("messages")
     tokens = await render(http, request, chat, info)
     check.check_token_ids(request, param, [tokens], info)
@@ -75,7 +82,36 @@ async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]
     request = await server.prepare(http, lambda: check.check_request(translate()))
     _, info = server.ready(request.model)
     assert isinstance(request.prompt, Chat)
-    return len(await render(http, request, request.prompt, info))
+    chat = await with_usable_tools(http, request, request.prompt, info)
+    return len(await render(http, request, chat, info))
+
+
+async def with_usable_tools(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> Chat:
+    """Returns the chat, without its tools if the model cannot be told of them and need not call one. Raises ApiError if
+    it must call one, or if the server is strict."""
+    tools, tokenizer = chat.offered_tools, info.tokenizer
+    if not tools or tokenizer.shows_tools or not tokenizer.has_chat_template:
+        return chat
+    must_call = chat.tool_choice.mode == "required"
+    if not tokenizer.takes_system:
+        reason = "this model cannot be told of tools: its chat template shows neither tools nor a system message"
+        if must_call:
+            raise request.refusal("tool_choice", reason)
+    elif must_call or await leave_room(http, tools, info):
+        return chat
+    else:
+        reason = f"their description takes more than {MOST_FOR_TOOLS:.0%} of the context"
+    server_of(http).ignore(http, request.client_name("tools"), reason)
+    return dataclasses.replace(chat, tools=())
+
+
+async def leave_room(http: Request, tools: Sequence[Tool], info: EngineInfo) -> bool:
+    """Whether the description of the tools takes at most MOST_FOR_TOOLS of the context."""
+    server, tokenizer, most = server_of(http), info.tokenizer, MOST_FOR_TOOLS * info.max_model_len
+    text = await server.prepare(http, lambda: tool_prompt(tools))
+    if tokenizer.least_tokens(len(text)) > most:
+        return False
+    return len(await server.tokenize(lambda: tokenizer.encode(text))) <= most
 
 
 async def render(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> list[int]:
@@ -85,7 +121,7 @@ async def render(http: Request, request: GenerationRequest, chat: Chat, info: En
     try:
         return await server.tokenize(rendered)
     except ChatTemplateError as error:
-        raise request.refusal("messages", str(error)) from None
+        raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
 
 
 def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Callable[[], list[int]]:
@@ -95,14 +131,17 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
     tools = [tool.for_template() for tool in chat.offered_tools]
     num_chars = sum(len(message["content"]) for message in chat.messages) + sum(len(json.dumps(tool)) for tool in tools)
     check.check_text_length(request.client_name("messages"), num_chars, info)
-    if tools:
+    messages = chat.messages
+    if not info.tokenizer.shows_tools:
+        messages = in_plain_text(messages, chat.offered_tools)
+    elif tools:
         options["tools"] = tools
     if chat.continue_final_message:
         options["continue_final_message"] = True
     opens_answer = chat.add_generation_prompt
     if opens_answer is None:
         opens_answer = not chat.continue_final_message
-    return lambda: info.tokenizer.apply_chat_template(chat.messages, opens_answer, **options)
+    return lambda: info.tokenizer.apply_chat_template(messages, opens_answer, **options)
 
 
 def thinking_of(info: EngineInfo, chat: Chat, prompt: list[int]) -> Thinking:

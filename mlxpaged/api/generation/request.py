@@ -73,9 +73,10 @@ class Chat:
 @dataclass(frozen=True)
 class GenerationRequest:
     """prompt: a conversation, or texts or token ids to continue. n: answers to show per prompt. candidates: answers to
-    generate per prompt, of which the likeliest n are shown. echo: the answers begin with their prompts.
-    default_max_tokens: the limit if `params` has none, or less if there is less room. timeout, ttft_timeout: seconds;
-    None for the server's default. client_names: the client's names of fields that have other names here."""
+    generate per prompt, of which the likeliest n are shown. echo: the answers begin with their prompts. timeout,
+    ttft_timeout: seconds; None for the server's default. return_progress: whether a stream tells its progress. chosen:
+    the sampling parameters that the client has set, by name. client_names: the client's names of fields that have other
+    names here."""
 
     prompt: Chat | list[str] | list[list[int]]
     params: SamplingParams
@@ -83,24 +84,31 @@ class GenerationRequest:
     n: int = 1
     candidates: int = 1
     echo: bool = False
-    default_max_tokens: int | None = None
     service_tier: str | None = None
     timeout: float | None = None
     ttft_timeout: float | None = None
+    return_progress: bool = False
+    chosen: frozenset[str] = frozenset()
     client_names: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, body: BaseModel, **others: Any) -> GenerationRequest:
         """Takes the body's fields by name. others: fields that have another name or another meaning there."""
-        return cls(**given_fields(body, cls) | others)
+        chosen = frozenset(given_fields(body, SamplingParams))
+        return cls(**{"chosen": chosen} | given_fields(body, cls) | others)
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> GenerationRequest:
+        """Takes the sampling parameters that the client has not set from `defaults`."""
+        missing: dict[str, Any] = {name: value for name, value in defaults.items() if name not in self.chosen}
+        return dataclasses.replace(self, params=dataclasses.replace(self.params, **missing))
 
     def client_name(self, name: str) -> str:
         """Returns the client's name of the field `name`."""
         return self.client_names.get(name, name)
 
-    def refusal(self, name: str, message: str, code: str | None = None) -> ApiError:
-        """Returns the error that says what is wrong with the field `name`."""
-        return bad_parameter(self.client_name(name), message, code)
+    def refusal(self, name: str, message: str, code: str | None = None, reason: str | None = None) -> ApiError:
+        """Returns the error that says what is wrong with the field `name`. reason: as in ApiError."""
+        return bad_parameter(self.client_name(name), message, code, reason)
 
 
 def function_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:

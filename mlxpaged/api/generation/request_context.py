@@ -1,4 +1,4 @@
-"""Decides how a request is served: its id, its priority, its deadlines, and whether its timeline is recorded."""
+"""Decides how a request is served: its id, its priority, its deadlines, and what is told about its course."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from mlxpaged.api.access.caller import Caller, caller_of
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.request_id import HEADER, VALID, new_id
+from mlxpaged.api.server import server_of
 from mlxpaged.engine import EngineConfig, Priority
 
-TIMELINE_HEADER = "X-Mlxpaged-Timeline"
+TIMELINE_HEADER, PROGRESS_HEADER = "X-Mlxpaged-Timeline", "X-Mlxpaged-Progress"
+
+PROGRESS_SECONDS = 1.0
+"""A client that asks for progress waits at most this long for news."""
 
 
 @dataclass(frozen=True)
 class RequestContext:
     """service_tier: the granted one, as the response names it. timeout, ttft_timeout: seconds; None for no limit.
-    timeline: whether one is recorded."""
+    timeline: whether one is recorded. progress: whether a stream has data about the request's progress.
+    keep_alive_seconds: how long a stream may be silent."""
 
     request_id: str
     caller: Caller | None
@@ -27,12 +32,16 @@ class RequestContext:
     timeout: float | None
     ttft_timeout: float | None
     timeline: bool
+    progress: bool
+    keep_alive_seconds: float
 
 
 def context_of(http: Request, request: GenerationRequest, config: EngineConfig, id_prefix: str) -> RequestContext:
     """Raises ApiError for a header or a field that asks for what the server does not grant."""
     caller = caller_of(http)
     priority, service_tier = priority_of(request, caller, config.default_priority)
+    progress = is_wanted(http, PROGRESS_HEADER, request.return_progress)
+    longest = server_of(http).http.keep_alive_seconds
     return RequestContext(
         request_id=choose_id(http, id_prefix),
         caller=caller,
@@ -40,7 +49,9 @@ def context_of(http: Request, request: GenerationRequest, config: EngineConfig, 
         service_tier=service_tier,
         timeout=config.request_timeout if request.timeout is None else request.timeout,
         ttft_timeout=config.ttft_timeout if request.ttft_timeout is None else request.ttft_timeout,
-        timeline=wants_timeline(http, config),
+        timeline=is_wanted(http, TIMELINE_HEADER, config.timelines),
+        progress=progress,
+        keep_alive_seconds=min(PROGRESS_SECONDS, longest) if progress else longest,
     )
 
 
@@ -68,8 +79,9 @@ def priority_of(request: GenerationRequest, caller: Caller | None, default: Prio
     return default if caller is None else caller.default, "default"
 
 
-def wants_timeline(http: Request, config: EngineConfig) -> bool:
-    given = http.headers.get(TIMELINE_HEADER)
+def is_wanted(http: Request, header: str, default: bool) -> bool:
+    """Returns what a header says, which is 1 or 0. Raises ApiError."""
+    given = http.headers.get(header)
     if given not in (None, "0", "1"):
-        raise ApiError(400, f"{TIMELINE_HEADER}: must be 1 or 0, got {given!r}", param=TIMELINE_HEADER)
-    return config.timelines if given is None else given == "1"
+        raise ApiError(400, f"{header}: must be 1 or 0, got {given!r}", param=header)
+    return default if given is None else given == "1"

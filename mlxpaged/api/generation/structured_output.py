@@ -33,7 +33,7 @@ def structured_output(
     param = request.client_name("tool_choice" if required else "tools")
     if text and not (required or strict):
         param = text.param
-    if tools and tags.tools is not None:
+    if tools:
         if tags.tools.name not in AROUND_ARGUMENTS:
             known = " and ".join(AROUND_ARGUMENTS)
             message = f"tool calls in this model's format, {tags.tools.name}, cannot be enforced; only {known} can"
@@ -48,7 +48,7 @@ def structured_output(
         think_start=tags.think_start,
         think_end=tags.think_end,
         text=None if required else text or "free",
-        call_start=tags.tools.start if tags.tools is not None else "",
+        call_start=tags.tools.start,
         calls=calls,
         one_call=choice.named is not None or chat.one_call,
         param=param,

@@ -27,6 +27,7 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
     server = server_of(http)
     request = await server.prepare(http, lambda: check_request(translate()))
     engine, info = server.ready(request.model)
+    request = request.with_defaults(info.sampling_defaults)
     context = context_of(http, request, engine.config, id_prefix)
     num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)
     opened = server.open_requests.open(context.request_id, num_prompts * request.candidates, context.caller)
@@ -36,7 +37,7 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
             if opened.cancelled:
                 raise RequestCancelledError("the request was cancelled")
             requests = engine_requests(request, context, opened, prompts, arrival_time)
-            streams = engine.submit(requests, request.default_max_tokens)
+            streams = engine.submit(requests)
         opened.submitted = True
         opened.count(sum(len(prompt) for prompt in prompts.token_ids))
     except BaseException as error:
@@ -47,9 +48,7 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
             case MinTokensError():
                 raise request.refusal("min_tokens", str(error)) from None
             case PromptTooLongError():
-                fit_alone = all(len(prompt) < info.max_model_len for prompt in prompts.token_ids)
-                param = request.client_name("max_tokens") if fit_alone else prompts.param
-                raise ContextLengthError(param, error) from None
+                raise ContextLengthError(prompts.param, error) from None
         raise
     return Answers(info, context, request, prompts, streams, lambda: server.open_requests.close(opened))
 

@@ -13,7 +13,7 @@ from mlxpaged.api.generation.deltas import Text, Update
 from mlxpaged.api.generation.request import GenerationRequest, sampling_params
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.renderer import CompletionsRenderer, completion_logprobs
-from mlxpaged.api.openai.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from mlxpaged.api.openai.schema import CompletionRequest
 from mlxpaged.engine import PromptLogprobs, TokenLogprobs
 
 
@@ -30,7 +30,6 @@ def translate(body: CompletionRequest) -> GenerationRequest:
         body,
         params=sampling_params(body, constraint=body.constraint(), prompt_logprobs=prompt_logprobs),
         candidates=body.num_candidates,
-        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         client_names={"candidates": body.multiplier or "prompt"},
     )
 

@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.errors import bad_parameter, model_not_found
+from mlxpaged.api.fields import embeddings as fields
 from mlxpaged.api.generation.request_context import choose_id
 from mlxpaged.api.openai.schema import Seconds, one_kind_of_input
 from mlxpaged.api.schema import Body
@@ -33,6 +34,8 @@ MAX_SLICE = 100_000
 
 
 class EmbeddingsRequest(Body):
+    table = fields.TABLE
+
     model: str | None = None
     input: Annotated[list[str] | list[list[int]], one_kind_of_input("input", MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] | None = None

@@ -25,7 +25,8 @@ async def get_model(request: Request) -> Response:
 
 def describe(server: Server, name: str) -> dict[str, Any]:
     """context_length: the model's own limit. max_model_len: the server's limit, of a prompt and its answer (the KV pool
-    may be smaller) or of an input for embeddings. tools, thinking: derived from the chat template and vocabulary."""
+    may be smaller) or of an input for embeddings. tools, thinking: derived from the chat template and vocabulary.
+    sampling_defaults: the sampling parameters of requests that do not set them."""
     assert server.engine is not None
     assert server.engine.info is not None
     info, tags = server.engine.info, server.engine.info.tokenizer.tags
@@ -36,7 +37,7 @@ def describe(server: Server, name: str) -> dict[str, Any]:
         "chat": chats,
         "completions": generates,
         "embeddings": embedding is not None,
-        "tools": chats and tags.tools is not None and info.tokenizer.template_reads("tools"),
+        "tools": chats and (info.tokenizer.shows_tools or info.tokenizer.takes_system),
         "thinking": chats and bool(tags.think_start),
     }
     return {
@@ -47,5 +48,6 @@ def describe(server: Server, name: str) -> dict[str, Any]:
         "context_length": info.context_length if generates or embedding is None else embedding.context_length,
         "max_model_len": info.max_model_len if generates or embedding is None else embedding.max_tokens,
         "capabilities": capabilities,
+        **({"sampling_defaults": info.sampling_defaults} if generates else {}),
         **({} if embedding is None else {"embedding_dimensions": embedding.dimensions}),
     }

@@ -9,11 +9,11 @@ from itertools import accumulate
 from typing import Any
 
 from mlxpaged.api.errors import ApiError
-from mlxpaged.api.generation.answers import Answer, Answers, Renderer, timeline_field
+from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
 from mlxpaged.api.generation.deltas import Usage
 from mlxpaged.api.openai.schema import SamplingFields
 from mlxpaged.api.streaming import event
-from mlxpaged.engine import PromptLogprobs, TokenLogprobs
+from mlxpaged.engine import PromptLogprobs, PromptProgress, TokenLogprobs
 from mlxpaged.models import Tokenizer
 
 
@@ -24,7 +24,9 @@ class CompletionsRenderer(Renderer):
         self.answers = answers
         self._kind = kind
         self._prompt_logprobs = body.prompt_logprobs
-        self._include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        options = body.stream_options
+        self._include_usage = options is not None and bool(options.include_usage)
+        self._usage_so_far = options is not None and bool(options.continuous_usage_stats)
         self._envelope = {
             "id": answers.context.request_id,
             "object": chunk_kind,
@@ -53,7 +55,9 @@ class CompletionsRenderer(Renderer):
         }
 
     def chunk(self, choice: dict[str, Any]) -> str:
-        usage = {"usage": None} if self._include_usage else {}
+        usage = (
+            {"usage": usage_field(self.answers.usage) if self._usage_so_far else None} if self._include_usage else {}
+        )
         return event(self._envelope | {"choices": [choice]} | usage)
 
     def end(self) -> Iterator[str]:
@@ -62,6 +66,9 @@ class CompletionsRenderer(Renderer):
         if last:
             yield event(self._envelope | {"choices": []} | last)
         yield "data: [DONE]\n\n"
+
+    def progress(self, progress: PromptProgress) -> str:
+        return event(self._envelope | {"choices": []} | progress_field(progress))
 
     def error(self, error: ApiError) -> str:
         return event(error.body())

@@ -1,16 +1,26 @@
-"""Defines request bodies. A field has an effect, or accepts only values that change nothing, or is refused."""
+"""Defines the bodies of chat completions and completions. `api/fields/` says what happens to other fields."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.fields import chat, completions
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
 from mlxpaged.api.openai.tools import Call, Tool, ToolChoice
-from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, Stop, until_first_fault
+from mlxpaged.api.schema import (
+    MAX_LIST,
+    MAX_TOOLS,
+    UNLIMITED,
+    Body,
+    Labels,
+    OneOf,
+    stop_field,
+    until_first_fault,
+)
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100
@@ -22,6 +32,13 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Seconds = Annotated[float, Field(gt=0)]
+TokenLimit = Annotated[Annotated[int, Field(ge=0)] | None, UNLIMITED]
+"""Most tokens of an answer. 0: only the prompt is computed."""
+
+
+def no_penalty(value: Any) -> Any:
+    """Returns None for 0, which is no penalty in mlx-lm."""
+    return None if type(value) in (int, float) and value == 0 else value
 
 
 def fits_bias(value: Any) -> bool:
@@ -29,11 +46,14 @@ def fits_bias(value: Any) -> bool:
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: Literal[False] | None = None
+    """No option has an effect in the responses API."""
 
 
 class StreamOptions(ResponseStreamOptions):
+    """continuous_usage_stats: with include_usage, every chunk has the usage so far, as in vLLM."""
+
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class RequestFields(Body):
@@ -53,6 +73,7 @@ class RequestFields(Body):
     # The deadlines are not OpenAI's.
     timeout: Seconds | None = None
     ttft_timeout: Seconds | None = None
+    return_progress: bool | None = None  # llama.cpp's
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> RequestFields:
@@ -64,15 +85,16 @@ class RequestFields(Body):
 class SamplingFields(RequestFields, StructuredFields):
     """The fields that chat completions and completions share. SamplingParams takes its own from here, by name."""
 
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: TokenLimit = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[Annotated[float, Field(gt=0, le=10)] | None, BeforeValidator(no_penalty)] = None
+    repetition_context_size: Annotated[Annotated[int, Field(ge=2, lt=2**31)] | None, UNLIMITED] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Bias], until_first_fault(fits_bias)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Stop = None
+    seed: Annotated[Annotated[int, Field(ge=-(2**63), lt=2**64)] | None, UNLIMITED] = None
+    stop: Annotated[list[str] | None, stop_field("stop")] = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -106,39 +128,48 @@ class SamplingFields(RequestFields, StructuredFields):
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    """The last two types are those of the responses API."""
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class RefusalPart(Body):
+    """What an earlier answer said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Part = Annotated[TextPart | RefusalPart, OneOf("type", hidden=("input_text", "output_text", "refusal"))]
 
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)] | None = None
-    type: Literal["text"] | None = None  # lm-evaluation-harness sends it
+    content: str | Annotated[list[Part], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     reasoning_content: str | None = None
-    # LiteLLM adds its notes to an answer and sends them back. They repeat what other fields say.
-    provider_specific_fields: dict[str, Any] | None = None
-    # OpenAI's client sends an answer's fields back as it got them.
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    refusal: str | None = None
 
     @model_validator(mode="after")
     def _fields_fit_role(self) -> Message:
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
             raise ValueError("only messages of the role 'assistant' may have tool_calls or reasoning_content")
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content: Field required")
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise ValueError("content: is required")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id is required in messages of the role 'tool' and not allowed in others")
         return self
 
     def for_template(self) -> dict[str, Any]:
         """Returns what chat templates expect: plain text, and the role `system` for OpenAI's `developer`."""
-        parts = [] if self.content is None else self.content
+        parts = self.content or self.refusal or ""
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         fields: dict[str, Any] = {
             "name": self.name,
@@ -156,8 +187,10 @@ EFFORT_TOKENS = {"none": None, "minimal": 256, "low": 1024, "medium": 4096, "hig
 
 
 class ChatRequest(SamplingFields):
+    table = chat.TABLE
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -170,11 +203,6 @@ class ChatRequest(SamplingFields):
     thinking_budget: Annotated[int, Field(ge=1)] | None = None
     continue_final_message: bool | None = None
     response_format: ResponseFormat | None = None
-    # Only the values that change nothing are accepted.
-    store: Literal[False] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, fail_fast=True)] | None = None
-    verbosity: Literal["medium"] | None = None
-    echo: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -232,16 +260,17 @@ def one_kind_of_input(field: str, most: int) -> PlainValidator:
 
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for completions. Chat has none: an answer may fill the context."""
+"""OpenAI's default of max_tokens for completions; null is no limit, as in vLLM. Chat has none."""
 
 
 class CompletionRequest(SamplingFields):
+    table = completions.TABLE
+
     prompt: Annotated[list[str] | list[list[int]], one_kind_of_input("prompt", MAX_PROMPTS)]
+    max_tokens: TokenLimit = DEFAULT_COMPLETION_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
-    # Only the values that change nothing are accepted.
-    suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionRequest:

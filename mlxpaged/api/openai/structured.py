@@ -34,10 +34,21 @@ ANY_OBJECT = '{"type":"object"}'
 
 
 class TextFormat(Body):
+    """schema: of a JSON object, as llama.cpp has it."""
+
     type: Literal["text", "json_object"]
     json_schema: None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    @model_validator(mode="after")
+    def _text_has_no_schema(self) -> TextFormat:
+        if self.schema_ is not None and self.type == "text":
+            raise ValueError("schema: needs the type json_object or json_schema")
+        return self
 
     def constraint(self, param: str) -> Constraint | None:
+        if self.schema_ is not None:
+            return Constraint("json_schema", json.dumps(self.schema_), f"{param}.schema")
         return Constraint("json_schema", ANY_OBJECT, param) if self.type == "json_object" else None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
+from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.bench import plan as plans
 from mlxpaged.cli.bench.plan import NoRoomError, Plan
 from mlxpaged.cli.bench.progress import progress_display
@@ -20,7 +21,6 @@ from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.flags import Flags, output_file, positive_int, positive_ints
-from mlxpaged.cli.http_server import megabytes
 from mlxpaged.cli.logs import set_up
 from mlxpaged.engine import AsyncEngine, EngineBusyError, EngineConfig, EngineUnavailableError, RequestFailedError
 

@@ -10,12 +10,13 @@ from pydantic import BaseModel
 
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation import deltas
-from mlxpaged.api.generation.answers import Answer, Answers, Renderer, timeline_field
+from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
 from mlxpaged.api.openai.renderer import chat_logprobs
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.responses.tools import FunctionTool, NamespaceTool, WebSearchTool, functions
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.streaming import named_event
+from mlxpaged.engine import PromptProgress
 
 Event = tuple[str, dict[str, Any]]
 """The type of an event without "response.", and its fields."""
@@ -49,6 +50,9 @@ class ResponseRenderer(Renderer):
     def events(self, update: deltas.Update) -> Iterator[str]:
         for kind, fields in self._made(update):
             yield self._event(kind, **fields)
+
+    def progress(self, progress: PromptProgress) -> str:
+        return self._event("in_progress", response=self._response("in_progress"), **progress_field(progress))
 
     def error(self, error: ApiError) -> str:
         details = {"code": error.code or error.kind, "message": error.message}
@@ -101,8 +105,8 @@ class ResponseRenderer(Renderer):
             "output": [],
             "usage": None,
             **body.model_dump(include=REPEATED),
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "temperature": self._answers.params.temperature,
+            "top_p": self._answers.params.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "metadata": body.metadata or {},
             "service_tier": self._answers.context.service_tier,

@@ -89,8 +89,9 @@ async def delete(request: Request) -> Response:
 async def cancel(request: Request) -> Response:
     """Refuses every call: OpenAI's API cancels only responses that are made in the background."""
     response_id = request.path_params["response_id"]
-    message = f"no response runs in the background; DELETE /v1/requests/{response_id} ends one that is still running"
-    raise bad_parameter("response_id", message, code="not_cancellable")
+    reason = "no response runs in the background"
+    message = f"{reason}; DELETE /v1/requests/{response_id} ends one that is still running"
+    raise bad_parameter("response_id", message, "not_cancellable", reason)
 
 
 async def input_items(request: Request) -> Response:

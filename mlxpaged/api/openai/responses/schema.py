@@ -1,4 +1,4 @@
-"""Defines the bodies of the responses API and the items of its conversations. Fields not listed here are refused."""
+"""Defines the bodies of the responses API and the items of its conversations."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.fields import responses as fields
 from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
-from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, RequestFields
+from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, RefusalPart, RequestFields
 from mlxpaged.api.openai.structured import JsonSchema, TextFormat
 from mlxpaged.api.page import PageQuery
-from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, OneOf
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, Limit, OneOf
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -26,7 +27,8 @@ class ContentPart(Body):
     logprobs: list[Any] | None = None
 
 
-Content = str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
+Part = Annotated[ContentPart | RefusalPart, OneOf("type", hidden=("refusal",))]
+Content = str | Annotated[list[Part], Field(max_length=MAX_LIST, fail_fast=True)]
 
 
 def text_of(content: Content) -> str:
@@ -134,21 +136,16 @@ class SchemaFormat(JsonSchema):
 
 class TextOptions(Body):
     format: Annotated[TextFormat | SchemaFormat, OneOf("type")] | None = None
-    verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(Body):
-    """summary: "auto" is accepted, but no summary is made, because the thinking itself is shown. context, mode: only
-    the values that change nothing are accepted."""
-
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None
-    context: Literal["auto"] | None = None
-    mode: Literal["standard"] | None = None
 
 
 class InputTokensRequest(Body):
     """These fields determine the prompt."""
+
+    table = fields.INPUT_TOKENS
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
@@ -159,8 +156,6 @@ class InputTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    # Only the values that change nothing are accepted.
-    truncation: Literal["disabled"] | None = None
 
     @property
     def items(self) -> list[InputItem]:
@@ -169,16 +164,16 @@ class InputTokensRequest(Body):
 
 
 class ResponseRequest(RequestFields, InputTokensRequest):
+    table = fields.TABLE
+
     store: bool | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Limit = None
     top_p: Annotated[Probability, Field(gt=0)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     # Codex's labels, and a limit on calls of OpenAI's own tools, which this server does not have. They change nothing.
     client_metadata: Labels | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
-    # Only the values that change nothing are accepted.
-    background: Literal[False] | None = None
 
     # The other requests for text have these properties too. Here one prompt has one answer.
     num_candidates: ClassVar[int] = 1

@@ -47,7 +47,7 @@ class WebSearchTool(Body):
     external_web_access: bool | None = None
 
 
-Tool = Annotated[FunctionTool | NamespaceTool | WebSearchTool, OneOf("type", hidden="web_search")]
+Tool = Annotated[FunctionTool | NamespaceTool | WebSearchTool, OneOf("type", hidden=("web_search",))]
 
 
 class NamedTool(FunctionName):

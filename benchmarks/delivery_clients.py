@@ -1,0 +1,25 @@
+"""The clients of delivery.py, a process of their own that imports nothing of the server."""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from comparison.client import Client
+
+CLIENT_SECONDS = 600.0
+
+
+def main(port: int, model: str, streams: int, tokens: int) -> None:
+    client = Client(port, model, time.perf_counter() + CLIENT_SECONDS, CLIENT_SECONDS)
+    with ThreadPoolExecutor(streams) as threads:
+        answers = list(
+            threads.map(lambda i: client.ask([{"role": "user", "content": f"Stream {i}"}], tokens), range(streams))
+        )
+    if errors := {answer.error for answer in answers if answer.error}:
+        sys.exit(f"delivery_clients.py: {'; '.join(errors)}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

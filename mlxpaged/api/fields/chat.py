@@ -1,0 +1,137 @@
+"""Fields of chat completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxpaged.api.fields import shared
+from mlxpaged.api.fields.table import Row, Table, alias, by_model, honoured, ignored, label, refused
+
+USER: dict[str, Any] = {"role": "user", "content": "x"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+IN_CONTENT = "the thinking is always `reasoning_content`"
+
+
+def said(**fields: Any) -> list[dict[str, Any]]:
+    """Returns a conversation with an answer that has these fields."""
+    return [USER, {"role": "assistant", "content": "y"} | fields, USER]
+
+
+MESSAGES: tuple[Row, ...] = (
+    honoured(
+        "messages",
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "roles `system`, `developer`, `user`, `assistant`, `tool`; text, or text parts",
+    ),
+    honoured("messages", said(content=None), "an assistant's or a tool's empty content is an empty text"),
+    honoured("messages", said(content=None, refusal="No."), "the refusal is the text"),
+    honoured("messages", said(reasoning_content="Hm.", tool_calls=[]), "goes to the chat template"),
+    refused(
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+        "images, audio, videos and files are not supported",
+    ),
+    alias("messages.reasoning", said(reasoning="Hm."), "reasoning_content", "vLLM, OpenRouter"),
+    ignored("messages.reasoning_details", said(reasoning_details=[{}]), "use `reasoning_content`", ([],)),
+    ignored("messages.thinking_blocks", said(thinking_blocks=[{}]), "use `reasoning_content`", ([],)),
+    label("messages.annotations", said(annotations=[{}]), "of an earlier answer"),
+    label("messages.provider_specific_fields", said(provider_specific_fields={"a": 1}), "LiteLLM's notes"),
+    label("messages.id", said(id="i"), "of an earlier answer"),
+    label("messages.status", said(status="completed"), "of an earlier answer"),
+    label("messages.tool_calls.index", [USER], "of a stream; the list has the order"),
+    refused("messages.audio", said(audio={"id": "a"}), "audio is not supported by this server"),
+    refused("messages.function_call", said(function_call={"name": "f"}), "replaced by `tool_calls`"),
+    refused("messages.prefix", said(prefix=True), "use `continue_final_message`", (False,)),
+)
+
+TABLE = Table(
+    *MESSAGES,
+    honoured("model", "demo", "another model is a 404"),
+    honoured("max_tokens", 2, "the default, `null` and -1 are no limit; it is cut to what is left of the context"),
+    honoured("max_tokens", 0, "only the prompt is computed"),
+    honoured("max_completion_tokens", 2, max_tokens=None),
+    *shared.SAMPLING,
+    honoured("logprobs", True, "in streams too"),
+    honoured("top_logprobs", 2, "up to 20", logprobs=True),
+    *shared.PROMPT_LOGPROBS,
+    label("response_format", {"type": "text"}),
+    honoured("response_format", {"type": "json_object"}, "with `schema` too, as llama.cpp has it"),
+    honoured(
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}},
+        "always enforced, `strict` or not",
+    ),
+    refused(
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "no such"}}},
+        "with the reason",
+    ),
+    label("tools", []),
+    honoured(
+        "tools",
+        [FUNCTION],
+        "if the chat template shows none, the [system message](structured-output.md#models-without-a-format-for-tools) "
+        "does; ignored if that cannot be, and no call is required",
+    ),
+    label("tool_choice", "none"),
+    honoured(
+        "tool_choice",
+        "required",
+        "named ones too; needs `tools`, and calls in a format that a grammar can enforce",
+        tools=[FUNCTION],
+    ),
+    refused(
+        "tool_choice",
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTION]}},
+        "honoured if the request has these tools; `mode` may be `required` too; the model sees no other tools",
+    ),
+    honoured("parallel_tool_calls", True),
+    by_model("reasoning_effort", "low", "the model must think"),
+    honoured(
+        "reasoning_effort",
+        "none",
+        "sets the template's `enable_thinking` to false; refused if the model thinks and the template has no such "
+        "variable",
+    ),
+    by_model("thinking_budget", 100, "tokens"),
+    by_model(
+        "chat_template_kwargs",
+        {"enable_thinking": True},
+        "the chat template must know the name; `enable_thinking` false is accepted if the model does not think",
+    ),
+    honoured("add_generation_prompt", True),
+    honoured("continue_final_message", True, messages=[USER, {"role": "assistant", "content": "y"}]),
+    *shared.DEADLINES,
+    shared.PROGRESS,
+    *shared.LABELS,
+    *shared.EVERYWHERE,
+    *shared.ALIASES,
+    alias("enable_thinking", True, "chat_template_kwargs.enable_thinking", "Qwen's; the chat template must know it"),
+    alias("thinking_token_budget", 100, "thinking_budget", "vLLM"),
+    ignored("store", True, "nothing is stored", (False,)),
+    ignored("verbosity", "low", "no chat template has such a variable", ("medium",)),
+    *shared.CACHE_HINTS,
+    *shared.HINTS,
+    ignored("include_reasoning", False, IN_CONTENT, (True,)),
+    ignored("separate_reasoning", False, IN_CONTENT, (True,)),
+    ignored("reasoning_format", "none", IN_CONTENT, ("auto", "deepseek")),
+    ignored("parse_tool_calls", True, "calls are always parsed"),
+    refused("modalities", ["text", "audio"], "audio is not supported by this server", (["text"],)),
+    refused("audio", {"voice": "alloy", "format": "wav"}, "audio is not supported by this server"),
+    refused("functions", [{"name": "f"}], "replaced by `tools`", ([],)),
+    refused("function_call", "auto", "replaced by `tool_choice`"),
+    refused("moderation", {"model": "m"}, "there is no moderation"),
+    refused("web_search_options", {}, shared.NO_TOOLS),
+    refused("best_of", 2, "use `n`", (1,)),
+    refused("echo", True, "use `/v1/completions`", (False,)),
+    refused("add_special_tokens", True, "the chat template adds them", (False,)),
+    refused("chat_template", "{{ messages }}", "the server uses the model's own template"),
+    refused("documents", [{"text": "x"}], "put them into a message", ([],)),
+    refused("reasoning", {"effort": "low"}, "use `reasoning_effort`"),
+    refused("thinking", {"type": "enabled"}, "use `reasoning_effort` or `enable_thinking`"),
+    refused("think", True, "use `reasoning_effort` or `enable_thinking`"),
+    refused("role_mapping", {"user": "U"}, "the chat template writes the roles"),
+    refused("safe_prompt", True, "put it into a message", (False,)),
+    *shared.REFUSALS,
+)

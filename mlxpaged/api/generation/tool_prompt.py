@@ -1,0 +1,83 @@
+"""Shows tools, calls and results as plain text, for models whose chat template has no place for them.
+
+Calls have the format of PLAIN_CALLS, so the parsers and the grammars of that format apply. The text depends on the
+request alone: the prompt of the next turn begins with the same tokens, which are in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxpaged.api.generation.request import Tool
+from mlxpaged.models import PLAIN_CALLS
+
+RESULT_START, RESULT_END = "<tool_response>", "</tool_response>"
+
+
+def tool_prompt(tools: Sequence[Tool]) -> str:
+    """Returns the text that tells the model of the tools, in their order."""
+    lines = []
+    for tool in tools:
+        fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        lines.append(as_json({name: value for name, value in fields.items() if value is not None}))
+    listed = "\n".join(lines)
+    example = as_json({"name": "the tool's name", "arguments": {"argument": "value"}})
+    return f"""# Tools
+
+You can call these tools. Each line is one tool in JSON: its name, what it does, and the JSON schema of its arguments.
+
+{listed}
+
+To call a tool, write its name and its arguments as JSON between two tags. Then end your answer:
+
+{PLAIN_CALLS.start}
+{example}
+{PLAIN_CALLS.end}
+
+For several calls, write several such blocks. The next message has the results, each between {RESULT_START} and
+{RESULT_END}. If you need no tool, answer without these tags."""
+
+
+def in_plain_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Returns the messages with calls and results as text, and the tools in the system message at the beginning.
+
+    Results become a message of the user, together with the user's text after them: many templates accept only messages
+    of user and assistant in turn.
+    """
+    shown: list[dict[str, Any]] = []
+    results: list[str] | None = None  # the texts of the last message, if it has results
+    for message in messages:
+        if message["role"] == "tool":
+            if results is None:
+                results = []
+                shown.append({"role": "user", "content": results})
+            results.append(f"{RESULT_START}\n{message['content']}\n{RESULT_END}")
+        elif message["role"] == "user" and results is not None:
+            results.append(message["content"])
+        else:
+            results = None
+            shown.append(with_calls_as_text(message))
+    for message in shown:
+        if isinstance(message["content"], list):
+            message["content"] = "\n".join(message["content"])
+    if not tools:
+        return shown
+    system = shown.pop(0) if shown[0]["role"] == "system" else {"role": "system", "content": ""}
+    content = "\n\n".join(filter(None, (system["content"], tool_prompt(tools))))
+    return [system | {"content": content}, *shown]
+
+
+def with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    texts = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", ()):
+        function = {name: call["function"][name] for name in ("name", "arguments")}
+        texts.append(f"{PLAIN_CALLS.start}\n{as_json(function)}\n{PLAIN_CALLS.end}")
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    return others | {"content": "\n".join(texts)}
+
+
+def as_json(value: Any) -> str:
+    """Returns JSON as models write it: other scripts than Latin are not escaped."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,51 @@
+"""What `mlxpaged serve` prints when the model is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from mlxpaged import __version__
+from mlxpaged.engine import EngineConfig, EngineInfo
+
+
+def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) -> str:
+    body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+    key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
+    weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)
+    if info.start_kv_cache_bytes < info.kv_cache_bytes:
+        pool += f", grows to {megabytes(info.kv_cache_bytes)}"
+    extra, slots = "", info.num_swap_slots
+    if slots:
+        place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
+        tokens = slots * info.block_size // len(info.groups)
+        extra += f"  swap      {size} in {place}: {slots} blocks, {tokens} tokens\n"
+    if info.kernels_off is not None:
+        extra += f"  slower    the Metal kernels are off: {info.kernels_off}\n"
+    if slow := info.num_layers_per_sequence:
+        extra += f"  slower    {slow} of {info.num_layers} layers run once per sequence, without a prefix cache\n"
+    if not info.groups.keeps_all:
+        windows = Counter(window for window in info.groups.windows if window is not None)
+        counts = ", ".join(f"{count} with a window of {window} tokens" for window, count in windows.items())
+        extra += f"  groups    {len(info.groups)} cache groups: {counts}\n"
+    if (states := info.states).bytes_per_state:
+        one, total = megabytes(states.bytes_per_state), megabytes(states.nbytes)
+        extra += f"  states    {one} for each sequence: {states.max_num_seqs} sequences and "
+        extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
+    if (model := info.embedding_model) is not None:
+        extra += f"  embedding {model.name}: {model.dimensions} dimensions, inputs up to {model.max_tokens} tokens\n"
+    return f"""
+mlxpaged {__version__}
+  model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.longest}
+  KV cache  {pool}: up to {info.num_blocks} blocks of {info.block_size} tokens, {info.backend} attention
+{extra}  batch     up to {config.max_num_seqs} sequences
+  address   {url}
+
+Try it:
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
+    -d '{json.dumps(body)}'
+"""
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,222 @@
+"""Tools on a model whose chat template shows none: the demo model. They are described in the system message."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from anthropic import Anthropic
+from mlx_lm.utils import load_tokenizer
+from openai import OpenAI
+
+from mlxpaged.models import Tokenizer
+from mlxpaged.models.loader import DEMO_PATH
+from tests.api.helpers import DEADLINE, ask, chat_tokens, post, raw
+from tests.api.test_tools import streamed
+from tests.scripted import follow
+from tests.support import RunningServer
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Zürich"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "weather", "description": "The weather in a city.", "parameters": CITY}
+TOOLS: list[Any] = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "clock"}}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+SAYS = {
+    "Zürich?": f"I look.\n{CALL}",
+    "21 degrees": "It is 21 degrees.",
+    "King?": '<tool_call>\n{"name": "king", "arguments": {}}\n</tool_call>',
+}
+TOO_MANY: list[Any] = [
+    {"type": "function", "function": {**WEATHER, "name": f"weather_{i}", "description": "It says what it does. " * 8}}
+    for i in range(30)
+]
+
+
+@pytest.fixture
+def scripted(demo_server: RunningServer) -> Iterator[OpenAI]:
+    """The client of the demo model, which writes what the script says, letter by letter."""
+    runner = demo_server.core.runner
+    forward = runner.forward
+    follow(demo_server, SAYS)
+    with demo_server.client(timeout=DEADLINE) as client:
+        yield client
+    demo_server.wait_idle(DEADLINE)
+    runner.forward = forward  # type: ignore[method-assign]
+
+
+def with_template(monkeypatch: pytest.MonkeyPatch, server: RunningServer, template: str) -> None:
+    """Until the test ends, prompts are rendered by another chat template."""
+    wrapped = load_tokenizer(DEMO_PATH)
+    wrapped.chat_template = template
+    monkeypatch.setattr(server.engine.info, "tokenizer", Tokenizer(wrapped))
+
+
+def test_a_call_in_the_text_and_its_result_make_an_answer(scripted: OpenAI) -> None:
+    body: dict[str, Any] = ask("Zürich?", tools=TOOLS)
+    choice = scripted.chat.completions.create(**body).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    (call,) = choice.message.tool_calls or []
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Zürich"})
+    written = streamed(scripted, body)
+    assert (written["content"], "".join(written["calls"][0]["pieces"])) == ("I look.", call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
+    body["messages"] += [choice.message.model_dump(exclude_unset=True), result]
+    second = scripted.chat.completions.create(**body)
+    assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("It is 21 degrees.", "stop")
+    third = scripted.chat.completions.create(**ask("King?", tools=TOOLS)).choices[0]
+    assert (third.message.content, third.message.tool_calls) == (SAYS["King?"], None)
+
+
+def test_the_next_turn_finds_the_whole_call_in_the_prefix_cache(scripted: OpenAI) -> None:
+    body: dict[str, Any] = ask("And in Zürich?", tools=TOOLS)
+    first = scripted.chat.completions.create(**body)
+    message = first.choices[0].message
+    assert first.usage is not None
+    assert message.tool_calls
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21 degrees"}
+    body["messages"] += [message.model_dump(exclude_unset=True), result]
+    usage = scripted.chat.completions.create(**body).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == (first.usage.total_tokens - 1) // 32 * 32
+
+
+def test_tools_calls_and_results_are_text_in_the_prompt(demo_server: RunningServer) -> None:
+    calls = [
+        {"id": str(i), "type": "function", "function": {"name": "weather", "arguments": f'{{"city":"{city}"}}'}}
+        for i, city in enumerate(("Zürich", "Rome"))
+    ]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Both?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "0", "content": "21 degrees"},
+        {"role": "tool", "tool_call_id": "1", "content": "30 degrees"},
+        {"role": "user", "content": "And?"},
+    ]
+    system = f"""Be brief.
+
+# Tools
+
+You can call these tools. Each line is one tool in JSON: its name, what it does, and the JSON schema of its arguments.
+
+{json.dumps(WEATHER, ensure_ascii=False)}
+{{"name": "clock"}}
+
+To call a tool, write its name and its arguments as JSON between two tags. Then end your answer:
+
+<tool_call>
+{{"name": "the tool's name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+
+For several calls, write several such blocks. The next message has the results, each between <tool_response> and
+</tool_response>. If you need no tool, answer without these tags."""
+    results = "<tool_response>\n21 degrees\n</tool_response>\n<tool_response>\n30 degrees\n</tool_response>\nAnd?"
+    shown = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": "Both?"},
+        {"role": "assistant", "content": f"I look.\n{CALL}\n{CALL.replace('Zürich', 'Rome')}"},
+        {"role": "user", "content": results},
+    ]
+    body = {"model": "demo", "messages": messages, "tools": TOOLS, "max_tokens": 1}
+    assert post(demo_server, body)["usage"]["prompt_tokens"] == len(chat_tokens(demo_server, shown))
+    shown[0]["content"] = "Be brief."
+    for none in ({"tools": []}, {"tool_choice": "none"}):
+        assert post(demo_server, body | none)["usage"]["prompt_tokens"] == len(chat_tokens(demo_server, shown))
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_required_call_is_made_by_a_model_that_never_saw_one(client: OpenAI, choice: Any) -> None:
+    body: dict[str, Any] = ask("Who are you?", tools=TOOLS[:1], tool_choice=choice, parallel_tool_calls=False)
+    message = client.chat.completions.create(**body).choices[0].message
+    (call,) = message.tool_calls or []
+    assert (call.function.name, json.loads(call.function.arguments)["city"] in ("Rome", "Zürich")) == ("weather", True)
+    assert "".join(streamed(client, body)["calls"][0]["pieces"]) == call.function.arguments
+
+
+def test_calls_over_the_other_apis(client: OpenAI, demo_server: RunningServer) -> None:
+    response = client.responses.create(
+        model="demo",
+        input="Who are you?",
+        tools=[{"type": "function", **WEATHER}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
+    )  # type: ignore[call-overload]
+    assert [(item.type, item.name) for item in response.output] == [("function_call", "weather")]
+    with Anthropic(base_url=demo_server.url, api_key="none", max_retries=0, timeout=DEADLINE) as anthropic:
+        tool: Any = {"name": "weather", "input_schema": CITY}
+        asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "Who are you?"}], "tools": [tool]}
+        forced = {"type": "tool", "name": "weather"}
+        answer = anthropic.messages.create(**asked, max_tokens=200, tool_choice=forced)
+        (block,) = answer.content
+        assert block.type == "tool_use"
+        assert block.input["city"] in ("Rome", "Zürich")
+        num_tokens = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+        assert anthropic.messages.count_tokens(**asked).input_tokens == num_tokens
+
+
+def test_the_calls_of_strict_tools_fit_their_schema(scripted: OpenAI) -> None:
+    """The script wants a city that the schema does not have."""
+    other = {**CITY, "properties": {"city": {"enum": ["Oslo", "Rome"]}}}
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": other, "strict": True}}]
+    message = scripted.chat.completions.create(**ask("Zürich?", tools=tools)).choices[0].message
+    (call,) = message.tool_calls or []
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+
+
+IGNORES = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + IGNORES
+
+
+@pytest.mark.parametrize("template", [REFUSES, IGNORES])
+def test_without_a_system_message_tools_are_ignored_by_name_and_a_required_call_is_refused(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    with_template(monkeypatch, demo_server, template)
+    body = ask("Who are you?", tools=TOOLS, max_tokens=5)
+    without = post(demo_server, ask("Who are you?", max_tokens=5))
+    with raw(demo_server) as client:
+        response = client.post("/v1/chat/completions", json=body)
+        assert response.headers["x-mlxpaged-ignored"] == "tools"
+        answer = response.json()
+        assert answer["choices"] == without["choices"]
+        assert answer["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"]
+        for choice in ("required", {"type": "function", "function": {"name": "clock"}}):
+            response = client.post("/v1/chat/completions", json=body | {"tool_choice": choice})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
+            assert "shows neither tools nor a system message" in response.json()["error"]["message"]
+        state = demo_server.app.state.server
+        monkeypatch.setattr(state, "http", dataclasses.replace(state.http, strict=True))
+        error = client.post("/v1/chat/completions", json=body).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+        model = client.get("/v1/models/demo").json()
+    assert not model["capabilities"]["tools"]
+
+
+def test_tools_that_fill_half_of_the_context_are_ignored_by_name(demo_server: RunningServer) -> None:
+    """As the first chat of Open WebUI sends them."""
+    with raw(demo_server) as client:
+        for tools, ignored in ((TOO_MANY, "tools"), (TOOLS, None)):
+            response = client.post("/v1/chat/completions", json=ask("Who are you?", tools=tools, max_tokens=5))
+            assert response.status_code == 200
+            assert response.headers.get("x-mlxpaged-ignored") == ignored
+        response = client.post("/v1/chat/completions", json=ask("x", tools=TOO_MANY, tool_choice="required"))
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}{{ tools }}", "{{ messages }}{{ tools }}{{ tool_calls }}"])
+def test_a_template_whose_calls_nothing_reads_shows_tools_as_text_too(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    with_template(monkeypatch, demo_server, template)
+    body = ask("Who are you?", tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False)
+    (call,) = post(demo_server, body)["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"

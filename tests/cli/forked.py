@@ -1,0 +1,55 @@
+"""`mlxpaged` forked from a process that has imported it: imports are nine tenths of the CPU time of a start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlxpaged.cli import http_server, main, serve  # noqa: F401  (imported before the fork)
+from mlxpaged.cli.bench import command  # noqa: F401
+
+IS_SUPPORTED = sys.platform == "linux"
+"""A Mac's frameworks do not work in a forked process."""
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+
+
+def run(args: tuple[str, ...], env: dict[str, str], stdout: Path, stderr: Path) -> None:
+    """The command in this process, until its end."""
+    os.environ.clear()
+    os.environ.update(env)
+    for stream, path in ((sys.stdout, stdout), (sys.stderr, stderr)):
+        with open(path, "ab") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.exit(main(args))
+
+
+class ForkedProcess:
+    """A running command, with as much of `subprocess.Popen` as the tests need."""
+
+    def __init__(self, args: tuple[str, ...], env: Mapping[str, str], stdout: Path, stderr: Path) -> None:
+        self._args = args
+        self._process = CONTEXT.Process(target=run, args=(args, dict(env), stdout, stderr), daemon=True)
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._args, timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
