@@ -50,7 +50,7 @@ def delivery_seconds(config: EngineConfig, streams: int, steps: int) -> tuple[fl
 async def served(config: EngineConfig, streams: int, steps: int) -> tuple[float, float]:
     listener = listen("127.0.0.1", 0)
     engine = AsyncEngine(config)
-    server = HttpServer(create_app(engine), listener, drain_timeout=0)
+    server = HttpServer(create_app(engine), [listener], drain_timeout=0)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(POLL_SECONDS)

@@ -48,7 +48,7 @@ def test_imports_point_one_way(room: str) -> None:
         assert outside <= MAY_IMPORT[room], f"{path} imports {outside - MAY_IMPORT[room]}"
 
 
-WIRE_FORMATS = ("mlxpaged.api.openai", "mlxpaged.api.anthropic")
+WIRE_FORMATS = ("mlxpaged.api.openai", "mlxpaged.api.anthropic", "mlxpaged.api.ollama")
 ROUTES = {"app", "batches", "compatibility", "endpoints", "openapi", "tokenize"}
 """In api/, beside the wire formats: modules that no other part of api/ is built on."""
 

@@ -67,7 +67,7 @@ def create_app(
             store.close()
 
     app = Starlette(
-        routes=[endpoint.route() for endpoint in ENDPOINTS],
+        routes=[route for endpoint in ENDPOINTS for route in endpoint.routes()],
         middleware=middleware(server),
         exception_handlers={HTTPException: handle_http_exception, **dict.fromkeys(HANDLED, handle_api_error)},
         lifespan=lifespan,

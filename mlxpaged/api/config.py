@@ -12,6 +12,7 @@ class HttpConfig:
     allowed_hosts: tuple[str, ...] = ()  # names of this server, beside the local ones; see `Origins`
     cors_origins: tuple[str, ...] = ()  # origins whose pages may use it, beside the local ones
     max_body_bytes: int = 16 * 1024 * 1024  # over four million tokens of English: no model's context is longer
+    ollama_port: int | None = None  # the port that answers as Ollama at /, beside the main one; None: there is none
     strict: bool = False  # refuse fields that would be ignored
     max_connections: int = 1024  # requests that are answered at once, streams included
     keep_alive_seconds: float = 10.0  # a stream that was silent for so long says how far its request is

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxpaged.api.access.caller import caller_of
+from mlxpaged.api.error_format import without_version
 from mlxpaged.api.errors import ApiError
 
 JSON, FORM, BYTES, TEXT = "application/json", "multipart/form-data", "application/octet-stream", "text/plain"
@@ -43,12 +44,14 @@ class Endpoint:
     query: type[BaseModel] | None = None  # model of the URL's parameters
     body_type: str = JSON
     answer_type: str = JSON
-    streams: bool = False  # generates text: the answer can be a stream of events, and can have a timeline
+    streams: str | None = None  # generates text: media type of a streamed answer; the answer can have a timeline
     cancellable: bool = False  # DELETE /v1/requests/{id} can end it, so that its X-Request-Id has to be a valid id
 
-    def route(self) -> Route:
+    def routes(self) -> list[Route]:
+        """Some clients leave out /v1. So each path that begins with it is there without it too."""
         handler = admin_only(self.handler) if self.access is Access.ADMIN else self.handler
-        return Route(self.path, handler, methods=[self.method])
+        paths = dict.fromkeys((self.path, without_version(self.path)))
+        return [Route(path, handler, methods=[self.method]) for path in paths]
 
 
 def admin_only(handler: Handler) -> Handler:

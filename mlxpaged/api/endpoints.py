@@ -5,18 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from mlxpaged.api import openapi, requests, status, tokenize
+from mlxpaged.api import openapi, requests, rerank, status, tokenize
 from mlxpaged.api.anthropic import messages
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.endpoint import BYTES, FORM, TEXT, Access, Endpoint
+from mlxpaged.api.ollama import models as ollama_models
+from mlxpaged.api.ollama import routes as ollama
+from mlxpaged.api.ollama import schema as ollama_schema
 from mlxpaged.api.openai import chat, completions, embeddings, models
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.page import PageQuery
-from mlxpaged.api.streaming import Model, Respond, handler
+from mlxpaged.api.streaming import EVENTS, LINES, Model, Respond, handler
 from mlxpaged.api.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -33,7 +36,8 @@ def reads(path: str, respond: Respond[Model], summary: str, body: type[Model], *
     return post(path, handler(body, respond), summary, body, **options)
 
 
-generates = partial(reads, streams=True, cancellable=True)
+generates = partial(reads, streams=EVENTS, cancellable=True)
+answers = partial(reads, streams=LINES, cancellable=True)
 
 
 ENDPOINTS = (
@@ -55,6 +59,22 @@ ENDPOINTS = (
         answer=embeddings.EmbeddingsResponse,
         cancellable=True,
     ),
+    reads(
+        "/v1/rerank",
+        rerank.rerank,
+        "Order documents by their relevance",
+        rerank.RerankRequest,
+        answer=rerank.RerankResponse,
+        cancellable=True,
+    ),
+    reads(
+        "/v1/score",
+        rerank.score,
+        "How well texts fit queries",
+        rerank.ScoreRequest,
+        answer=rerank.ScoreResponse,
+        cancellable=True,
+    ),
     get("/v1/models", models.list_models, "The models that are served"),
     get("/v1/models/{model:path}", models.get_model, "One model"),
     reads("/tokenize", tokenize.tokenize, "The tokens of a prompt or a chat", TokenizeRequest, answer=TokenizeResponse),
@@ -72,6 +92,24 @@ ENDPOINTS = (
     get("/v1/batches", batches.list_batches, "Batches, the newest first", query=PageQuery),
     get("/v1/batches/{batch_id}", batches.get_batch, "One batch", answer=BatchRecord),
     post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch", answer=BatchRecord),
+    answers("/api/chat", ollama.chat, "Answer a conversation, as Ollama's API does", ollama_schema.OllamaChatRequest),
+    answers(
+        "/api/generate", ollama.generate, "Answer a prompt, as Ollama's API does", ollama_schema.OllamaGenerateRequest
+    ),
+    reads("/api/embed", ollama.embed_inputs, "Embed texts", ollama_schema.OllamaEmbedRequest, cancellable=True),
+    reads(
+        "/api/embeddings", ollama.embed_prompt, "Embed a text", ollama_schema.OllamaEmbeddingsRequest, cancellable=True
+    ),
+    get("/api/tags", ollama_models.tags, "The models that are served, as Ollama lists them"),
+    get("/api/ps", ollama_models.ps, "The models that are loaded"),
+    reads("/api/show", ollama_models.show, "One model", ollama_schema.OllamaShowRequest),
+    get("/api/version", ollama_models.version, "The version of Ollama's API"),
+    post("/api/pull", ollama_models.refuse, "Always refused: models are chosen when the server starts"),
+    post("/api/push", ollama_models.refuse, "Always refused"),
+    post("/api/create", ollama_models.refuse, "Always refused"),
+    post("/api/copy", ollama_models.refuse, "Always refused"),
+    delete("/api/delete", ollama_models.refuse, "Always refused"),
+    get("/", ollama_models.root, "Whether Ollama runs, on the port of --ollama-port", answer_type=TEXT),
     get("/v1/status", status.status, "Requests and memory in the engine", access=Access.ADMIN),
     post("/v1/cache/clear", status.clear_cache, "Empty the prefix cache", access=Access.ADMIN),
     get("/health", status.health, "Whether the server takes requests", access=Access.OPEN),

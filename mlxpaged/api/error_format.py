@@ -6,14 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 
 @dataclass(frozen=True)
 class ErrorFormat:
-    """prefix: begins its paths. id_header: also has the request's id. body: makes a body of (ApiError, request id)."""
+    """prefix: begins its paths, without /v1. id_header: also has the request's id. body: makes a body of (ApiError,
+    request id), which fits `model`."""
 
     prefix: str
     id_header: str
     body: Callable[[Any, str], dict[str, Any]]
+    model: type[BaseModel]
 
 
 FORMATS: list[ErrorFormat] = []
@@ -21,4 +25,10 @@ FORMATS: list[ErrorFormat] = []
 
 
 def format_of(path: str) -> ErrorFormat | None:
-    return next((each for each in FORMATS if path == each.prefix or path.startswith(f"{each.prefix}/")), None)
+    short = without_version(path)
+    return next((each for each in FORMATS if short == each.prefix or short.startswith(f"{each.prefix}/")), None)
+
+
+def without_version(path: str) -> str:
+    """Returns the path without /v1 at its beginning."""
+    return path.removeprefix("/v1") if path.startswith("/v1/") else path

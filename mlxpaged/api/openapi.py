@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -14,11 +14,10 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged import __version__
 from mlxpaged.api.endpoint import JSON, Access, Endpoint
-from mlxpaged.api.error_format import format_of
+from mlxpaged.api.error_format import FORMATS, format_of
 from mlxpaged.api.generation.request_context import PROGRESS_HEADER, TIMELINE_HEADER
 from mlxpaged.api.request_id import HEADER, VALID
 
-EVENTS = "text/event-stream"
 SECURITY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -42,17 +41,6 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
-class AnthropicErrorDetail(BaseModel):
-    type: str
-    message: str
-
-
-class AnthropicErrorResponse(BaseModel):
-    type: Literal["error"]
-    error: AnthropicErrorDetail
-    request_id: str
-
-
 async def openapi(request: Request) -> Response:
     return JSONResponse(document(request.app.state.endpoints, request.app.state.server.keys is not None))
 
@@ -61,7 +49,7 @@ def document(endpoints: Iterable[Endpoint], needs_key: bool) -> dict[str, Any]:
     """Returns an OpenAPI 3.1 document."""
     ordered = sorted(endpoints, key=public_path)
     used = {model for endpoint in ordered for model in (endpoint.body, endpoint.query, endpoint.answer) if model}
-    models: set[type[BaseModel]] = used | {ErrorResponse, AnthropicErrorResponse}
+    models: set[type[BaseModel]] = used | {ErrorResponse, *(form.model for form in FORMATS)}
     _, schemas = models_json_schema(
         [(model, "validation") for model in sorted(models, key=lambda model: model.__name__)],
         ref_template="#/components/schemas/{model}",
@@ -84,11 +72,12 @@ def public_path(endpoint: Endpoint) -> str:
 
 
 def operation(endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
-    error = AnthropicErrorResponse if format_of(endpoint.path) is not None else ErrorResponse
+    form = format_of(endpoint.path)
+    error = ErrorResponse if form is None else form.model
     is_open = endpoint.access is Access.OPEN
     answer = ref(endpoint.answer) if endpoint.answer_type == JSON else {"type": "string"}
     # Events have no schema: it would describe each event's data, and OpenAI's last event, [DONE], is not JSON.
-    events: dict[str, Any] = {EVENTS: {}} if endpoint.streams else {}
+    events: dict[str, Any] = {} if endpoint.streams is None else {endpoint.streams: {}}
     responses: dict[str, Any] = {
         "200": {"description": "OK", "content": {endpoint.answer_type: {"schema": answer}} | events},
         **{str(status.value): answer_of(status.phrase, error) for status in errors(endpoint)},

@@ -20,6 +20,9 @@ Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
 Respond = Callable[[Request, Model], Coroutine[Any, Any, Response]]
 
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
+"""Media types of streams: server-sent events, and lines of JSON."""
+
 
 async def disconnected(receive: Receive) -> None:
     """Returns when the client is gone. The body must have been read."""
@@ -57,6 +60,11 @@ def handler(model: type[Model], respond: Respond[Model]) -> Callable[[Request], 
 def event(data: Any) -> str:
     """Returns one server-sent event with `data` as JSON."""
     return f"data: {to_json(data).decode()}\n\n"
+
+
+def line(data: Any) -> str:
+    """Returns `data` as one line of JSON."""
+    return f"{to_json(data).decode()}\n"
 
 
 def comment(text: str) -> str:
@@ -100,15 +108,13 @@ class Silence:
 
 
 class EventStream(Response):
-    """Sends server-sent events as they come. The status and the headers are sent at once, so a request that fails after
+    """Sends events, or lines, as they come. The status and the headers are sent at once, so a request that fails after
     this has its error as an event. It closes the iterator as soon as the client leaves, even if nothing has
     been sent: a request without a client must not stay in the queue."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None], media_type: str) -> None:
         """close: called at the end, in any case."""
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._events = events
         self._close = close

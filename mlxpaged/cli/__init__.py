@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from mlxpaged import __version__
 
 COMMANDS = {
-    "serve": ("serve", "serve a model over the OpenAI and Anthropic APIs"),
+    "serve": ("serve", "serve a model over the OpenAI, Anthropic and Ollama APIs"),
     "bench": ("bench.command", "measure how fast this machine serves a model"),
     "doctor": ("doctor.command", "check and measure the attention kernels on this machine"),
     "keys": ("keys", "make, list and remove API keys"),

@@ -9,7 +9,7 @@ from mlxpaged import __version__
 from mlxpaged.engine import EngineConfig, EngineInfo
 
 
-def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) -> str:
+def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool, ollama_url: str | None = None) -> str:
     body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
     weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)
@@ -34,13 +34,14 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool) ->
         extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
     if (model := info.embedding_model) is not None:
         extra += f"  embedding {model.name}: {model.dimensions} dimensions, inputs up to {model.max_tokens} tokens\n"
+    ollama = "" if ollama_url is None else f"  ollama    {ollama_url}\n"
     return f"""
 mlxpaged {__version__}
   model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.longest}
   KV cache  {pool}: up to {info.num_blocks} blocks of {info.block_size} tokens, {info.backend} attention
 {extra}  batch     up to {config.max_num_seqs} sequences
   address   {url}
-
+{ollama}
 Try it:
   curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
     -d '{json.dumps(body)}'

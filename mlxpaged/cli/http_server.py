@@ -9,7 +9,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -37,25 +37,31 @@ GRACE_SECONDS = 2.0
 
 
 def run_server(
-    engine: AsyncEngine | None, listener: socket.socket, http: HttpConfig, data_dir: Path | None, drain_timeout: float
+    engine: AsyncEngine | None,
+    listeners: Sequence[socket.socket],
+    http: HttpConfig,
+    data_dir: Path | None,
+    drain_timeout: float,
 ) -> int:
-    """Serve until a signal. engine: None for a server without a model. Returns the exit status, 1 with a message if the
-    file of API keys or `data_dir` cannot be used."""
+    """Serve until a signal. engine: None for a server without a model. listeners: as for `HttpServer`. Returns the exit
+    status, 1 with a message if the file of API keys or `data_dir` cannot be used."""
     try:
         app = create_app(engine, http=http, data_dir=data_dir)
     except (KeyFileError, DataDirInUseError, OSError, ValueError) as error:
-        listener.close()
+        for listener in listeners:
+            listener.close()
         place = "" if isinstance(error, KeyFileError) else f"--data-dir {data_dir}: "
         print(f"mlxpaged: {place}{error}", file=sys.stderr)
         return 1
-    return HttpServer(app, listener, drain_timeout).run_until_signal()
+    return HttpServer(app, listeners, drain_timeout).run_until_signal()
 
 
 class HttpServer(uvicorn.Server):
     """Shuts down in this order: HTTP takes no new connections; running requests finish within `drain_timeout` seconds
     or end with an error; the engine thread stops. A second signal ends the requests at once."""
 
-    def __init__(self, app: Starlette, listener: socket.socket, drain_timeout: float) -> None:
+    def __init__(self, app: Starlette, listeners: Sequence[socket.socket], drain_timeout: float) -> None:
+        """listeners: the main socket, and the one for Ollama's clients if there is one."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -70,11 +76,11 @@ class HttpServer(uvicorn.Server):
         )
         self._engine: AsyncEngine | None = app.state.server.engine
         self._needs_key = app.state.server.keys is not None
-        self._listener = listener
+        self._listeners = list(listeners)
         self._drain_timeout = drain_timeout
         self._exit_status = 0
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url, *others = map(url_of, self._listeners)
+        self._ollama_url = others[0] if others else None
         self._tasks: list[asyncio.Task[None]] = []
         self.servers = []  # uvicorn sets it at its start; a signal can come earlier
 
@@ -83,7 +89,7 @@ class HttpServer(uvicorn.Server):
         model cannot be served."""
         loop = uvloop.new_event_loop() if self._engine is None else self._engine.loop
         assert isinstance(loop, uvloop.Loop)
-        uvloop.run(self.serve(sockets=[self._listener]), loop_factory=lambda: loop)
+        uvloop.run(self.serve(sockets=self._listeners), loop_factory=lambda: loop)
         logger.info("bye")
         return self._exit_status
 
@@ -122,9 +128,10 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        logger.info("listening on %s, BLAS: %s", self.url, blas.describe())
+        urls = " and ".join(map(url_of, self._listeners))
+        logger.info("listening on %s, BLAS: %s", urls, blas.describe())
         if self._engine is None:
-            print(f"mlxpaged {__version__} without a model at {self.url}", flush=True)
+            print(f"mlxpaged {__version__} without a model at {urls}", flush=True)
         else:
             self._tasks.append(asyncio.ensure_future(self._announce(self._engine)))
 
@@ -146,4 +153,9 @@ class HttpServer(uvicorn.Server):
         gc.collect()
         gc.freeze()  # a full collection of the libraries' 100,000 objects would block every stream
         if engine.info is not None and not self.should_exit:
-            print(banner(engine.info, engine.config, self.url, self._needs_key), flush=True)
+            print(banner(engine.info, engine.config, self.url, self._needs_key, self._ollama_url), flush=True)
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -8,6 +8,7 @@ import ipaddress
 import resource
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         usage="%(prog)s [MODEL] [flags]",
-        description="Serve a model over the OpenAI and Anthropic APIs. Each flag can also be set as the environment "
-        "variable in brackets.",
+        description="Serve a model over the OpenAI, Anthropic and Ollama APIs. Each flag can also be set as the "
+        "environment variable in brackets.",
     )
     groups = flags.Flags(parser)
     groups.model(
@@ -45,6 +46,7 @@ def add_parser(commands: Any) -> None:
     parsers = tool_parsers()
     formats = f"tool call format: {', '.join(parsers)}"
     model.field("--tool-parser", flags.one_of(*parsers), formats, "by the chat template")
+    model.switch("--reranker", "MODEL is a reranker like Qwen3-Reranker, for /v1/rerank, whatever its name is")
     model.field("--embedding-model", str, "second model, for /v1/embeddings", "MODEL, if it makes embeddings")
     model.field("--served-embedding-model-name", str, "name of the embedding model in the API", "as given")
     model.field("--embedding-max-model-len", flags.positive_int, "longest input for embeddings, in tokens")
@@ -52,6 +54,8 @@ def add_parser(commands: Any) -> None:
     network = groups.group("network", HttpConfig())
     network.value("--host", str, "127.0.0.1", "address to listen on")
     network.value("--port", flags.port, 8080, "port to listen on; 0: any free port")
+    second = "second port, for clients that speak only Ollama's API, such as 11434; 0: any free port"
+    network.field("--ollama-port", flags.port, second, "no second port")
     network.field("--max-connections", flags.positive_int, "requests that are answered at once; further ones get a 503")
     largest = f"{HttpConfig.max_body_bytes // 2**20}MiB"
     network.value("--max-body-size", size, largest, "largest request body", dest="max_body_bytes")
@@ -110,17 +114,21 @@ def run(args: argparse.Namespace) -> int:
         config = server_config(args)
     except ValueError as error:
         args.parser.error(str(error))
-    try:
-        listener = listen(args.host, args.port)
-    except OSError as error:
-        print(f"mlxpaged: cannot listen on {args.host}:{args.port}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    if not (args.api_keys or args.insecure or ipaddress.ip_address(listener.getsockname()[0]).is_loopback):
-        listener.close()
+    listeners: list[socket.socket] = []
+    for port in (args.port, *(() if args.ollama_port is None else (args.ollama_port,))):
+        try:
+            listeners.append(listen(args.host, port))
+        except OSError as error:
+            close(listeners)
+            print(f"mlxpaged: cannot listen on {args.host}:{port}: {error.strerror or error}", file=sys.stderr)
+            return 1
+    addresses = [listener.getsockname() for listener in listeners]
+    if not (args.api_keys or args.insecure or ipaddress.ip_address(addresses[0][0]).is_loopback):
+        close(listeners)
         remedy = "use API keys with --api-keys FILE (`mlxpaged keys add` makes it), or allow access without a key with"
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     allow_open_files(args.max_connections + OTHER_FILES)
-    http = flags.from_flags(HttpConfig, args)
+    http = flags.from_flags(HttpConfig, args, ollama_port=addresses[1][1] if len(addresses) > 1 else None)
     engine = None if config is None else AsyncEngine(config)
     status = 0
     with contextlib.suppress(KeyboardInterrupt):  # a SIGINT before the server handles it
@@ -129,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         # Imported only now: this takes a second, in which the engine thread reads weights.
         from mlxpaged.cli.http_server import run_server
 
-        status = run_server(engine, listener, http, args.data_dir, args.drain_timeout)
+        status = run_server(engine, listeners, http, args.data_dir, args.drain_timeout)
     return exit_status(engine, status)
 
 
@@ -139,6 +147,11 @@ def allow_open_files(count: int) -> None:
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def close(listeners: Iterable[socket.socket]) -> None:
+    for listener in listeners:
+        listener.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -5,7 +5,7 @@ from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput, Thinking, ToolCallForm
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.embedder import EmbeddingRequest
+from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
 from mlxpaged.engine.errors import (
     DeadlineExceededError,
     DuplicateRequestError,
@@ -63,5 +63,6 @@ __all__ = [
     "Timeline",
     "TokenLogprobs",
     "ToolCallForm",
+    "Vectors",
     "build_engine",
 ]

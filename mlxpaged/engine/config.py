@@ -22,6 +22,7 @@ class EngineConfig:
     model: str = DEMO_MODEL  # directory, hub repository or "demo"
     served_model_name: str | None = None  # name in the API; None: same as `model`
     tool_parser: str | None = None  # one of mlx-lm's; None: mlx-lm finds it in the chat template
+    reranker: bool = False  # whether `model` is a reranker like Qwen3-Reranker, also if its name does not say so
     embedding_model: str | None = None  # a second model for embeddings, named as `model` is
     served_embedding_model_name: str | None = None  # name in the API; None: same as `embedding_model`
     embedding_max_model_len: int = 8192  # tokens of the longest input for embeddings, at most the model's context

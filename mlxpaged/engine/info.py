@@ -24,6 +24,8 @@ class EngineInfo:
         self.sampling_defaults = config.sampling_defaults(served.sampling)
         self.num_layers = len(served.layers)
         self.num_layers_per_sequence = sum(is_per_sequence([spec]) for spec in served.layers)  # called for each alone
+        self.model_type = served.model_type
+        self.num_parameters = served.num_parameters
         self.weight_bytes = served.weight_bytes
         self.states = core.states  # what is reserved for recurrent states
         self.scheduler_config = core.scheduler.config
@@ -38,6 +40,8 @@ class EngineInfo:
         self.created = int(time.time())  # Unix time
         self.grammars = core.grammars
         self.embedding_model = None if core.embedder is None else core.embedder.model
+        self.reranker = served.reranker
+        self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
 
     @property

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 class TokenLogprobs:
     """Log-probabilities at one position, from the model's logits before bias, penalties and temperature.
 
-    top: the most likely tokens, best first.
+    top: the most likely tokens, best first; or the tokens that the request asked for, in its order.
     """
 
     token_id: int

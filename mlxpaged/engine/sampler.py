@@ -253,8 +253,8 @@ def most_likely(scores: mx.array, count: int) -> mx.array:
 
 @dataclass(frozen=True)
 class RowLogprobs:
-    """Log-probabilities of n rows of a step. counts: by row number, how many of the most likely tokens to report.
-    sampled[n]: of the sampled token. best[n, k] and best_logprobs[n, k]: the most likely tokens."""
+    """Log-probabilities of n rows of a step. counts: by row number, how many tokens to report. sampled[n]: of the
+    sampled token. best[n, k] and best_logprobs[n, k]: the most likely tokens, or those that the row asked for."""
 
     counts: Mapping[int, int]
     sampled: mx.array
@@ -277,12 +277,21 @@ class RowLogprobs:
 
 def token_logprobs(logits: mx.array, tokens: mx.array, rows: Sequence[SamplingRow]) -> RowLogprobs | None:
     """The log-probabilities of the rows that asked for them; None if no row did."""
-    counts = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
-    if not counts:
+    chosen_params = {i: row.params for i, row in enumerate(rows) if row.params.logprobs is not None}
+    if not chosen_params:
         return None
+    counts = {i: len(params.logprob_token_ids) or params.logprobs or 0 for i, params in chosen_params.items()}
     index = mx.array(list(counts))
     chosen = logits[index]
     logprobs = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
     sampled = mx.take_along_axis(logprobs, tokens[index][:, None], axis=-1)[:, 0]
     best = most_likely(logprobs, max(counts.values()))
+    asked = [
+        (at, k, token)
+        for at, params in enumerate(chosen_params.values())
+        for k, token in enumerate(params.logprob_token_ids)
+    ]
+    if asked:
+        row, k, token = (mx.array(column) for column in zip(*asked, strict=True))
+        best[row, k] = token.astype(best.dtype)
     return RowLogprobs(counts, sampled, best, mx.take_along_axis(logprobs, best, axis=-1))

@@ -28,6 +28,7 @@ class SamplingParams:
     seed: int | None = None  # None for a random one
     logprobs: int | None = None  # how many of the most likely tokens to report; None for no log-probabilities
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: report these tokens instead of the most likely ones
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False

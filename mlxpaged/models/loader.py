@@ -15,8 +15,8 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_reduce
+from mlx_lm.utils import get_total_parameters, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
-from mlx_lm.utils import load_tokenizer
 
 from mlxpaged.attention import ReportAmount, WindowMismatchError
 from mlxpaged.cpu.optimize import optimize_for_cpu
@@ -40,6 +40,7 @@ from mlxpaged.models.preflight import (
 )
 from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.reference import Reference, make_reference
+from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -60,13 +61,15 @@ SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tikt
 class ServedModel:
     """A loaded model with all that the engine needs to know about it.
 
-    path: its directory. rows: None if its output head cannot select rows. max_model_len: most tokens of a prompt and
-    its answer that are served, at most the context length. sampling: the sampling parameters that its
+    path: its directory. model_type: of its config.json. rows: None if its output head cannot select rows.
+    max_model_len: most tokens of a prompt and its answer that are served, at most the context length.
+    no_reranker_because: the reason if `reranker` is None. sampling: the sampling parameters that its
     generation_config.json recommends, by name.
     """
 
     name: str
     path: Path
+    model_type: str
     model: Module
     tokenizer: Tokenizer
     layers: list[LayerSpec]
@@ -75,6 +78,9 @@ class ServedModel:
     context_length: int
     max_model_len: int
     weight_bytes: int
+    num_parameters: int
+    reranker: Reranker | None
+    no_reranker_because: str
     sampling: Mapping[str, float]
 
     @property
@@ -145,13 +151,14 @@ def load_model(
     report: ReportAmount = lambda done, total: None,
     max_model_len: int | None = None,
     reserved: Reserved = NOTHING,
+    is_reranker: bool = False,
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
     tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. report: called
     with the bytes of weights that are loaded, and of all. max_model_len: None for the context length. reserved: memory
-    that is needed beside the weights. Call it on the thread that will run the model. Raises ModelNotFoundError or
-    UnsupportedModelError.
+    that is needed beside the weights. is_reranker: True if the user says so; False if the name decides. Call it on the
+    thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     path = resolve_model(name, reserved)
     own_config, recommended = read_object(path / "config.json"), read_generation_config(path)
@@ -170,6 +177,7 @@ def load_model(
     except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
     model.eval()
+    num_parameters = int(get_total_parameters(model))
     try:
         longest = context_length(config)
         reference = make_reference(model, longest)
@@ -181,19 +189,35 @@ def load_model(
         raise UnsupportedModelError(
             f"{name} cannot be served: {kind} models are not supported yet, because {error}"
         ) from None
+    tokenizer = Tokenizer(wrapped)
+    reranker, no_reranker_because = find_reranker(name, tokenizer, is_reranker)
     return ServedModel(
         name=served_name or name,
         path=path,
+        model_type=str(config.get("model_type", "")),
         model=model,
-        tokenizer=Tokenizer(wrapped),
+        tokenizer=tokenizer,
         layers=layers,
         rows=rows,
         vocab_size=vocab_size,
         context_length=longest,
         max_model_len=min(longest, max_model_len or longest),
         weight_bytes=tree_reduce(lambda total, array: total + int(array.nbytes), model.parameters(), 0),
+        num_parameters=num_parameters,
+        reranker=reranker,
+        no_reranker_because=no_reranker_because,
         sampling=recommended.sampling,
     )
+
+
+def find_reranker(name: str, tokenizer: Tokenizer, is_reranker: bool) -> tuple[Reranker | None, str]:
+    """Returns None and the reason if the model is no reranker. Raises UnsupportedModelError if it has to be one."""
+    try:
+        return make_reranker(name, tokenizer, is_reranker), ""
+    except UnsupportedModelError as error:
+        if is_reranker:
+            raise UnsupportedModelError(f"{name} cannot be used as a reranker: {error}") from None
+        return None, str(error)
 
 
 def read_weights(model: Module, report: ReportAmount) -> None:

@@ -33,6 +33,24 @@ TOKENIZER_FILES = [
 ]
 """A tokenizer without any of these is only Python code."""
 
+ENCODERS = {
+    "albert",
+    "bert",
+    "camembert",
+    "deberta",
+    "deberta-v2",
+    "distilbert",
+    "electra",
+    "eurobert",
+    "modernbert",
+    "mpnet",
+    "new",  # GTE
+    "nomic_bert",
+    "roberta",
+    "xlm-roberta",
+}
+"""Types of models whose tokens attend in both directions. They make embeddings or rerank, and generate no text."""
+
 GGUF_ADVICE = (
     "the format of llama.cpp is not supported; use a repository of mlx-community, or convert the original model with "
     "mlx_lm.convert"
@@ -114,6 +132,11 @@ def check_architecture(config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModelError("its config.json has no model_type")
+    if model_type in ENCODERS:
+        raise UnsupportedModelError(
+            f"it is an encoder (model_type {model_type!r}), and mlx-lm has only decoders; use a decoder, such as "
+            "Qwen3-Embedding or Qwen3-Reranker"
+        )
     if not any(map(has_module, modules_of(model_type))):
         raise UnsupportedModelError(
             f"mlx-lm {metadata.version('mlx-lm')} does not have its architecture (model_type {model_type!r}); a newer "

@@ -93,6 +93,10 @@ class Tokenizer:
         """The fewest tokens that a text of this many characters can have."""
         return num_chars // self._longest_token
 
+    def most_chars(self, num_tokens: int) -> int:
+        """The most characters that this many tokens can have."""
+        return num_tokens * self._longest_token
+
     @functools.cached_property
     def _longest_token(self) -> int:
         return max(1, *(len(token) for token in self._decoder.get_vocab()))
@@ -125,10 +129,16 @@ class Tokenizer:
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template uses a variable; True if the template is code instead of text."""
+        source = self.template_source
+        return not source or re.search(rf"\b{re.escape(variable)}\b", source) is not None
+
+    @property
+    def template_source(self) -> str:
+        """The text of the chat template; empty if there is none, or if it is code."""
         source = self._decoder.chat_template
         if isinstance(source, dict):  # several templates, by name
-            source = "\n".join(source.values())
-        return not isinstance(source, str) or re.search(rf"\b{re.escape(variable)}\b", source) is not None
+            return "\n".join(source.values())
+        return source if isinstance(source, str) else ""
 
     def ends_with(self, prompt: Sequence[int], tag: str) -> bool:
         """Whether a prompt ends with a tag and white space. Templates open a think block for models that always think,

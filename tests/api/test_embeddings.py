@@ -117,6 +117,35 @@ def test_a_text_and_tokens_in_all_their_shapes(client: OpenAI, model_path: Path,
         close([each.embedding for each in answer.data], reference(model_path, inputs))
 
 
+def test_ollamas_endpoints_give_the_same_vectors(server: RunningServer, model_path: Path) -> None:
+    expected = reference(model_path, [ended(server, text) for text in TEXTS])
+    with raw(server) as client:
+        several = client.post("/api/embed", json={"model": "vectors:latest", "input": TEXTS}).json()
+        cut = client.post("/api/embed", json={"model": "vectors", "input": TEXTS[0], "dimensions": 16}).json()
+        one = client.post("/api/embeddings", json={"model": "vectors", "prompt": TEXTS[0]}).json()
+        shown = client.post("/api/show", json={"model": "vectors"}).json()
+    close(several["embeddings"], expected)
+    assert several["prompt_eval_count"] == sum(len(ended(server, text)) for text in TEXTS)
+    assert several["total_duration"] > 0
+    close(cut["embeddings"], reference(model_path, [ended(server, TEXTS[0])], 16))
+    close(one["embedding"], expected[0])
+    assert shown["capabilities"] == ["embedding"]
+
+
+def test_ollamas_endpoints_cut_a_text_that_is_too_long_before_its_end_token(
+    server: RunningServer, model_path: Path
+) -> None:
+    long = "blue river " * 2000
+    body = {"model": "vectors", "input": [TEXTS[0], long]}
+    with raw(server) as client:
+        found = client.post("/api/embed", json=body).json()["embeddings"]
+        refused = client.post("/api/embed", json=body | {"truncate": False})
+    tokens = [*tokens_of(server, long)[:511], 0]
+    close(found, reference(model_path, [ended(server, TEXTS[0]), tokens]))
+    assert refused.status_code == 400
+    assert "the input at index 1 has" in refused.json()["error"]
+
+
 def test_asynchronous_clients_at_the_same_time_get_their_own(server: RunningServer, model_path: Path) -> None:
     inputs = [[random_tokens(10 * i + j, 100 * i + j) for j in range(1, 4)] for i in range(12)]
 

@@ -35,8 +35,26 @@ def test_every_endpoint_is_routed_and_described_and_nothing_else_is(
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
-    assert listed == routed
-    assert len(routed) == len(ENDPOINTS)
+    assert len(listed) == len(ENDPOINTS)
+    short = {(method, path.removeprefix("/v1")) for method, path in listed if path.startswith("/v1/")}
+    assert listed | short == routed
+    assert not listed & short
+
+
+def test_paths_without_their_version_are_the_same_endpoints(demo_server: RunningServer) -> None:
+    body = ask("x", max_tokens=1)
+    with raw(demo_server) as client:
+        chat = client.post("/chat/completions", json=body).json()
+        message = client.post("/messages", json=body)
+        models = client.get("/models").json()
+        assert client.get("/models/demo").json() == models["data"][0]
+        assert models == client.get("/v1/models").json()
+        refusal = client.post("/messages", json={})
+        assert client.get("/chat").status_code == 404
+    assert chat["choices"][0]["finish_reason"] == "length"
+    assert message.json()["type"] == "message"
+    assert message.headers["request-id"] == message.json()["id"]
+    assert (refusal.status_code, refusal.json()["type"]) == (400, "error")
 
 
 def test_a_server_with_keys_says_so_and_that_one_is_not_needed_for_its_health(
@@ -100,7 +118,8 @@ def test_every_operation_says_what_an_error_looks_like(described: dict[str, Any]
     for path, methods in described["paths"].items():
         for operation in methods.values():
             schema = operation["responses"]["default"]["content"]["application/json"]["schema"]
-            format = "AnthropicErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
+            formats = {"/v1/messages": "AnthropicErrorResponse", "/api/": "OllamaErrorResponse"}
+            format = next((name for start, name in formats.items() if path.startswith(start)), "ErrorResponse")
             assert schema == {"$ref": f"#/components/schemas/{format}"}
 
 
@@ -110,9 +129,10 @@ def test_what_generates_can_be_asked_for_a_timeline(described: dict[str, Any]) -
         operation = methods.get("post", {"parameters": [], "responses": {"200": {"content": {}}}})
         if any(parameter["name"] == "X-Mlxpaged-Timeline" for parameter in operation["parameters"]):
             timed.add(path)
-        if "text/event-stream" in operation["responses"]["200"]["content"]:
+        if {"text/event-stream", "application/x-ndjson"} & set(operation["responses"]["200"]["content"]):
             streamed.add(path)
-    assert timed == streamed == {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
+    openai = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+    assert timed == streamed == {*openai, "/v1/messages", "/api/chat", "/api/generate"}
 
 
 def test_every_reference_leads_somewhere(described: dict[str, Any]) -> None:

@@ -103,9 +103,16 @@ def test_tokenizing_leaves_the_event_loop_free(demo_server: RunningServer, monke
 def test_a_model_tells_its_limits_and_what_it_can_do(client: OpenAI) -> None:
     model = client.models.retrieve("demo").model_dump()
     assert (model["context_length"], model["max_model_len"]) == (4096, 4096)
-    nothing_else = {"embeddings": False, "thinking": False}
+    nothing_else = {"rerank": False, "embeddings": False, "thinking": False}
     assert model["capabilities"] == {"chat": True, "completions": True, "tools": True} | nothing_else
     assert [each.id for each in client.models.list()] == ["demo"]
+
+
+def test_a_model_that_is_no_reranker_says_why(demo_server: RunningServer) -> None:
+    response = send(demo_server, "/v1/rerank", query="x", documents=["x"])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "model", "rerank_not_supported")
+    assert "start the server with --reranker" in error["message"]
 
 
 def test_a_small_pool_is_the_limit_of_a_model() -> None:

@@ -70,6 +70,7 @@ ALL_FLAGS = (
     + [switch for switch, _, _ in SWITCHES]
     + [
         "--port",
+        "--ollama-port",
         "--swap-dir",
         "--served-embedding-model-name",
     ]
@@ -94,13 +95,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def no_server(
         engine: AsyncEngine | None,
-        listener: socket.socket,
+        listeners: list[socket.socket],
         http: HttpConfig,
         data_dir: Path | None,
         drain_timeout: float,
     ) -> int:
-        with listener:
-            found["host"], found["port"] = listener.getsockname()
+        (found["host"], found["port"]), *found["others"] = [listener.getsockname() for listener in listeners]
+        for listener in listeners:
+            listener.close()
         found["data_dir"], found["drain_timeout"] = data_dir, drain_timeout
         found["config"] = None if engine is None else engine.config
         found.update(vars(http))
@@ -132,8 +134,8 @@ def test_a_sigint_before_the_server_handles_it_ends_the_process_with_status_0(
     """The engine thread may load its model then: the process must end as it does after a signal to the server."""
     ended: list[tuple[Any, int]] = []
 
-    def interrupted(engine: AsyncEngine | None, listener: socket.socket, *others: Any) -> int:
-        with listener:
+    def interrupted(engine: AsyncEngine | None, listeners: list[socket.socket], *others: Any) -> int:
+        with listeners[0]:
             signal.raise_signal(signal.SIGINT)
         return 1
 
@@ -200,6 +202,24 @@ def test_the_port_and_the_model_can_be_variables_too(started: dict[str, Any], mo
     monkeypatch.setenv("MLXPAGED_MODEL", "none")
     assert main(["serve"]) == 0
     assert started["config"] is None
+
+
+def test_a_second_port_is_for_ollamas_clients(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["serve"]) == 0
+    assert (started["others"], started["ollama_port"]) == ([], None)
+    monkeypatch.setenv("MLXPAGED_OLLAMA_PORT", "0")
+    assert main(["serve", "--host", "127.0.0.2"]) == 0
+    [(host, port)] = started["others"]
+    assert (host, port) == ("127.0.0.2", started["ollama_port"])
+    assert port not in (0, started["port"])
+
+
+def test_a_second_port_in_use_is_said_at_once(started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--ollama-port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert "config" not in started
 
 
 def test_the_model_can_be_a_flag_too(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,11 @@ import httpx
 import pytest
 
 from mlxpaged.api.app import create_app
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import serve
 from mlxpaged.cli.banner import banner
 from mlxpaged.cli.http_protocol import HttpProtocol
-from mlxpaged.cli.http_server import HttpServer
+from mlxpaged.cli.http_server import HttpServer, url_of
 from mlxpaged.engine import EngineConfig, EngineInfo, build_engine
 from mlxpaged.models import load_model
 from mlxpaged.models.loader import DEMO_PATH
@@ -205,13 +206,34 @@ def test_events_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(HttpProtocol, "connection_made", watched)
     listener = serve.listen("127.0.0.1", 0)
-    server = HttpServer(create_app(None), listener, 0)
+    server = HttpServer(create_app(None), [listener], 0)
     client = threading.Thread(target=connect)
     client.start()
     assert server.run_until_signal() == 0
     client.join()
     assert len(options) == 1
     assert options[0] > 0
+
+
+def test_both_ports_lead_to_the_same_server() -> None:
+    listeners = [serve.listen("127.0.0.1", 0) for _ in range(2)]
+    urls = [url_of(listener) for listener in listeners]
+    app = create_app(None, http=HttpConfig(ollama_port=listeners[1].getsockname()[1]))
+    server = HttpServer(app, listeners, 0)
+    found: list[list[int]] = []
+
+    def ask() -> None:
+        try:
+            with httpx.Client(trust_env=False, timeout=DEADLINE) as client:
+                found.extend([client.get(f"{url}{path}").status_code for path in ("/api/version", "/")] for url in urls)
+        finally:
+            server.should_exit = True
+
+    client = threading.Thread(target=ask)
+    client.start()
+    assert server.run_until_signal() == 0
+    client.join()
+    assert found == [[200, 404], [200, 200]]
 
 
 def test_a_port_in_use_is_said_in_a_sentence(run: Callable[..., Result]) -> None:

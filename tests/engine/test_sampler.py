@@ -396,6 +396,28 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
     assert sampled[2].token_id == 9
 
 
+def test_logprobs_of_given_tokens_are_reported_in_their_order_however_unlikely_they_are() -> None:
+    logits = logits_of(3)
+    worst, best = int(mx.argmin(logits[1])), int(mx.argmax(logits[1]))
+    rows = [
+        row(0, temperature=0.0, logprobs=3),
+        row(1, temperature=0.0, logprobs=0, logprob_token_ids=(best, worst)),
+        row(2, temperature=0.0, logprobs=0, logprob_token_ids=(7,)),
+    ]
+    plain, asked, other = (token.logprobs for token in with_logprobs(logits, rows))
+    assert plain is not None
+    assert asked is not None
+    assert other is not None
+    expected = np.log(softmax(np.array(logits[1], dtype=np.float64)))
+    assert asked.top == (
+        (best, pytest.approx(expected[best], abs=1e-5)),
+        (worst, pytest.approx(expected[worst], abs=1e-5)),
+    )
+    assert [token for token, _ in other.top] == [7]
+    (alone,) = with_logprobs(logits[:1], rows[:1])
+    assert alone.logprobs == plain
+
+
 def test_more_logprobs_than_tokens_gives_all_of_them() -> None:
     (token,) = with_logprobs(logits_of(1, 3), [row(temperature=0.0, logprobs=20)])
     assert token.logprobs is not None

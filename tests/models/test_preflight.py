@@ -51,6 +51,12 @@ def test_an_architecture_of_mlx_lm_passes_by_its_own_and_its_other_names(model_t
     check({"model_type": model_type})
 
 
+@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "modernbert", "nomic_bert"])
+def test_an_encoder_is_refused_with_what_can_be_used_instead(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"encoder .*'{model_type}'.*Qwen3-Embedding"):
+        check({"model_type": model_type})
+
+
 @pytest.mark.parametrize("model_type", ["llama9", "Llama", "", ".", "llama.", "..utils", "a/b", "a\0b"])
 def test_an_unknown_architecture_is_named_with_the_version_of_mlx_lm(model_type: str) -> None:
     with pytest.raises(UnsupportedModelError) as error:

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from mlxpaged.api.error_format import FORMATS, ErrorFormat
 from mlxpaged.api.errors import ApiError
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
 
 TYPES = {
     401: "authentication_error",
@@ -25,4 +39,4 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
-FORMATS.append(ErrorFormat("/v1/messages", id_header="Request-Id", body=error_body))
+FORMATS.append(ErrorFormat("/messages", id_header="Request-Id", body=error_body, model=AnthropicErrorResponse))

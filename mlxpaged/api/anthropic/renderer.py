@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ from mlxpaged.api.generation.answers import (
     progress_field,
     timeline_field,
 )
+from mlxpaged.api.generation.tool_calls import call_arguments
 from mlxpaged.api.streaming import named_event
 from mlxpaged.engine import PromptProgress
 
@@ -138,14 +137,9 @@ def stop_reason(finish: deltas.Finish) -> dict[str, Any]:
 
 def content_block(part: deltas.Part, omit_thinking: bool) -> dict[str, Any]:
     if isinstance(part.kind, deltas.CallStart):
-        arguments = json.loads(part.text, parse_float=finite)
+        arguments = call_arguments(part.text)
         return {"type": "tool_use", "id": part.kind.call_id, "name": part.kind.name, "input": arguments}
     if part.kind is deltas.Text:
         return {"type": "text", "text": part.text}
     sign, shown = (seal, "") if omit_thinking else (signature, part.text)
     return {"type": "thinking", "thinking": shown, "signature": sign(part.text)}
-
-
-def finite(number: str) -> float:
-    """Returns a finite number, because JSON has no infinity."""
-    return max(-sys.float_info.max, min(float(number), sys.float_info.max))

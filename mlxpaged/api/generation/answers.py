@@ -20,7 +20,7 @@ from mlxpaged.api.generation.deltas import Delta, Finish, Part, Text, Update, Us
 from mlxpaged.api.generation.prompt import Prompts
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext
-from mlxpaged.api.streaming import EventStream, Silence, comment
+from mlxpaged.api.streaming import EVENTS, EventStream, Silence, comment
 from mlxpaged.engine import (
     EngineInfo,
     PromptLogprobs,
@@ -237,7 +237,9 @@ def progress_comment(progress: PromptProgress) -> str:
 
 
 class Renderer(ABC):
-    """Renders answers in the format of one API. Events are texts of server-sent events."""
+    """Renders answers in the format of one API. Events are texts of a stream of the type `media_type`."""
+
+    media_type = EVENTS
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -271,7 +273,7 @@ class Renderer(ABC):
 async def reply(answers: Answers, renderer: Renderer, stream: bool) -> Response:
     """Log-probabilities of prompts are rendered on a thread, here and in `events`: a long prompt's take seconds."""
     if stream:
-        return EventStream(events(answers, renderer), answers.close)
+        return EventStream(events(answers, renderer), answers.close, renderer.media_type)
     collected = await answers.collect()
     if any(answer.prompt_logprobs is not None for answer in collected):
         return await asyncio.to_thread(lambda: JSONResponse(renderer.whole(collected)))

@@ -22,7 +22,7 @@ PROGRESS_SECONDS = 1.0
 @dataclass(frozen=True)
 class RequestContext:
     """service_tier: the granted one, as the response names it. timeout, ttft_timeout: seconds; None for no limit.
-    timeline: whether one is recorded. progress: whether a stream has data about the request's progress.
+    timeline: whether the client gets one. progress: whether a stream has data about the request's progress.
     keep_alive_seconds: how long a stream may be silent."""
 
     request_id: str

@@ -75,7 +75,7 @@ def engine_requests(
                 fork_of=opened.names[number - candidate] if candidate else None,
                 timeout=context.timeout,
                 ttft_timeout=context.ttft_timeout,
-                timeline=context.timeline,
+                timeline=context.timeline or request.timed,
             )
         )
     return requests

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -147,6 +148,17 @@ class ObjectScanner:
                     self.complete = True
                     return position + 1
         return len(text)
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """Returns the arguments of a complete call as an object, for APIs that do not write them as text."""
+    arguments: dict[str, Any] = json.loads(text, parse_float=finite)
+    return arguments
+
+
+def finite(number: str) -> float:
+    """Returns a finite number, because JSON has no infinity."""
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
 
 def refuse(constant: str) -> NoReturn:

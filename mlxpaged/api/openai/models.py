@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.errors import model_not_found
 from mlxpaged.api.server import Server, server_of
 
@@ -25,21 +26,12 @@ async def get_model(request: Request) -> Response:
 
 def describe(server: Server, name: str) -> dict[str, Any]:
     """context_length: the model's own limit. max_model_len: the server's limit, of a prompt and its answer (the KV pool
-    may be smaller) or of an input for embeddings. tools, thinking: derived from the chat template and vocabulary.
-    sampling_defaults: the sampling parameters of requests that do not set them."""
+    may be smaller) or of an input for embeddings. sampling_defaults: parameters of requests that do not set them."""
     assert server.engine is not None
     assert server.engine.info is not None
-    info, tags = server.engine.info, server.engine.info.tokenizer.tags
+    info = server.engine.info
     embedding = info.embedding_model if info.embedding_model is not None and info.embedding_model.name == name else None
     generates = name == info.model
-    chats = generates and info.tokenizer.has_chat_template
-    capabilities = {
-        "chat": chats,
-        "completions": generates,
-        "embeddings": embedding is not None,
-        "tools": chats and (info.tokenizer.shows_tools or info.tokenizer.takes_system),
-        "thinking": chats and bool(tags.think_start),
-    }
     return {
         "id": name,
         "object": "model",
@@ -47,7 +39,7 @@ def describe(server: Server, name: str) -> dict[str, Any]:
         "owned_by": "mlxpaged",
         "context_length": info.context_length if generates or embedding is None else embedding.context_length,
         "max_model_len": info.max_model_len if generates or embedding is None else embedding.max_tokens,
-        "capabilities": capabilities,
+        "capabilities": capabilities(info, name),
         **({"sampling_defaults": info.sampling_defaults} if generates else {}),
         **({} if embedding is None else {"embedding_dimensions": embedding.dimensions}),
     }

@@ -11,6 +11,7 @@ from typing import Any
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
 from mlxpaged.api.generation.deltas import Usage
+from mlxpaged.api.generation.logprobs import MIN_LOGPROB, described
 from mlxpaged.api.openai.schema import SamplingFields
 from mlxpaged.api.streaming import event
 from mlxpaged.engine import PromptLogprobs, PromptProgress, TokenLogprobs
@@ -83,23 +84,8 @@ def usage_field(usage: Usage) -> dict[str, Any]:
     }
 
 
-MIN_LOGPROB = -9999.0
-"""This stands for minus infinity, which JSON does not have. OpenAI uses the same value."""
-
-
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": tokenizer.token_text(token_id),
-            "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": tokenizer.token_bytes(token_id),
-        }
-
-    content = [
-        entry(token.token_id, token.logprob) | {"top_logprobs": [entry(*candidate) for candidate in token.top]}
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": described(tokenizer, tokens), "refusal": None}
 
 
 def completion_logprobs(

@@ -1,0 +1,158 @@
+"""Computes embeddings for the APIs that have endpoints for them: reads texts as tokens, checks them, and waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import Request
+
+from mlxpaged.api.access.caller import caller_of
+from mlxpaged.api.errors import bad_parameter, model_not_found
+from mlxpaged.api.generation.request_context import choose_id
+from mlxpaged.api.server import Server, server_of
+from mlxpaged.engine import EmbeddingRequest, EngineInfo, RequestCancelledError, Vectors
+from mlxpaged.models import EmbeddingModel
+
+logger = logging.getLogger(__name__)
+
+MAX_INPUTS = 2048
+"""OpenAI's service has the same limit."""
+MAX_SLICE = 100_000
+"""The tokenizer's thread takes this many characters at a time, and serves other requests in between."""
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """vectors: [inputs, dimensions]. seconds: from the request's arrival to its end."""
+
+    model: EmbeddingModel
+    vectors: Vectors
+    num_tokens: int
+    seconds: float
+
+
+async def embed(
+    request: Request,
+    name: str | None,
+    inputs: list[str] | list[list[int]],
+    dimensions: int | None = None,
+    timeout: float | None = None,
+    truncate: bool = False,
+) -> Embeddings:
+    """name: of the model, None for any. dimensions: None for the model's own. timeout: seconds, None for the server's
+    default. truncate: whether to cut texts that are too long. Raises ApiError and the engine's errors."""
+    server = server_of(request)
+    engine, info = server.ready(None)
+    model = embedding_model(server, info, name)
+    size = check_dimensions(model, dimensions)
+    opened = server.open_requests.open(choose_id(request, "embd"), 1, caller_of(request))
+    try:
+        with engine.reserve(1) as arrival_time:
+            tokens = await tokens_of(server, model, inputs, truncate)
+            await server.prepare(request, lambda: check_tokens(model, tokens))
+        if opened.cancelled:
+            raise RequestCancelledError("the request was cancelled")
+        num_tokens = sum(map(len, tokens))
+        opened.submitted = True
+        opened.count(num_tokens)
+        limit = engine.config.request_timeout if timeout is None else timeout
+        vectors = await engine.embed(EmbeddingRequest(opened.request_id, tokens, size), arrival_time, limit)
+    finally:
+        server.open_requests.close(opened)
+    seconds = engine.clock() - arrival_time
+    logger.info("%s embeddings=%d prompt_tokens=%d seconds=%.3f", opened.request_id, len(tokens), num_tokens, seconds)
+    return Embeddings(model, vectors, num_tokens, seconds)
+
+
+def embedding_model(server: Server, info: EngineInfo, name: str | None) -> EmbeddingModel:
+    """Raises ApiError with the reason if the model of that name makes no embeddings."""
+    model = info.embedding_model
+    if model is not None and name in (None, model.name):
+        return model
+    if name not in (None, info.model):
+        raise model_not_found(name or "", server.model_names)
+    if model is not None:
+        message = f"{info.model!r} generates text; use {model.name!r} for embeddings"
+    else:
+        message = (
+            f"{info.model!r} cannot be used for embeddings, because {info.no_embeddings_because}; start the server "
+            "with --embedding-model to load a second model for them"
+        )
+    raise bad_parameter("model", message, code="embeddings_not_supported")
+
+
+def check_dimensions(model: EmbeddingModel, asked: int | None) -> int:
+    """Raises ApiError if the model was not trained for embeddings of this size."""
+    if asked is None or asked == model.dimensions:
+        return model.dimensions
+    if asked < model.dimensions and model.spec.can_be_cut_to(asked):
+        return asked
+    sizes = model.spec.matryoshka
+    if isinstance(sizes, bool):
+        known = f"at most {model.dimensions}" if sizes else f"{model.dimensions} (its config.json names no other size)"
+    else:
+        known = " or ".join(map(str, sorted({*sizes, model.dimensions})))
+    raise bad_parameter("dimensions", f"must be {known} for {model.name!r}", code="unsupported_dimensions")
+
+
+async def tokens_of(
+    server: Server, model: EmbeddingModel, inputs: list[str] | list[list[int]], truncate: bool
+) -> list[list[int]]:
+    """Raises ApiError for a text that is too long, if possible before it is tokenized."""
+    if truncate:
+        most = model.tokenizer.most_chars(model.max_tokens)
+        inputs = [each[:most] for each in inputs]  # type: ignore[assignment]
+    found: list[list[int]] = []
+    for part in slices(inputs):
+        for index, each in enumerate(part, len(found)):
+            if isinstance(each, str):
+                check_length(model, index, model.tokenizer.least_tokens(len(each)), "at least ")
+        found += await server.tokenize(partial(encode, model, part, truncate))
+    return found
+
+
+def slices(inputs: Sequence[str | list[int]]) -> Iterator[Sequence[str | list[int]]]:
+    """Yields inputs of at most MAX_SLICE characters or tokens together, or one longer input."""
+    start = size = 0
+    for index, each in enumerate(inputs):
+        if index > start and size + len(each) > MAX_SLICE:
+            yield inputs[start:index]
+            start, size = index, 0
+        size += len(each)
+    yield inputs[start:]
+
+
+def encode(model: EmbeddingModel, inputs: Sequence[str | list[int]], truncate: bool) -> list[list[int]]:
+    tokens = [each if isinstance(each, list) else model.tokenizer.encode(model.spec.prompt + each) for each in inputs]
+    return [shortened(model, each) for each in tokens] if truncate else tokens
+
+
+def shortened(model: EmbeddingModel, tokens: list[int]) -> list[int]:
+    """Returns at most as many tokens as the model takes. The end token that its tokenizer adds stays: the embedding can
+    be the state of this token."""
+    if len(tokens) <= model.max_tokens:
+        return tokens
+    ending = model.tokenizer.encode("")[-1:]
+    kept = ending if tokens[-1:] == ending else []
+    return tokens[: model.max_tokens - len(kept)] + kept
+
+
+def check_tokens(model: EmbeddingModel, inputs: Sequence[Sequence[int]]) -> None:
+    """Raises ApiError for an input that the model does not accept."""
+    for index, tokens in enumerate(inputs):
+        check_length(model, index, len(tokens))
+        if not tokens:
+            raise bad_parameter("input", f"the input at index {index} has no tokens")
+        if max(tokens) >= model.vocab_size:
+            message = f"token id {max(tokens)} is not in the vocabulary of {model.vocab_size} tokens"
+            raise bad_parameter("input", message)
+
+
+def check_length(model: EmbeddingModel, index: int, num_tokens: int, about: str = "") -> None:
+    if num_tokens > model.max_tokens:
+        limit = f"the limit of {model.name!r} is {model.max_tokens} (--embedding-max-model-len or its context length)"
+        message = f"the input at index {index} has {about}{num_tokens} tokens; {limit}"
+        raise bad_parameter("input", message, code="context_length_exceeded")

@@ -1,0 +1,26 @@
+"""Describes the log-probabilities of tokens as OpenAI's chat API and Ollama's do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlxpaged.engine import TokenLogprobs
+from mlxpaged.models import Tokenizer
+
+MIN_LOGPROB = -9999.0
+"""This stands for minus infinity, which JSON does not have. OpenAI uses the same value."""
+
+
+def described(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": tokenizer.token_bytes(token_id),
+        }
+
+    return [
+        entry(token.token_id, token.logprob) | {"top_logprobs": [entry(*candidate) for candidate in token.top]}
+        for token in tokens
+    ]

@@ -1,0 +1,158 @@
+"""Defines the request bodies of Ollama's API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from mlxpaged.api.embeddings import MAX_INPUTS
+from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.fields import ollama as fields
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, ToolName, stop_field
+
+MAX_TOP_LOGPROBS = 20
+
+ModelName = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def context_size(value: int | None) -> int | None:
+    if value == 1:
+        raise ValueError("must be -1 for all tokens, 0 for no penalty, or at least 2")
+    return value
+
+
+class Options(Body):
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # below 0: a random one
+    num_predict: int | None = None  # most tokens of the answer; below 1: no limit
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Fraction | None = None
+    stop: Annotated[list[str] | None, stop_field("options.stop")] = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    # The penalty is for so many of the last tokens; -1: all; 0: there is no penalty.
+    repeat_last_n: Annotated[Annotated[int, Field(ge=-1, lt=2**31)] | None, AfterValidator(context_size)] = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+
+class GeneratingFields(Body):
+    """The fields that chat and generate share. stream: null is true. think: null leaves it to the chat template.
+    keep_alive: how long the model is to stay loaded; it does not change that the model stays loaded."""
+
+    model: ModelName
+    stream: bool | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    options: Options | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    keep_alive: str | float | None = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    @property
+    def unloads(self) -> bool:
+        """Whether `keep_alive` asks to end the model's time in memory now."""
+        given = self.keep_alive
+        return given.rstrip("smh") == "0" if isinstance(given, str) else given == 0
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: dict[str, Any]
+
+
+class Call(Body):
+    id: str | None = None
+    function: CalledFunction
+
+
+class Message(Body):
+    """tool_name, tool_call_id: the call that a tool's message answers; without them, the first open call."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"] | None = None
+    function: Function
+
+
+class OllamaChatRequest(GeneratingFields):
+    """Without messages, it asks to load or unload the model."""
+
+    table = fields.CHAT
+
+    messages: Annotated[list[Message], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+
+
+class OllamaGenerateRequest(GeneratingFields):
+    """Without a prompt, it asks to load or unload the model. raw: the prompt goes to the model as it is."""
+
+    table = fields.GENERATE
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> OllamaGenerateRequest:
+        if self.raw and self.system:
+            raise bad_parameter("system", "cannot be combined with raw; put it into the prompt")
+        if self.raw and self.think:
+            raise bad_parameter("think", "cannot be combined with raw; put the tags into the prompt")
+        return self
+
+
+class OllamaEmbedRequest(Body):
+    """An empty input asks to load the model. truncate: null is true."""
+
+    table = fields.EMBED
+
+    model: ModelName
+    input: str | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True)]
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class OllamaEmbeddingsRequest(Body):
+    """An empty prompt asks to load the model."""
+
+    table = fields.EMBEDDINGS
+
+    model: ModelName
+    prompt: str | None = None
+
+
+class OllamaShowRequest(Body):
+    """name: the old name of `model`."""
+
+    table = fields.SHOW
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> OllamaShowRequest:
+        if self.model is None and self.name is None:
+            raise bad_parameter("model", "Field required")
+        return self

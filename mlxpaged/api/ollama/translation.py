@@ -1,0 +1,115 @@
+"""Translates requests of Ollama's API into the neutral request for text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.generation.request import (
+    Chat,
+    GenerationRequest,
+    Tool,
+    function_call,
+    given_fields,
+    sampling_params,
+)
+from mlxpaged.api.ollama import schema
+from mlxpaged.engine import Constraint, SamplingParams
+from mlxpaged.models import Tokenizer
+
+ANY_OBJECT = {"type": "object"}
+THINK_TOKENS = {"low": 1024, "medium": 4096}
+"""Limits of the thinking in tokens, by `think`. "high" sets no limit."""
+CLIENT_NAMES = {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "thinking": "think",
+}
+
+
+def translate_chat(body: schema.OllamaChatRequest, model: str) -> GenerationRequest:
+    """model: the served model that the request names. Raises ApiError."""
+    tools = [
+        Tool(
+            tool.function.name, tool.function.description, tool.function.parameters, tool.function.strict, f"tools.{i}"
+        )
+        for i, tool in enumerate(body.tools or ())
+    ]
+    return translated(body, model, chat_of(body, messages_of(body.messages or ()), tools))
+
+
+def translate_prompt(body: schema.OllamaGenerateRequest, model: str, tokenizer: Tokenizer) -> GenerationRequest:
+    """model: the served model that the request names. The prompt is a user's message, unless the request asks for the
+    prompt as it is, or the model has no chat template. Raises ApiError."""
+    text = body.prompt or ""
+    if not body.raw and tokenizer.has_chat_template:
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        return translated(body, model, chat_of(body, [*system, {"role": "user", "content": text}]))
+    for name in ("system", "think"):
+        if getattr(body, name):
+            raise bad_parameter(name, "this model has no chat template, which would show it to the model")
+    return translated(body, model, [text])
+
+
+def translated(body: schema.GeneratingFields, model: str, prompt: Chat | list[str]) -> GenerationRequest:
+    names = CLIENT_NAMES | ({"messages": "prompt"} if isinstance(body, schema.OllamaGenerateRequest) else {})
+    others = params_of(body)
+    options = body.options or schema.Options()
+    chosen = frozenset(given_fields(options, SamplingParams)) | frozenset(others)
+    params = sampling_params(options, **others)
+    return GenerationRequest(prompt, params, model, timed=True, chosen=chosen, client_names=names)
+
+
+def chat_of(body: schema.GeneratingFields, messages: list[dict[str, Any]], tools: Sequence[Tool] = ()) -> Chat:
+    return Chat(
+        messages=messages,
+        tools=tools,
+        enable_thinking=None if body.think is None else body.think is not False,
+        needs_thinking=bool(body.think),
+    )
+
+
+def params_of(body: schema.GeneratingFields) -> dict[str, Any]:
+    """Returns the parameters that have other names or other values in Ollama's API."""
+    options = body.options or schema.Options()
+    others: dict[str, Any] = {"seed": None if (options.seed or 0) < 0 else options.seed}
+    if options.num_predict is not None and options.num_predict > 0:
+        others["max_tokens"] = options.num_predict
+    if options.repeat_penalty is not None and options.repeat_last_n != 0:
+        others["repetition_penalty"] = options.repeat_penalty
+    if options.repeat_last_n is not None and options.repeat_last_n > 0:
+        others["repetition_context_size"] = options.repeat_last_n
+    if isinstance(body.think, str):
+        others["thinking_budget"] = THINK_TOKENS.get(body.think)
+    if body.logprobs:
+        others["logprobs"] = body.top_logprobs or 0
+    if body.format:
+        form = ANY_OBJECT if body.format == "json" else body.format
+        others["constraint"] = Constraint("json_schema", json.dumps(form), "format")
+    return others
+
+
+def messages_of(given: Sequence[schema.Message]) -> list[dict[str, Any]]:
+    """Returns the messages for the chat template. Ollama's older clients send calls without ids, and results with the
+    tool's name or without anything: a result then belongs to the first call, of this tool, that has no result yet."""
+    found = []
+    open_calls: dict[str, str] = {}  # names of tools by the ids of their calls
+    for i, message in enumerate(given):
+        said: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            said["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            calls = {call.id or f"call_{i}_{j}": call.function for j, call in enumerate(message.tool_calls)}
+            open_calls |= {call_id: function.name for call_id, function in calls.items()}
+            said["tool_calls"] = [function_call(key, each.name, each.arguments) for key, each in calls.items()]
+        if message.role == "tool":
+            wanted = message.tool_call_id or next(
+                (key for key, name in open_calls.items() if message.tool_name in (None, name)), None
+            )
+            name = message.tool_name or open_calls.get(wanted or "")
+            open_calls.pop(wanted or "", None)
+            said |= {key: value for key, value in (("tool_call_id", wanted), ("name", name)) if value is not None}
+        found.append(said)
+    return found
