@@ -31,8 +31,10 @@ test-contract: $(STAMP)
 
 # Each program in a folder of its own under .venv/clients. ARGS selects tests: ARGS='-k langchain'.
 test-clients: $(STAMP)
+	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[dev,clients]'; \
+	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients]'; fi
 	$(BIN)/python tests/clients/install.py
-	$(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+	$(BIN)/python -m pytest -m clients -W default tests/clients $(ARGS)
 
 test-fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/test_demo_model.py

@@ -146,7 +146,11 @@ def chat(response: httpx.Response, stream: bool, body: dict[str, Any]) -> Answer
 
 def completion(response: httpx.Response, stream: bool, body: dict[str, Any]) -> Answer:
     if not stream:
-        return openai.types.Completion.model_validate(response.json()).choices[0].text, []
+        if not body.get("echo"):
+            return openai.types.Completion.model_validate(response.json()).choices[0].text, []
+        choice = response.json()["choices"][0]  # the type does not know that the first token has no log-probability
+        assert len(choice["logprobs"]["token_logprobs"]) == len(body["prompt"][0]) + body["max_tokens"]
+        return choice["text"][-body["max_tokens"] :], []
     *parts, done = events(response.iter_lines())
     assert done == "[DONE]"
     return "".join(choice["text"] for part in parts for choice in part["choices"]), []  # null ends do not fit the type
