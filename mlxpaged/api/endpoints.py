@@ -20,7 +20,13 @@ from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, R
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.page import PageQuery
 from mlxpaged.api.streaming import EVENTS, LINES, Model, Respond, handler
-from mlxpaged.api.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from mlxpaged.api.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+)
 
 get, post, delete = (partial(Endpoint, method) for method in ("GET", "POST", "DELETE"))
 
@@ -73,6 +79,7 @@ ENDPOINTS = (
     get("/v1/models/{model:path}", models.get_model, "One model"),
     reads("/tokenize", tokenize.tokenize, "The tokens of a prompt or a chat", TokenizeRequest, answer=TokenizeResponse),
     reads("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizeRequest, answer=DetokenizeResponse),
+    get("/tokenizer_info", tokenize.tokenizer_info, "The tokenizer's tokens and template", answer=TokenizerInfo),
     # The id is a path, so that an empty id gets a 404 and no redirect to the endpoint that ends all requests.
     delete("/v1/requests/{request_id:path}", requests.cancel, "End one request that is being answered"),
     delete("/v1/requests", requests.cancel_all, "End every request that is being answered"),

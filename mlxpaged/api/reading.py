@@ -63,6 +63,8 @@ class Reading:
         return found
 
     def _note(self, place: str, name: str) -> None:
+        if self._more:
+            return
         shown = UNSAFE.sub("?", (place + name[:MAX_NAME])[-MAX_NAME:])
         if len(self._ignored) < MAX_NAMES:
             self._ignored[shown] = None

@@ -1,4 +1,4 @@
-"""Handles POST /tokenize and /detokenize, in vLLM's format."""
+"""Handles POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -58,6 +58,24 @@ class DetokenizeResponse(Body):
     prompt: str
 
 
+class AddedToken(Body):
+    content: str
+    special: bool
+
+
+class TokenizerInfo(Body):
+    """What clients need that build prompts themselves. The fields are those of a tokenizer_config.json."""
+
+    tokenizer_class: str
+    model_max_length: int  # most tokens of a prompt and its answer
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    added_tokens_decoder: dict[str, AddedToken]  # by token id
+
+
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     server = server_of(request)
     _, info = server.ready(body.model)
@@ -85,3 +103,23 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         raise bad_parameter("tokens", f"token id {largest} is not in the vocabulary of {info.vocab_size} tokens")
     prompt = await server.tokenize(lambda: info.tokenizer.text_with_specials(body.tokens))
     return JSONResponse(DetokenizeResponse(prompt=prompt).model_dump())
+
+
+async def tokenizer_info(request: Request) -> Response:
+    _, info = server_of(request).ready(None)
+    reader = info.tokenizer.reader
+    template = reader.chat_template
+    found = TokenizerInfo(
+        tokenizer_class=type(reader).__name__,
+        model_max_length=info.max_model_len,
+        chat_template=template.get("default") if isinstance(template, dict) else template,
+        bos_token=reader.bos_token,
+        eos_token=reader.eos_token,
+        pad_token=reader.pad_token,
+        unk_token=reader.unk_token,
+        added_tokens_decoder={
+            str(token_id): AddedToken(content=token.content, special=token.special)
+            for token_id, token in reader.added_tokens_decoder.items()
+        },
+    )
+    return JSONResponse(found.model_dump())

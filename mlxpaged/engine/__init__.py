@@ -19,9 +19,10 @@ from mlxpaged.engine.errors import (
 )
 from mlxpaged.engine.grammar import GrammarError
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 from mlxpaged.engine.progress import Progress, Stage
 from mlxpaged.engine.prompt_progress import PromptProgress
-from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
+from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.status import EngineStats, SequenceState
@@ -46,6 +47,7 @@ __all__ = [
     "MinTokensError",
     "Priority",
     "Progress",
+    "PromptLogprobs",
     "PromptProgress",
     "QueueFullError",
     "Request",

@@ -20,6 +20,7 @@ from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
+from mlxpaged.engine.prompt_logits import max_prompt_logits
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.models import ServedModel, UnsupportedModelError, load_embedding_model, own_embedding_model
 from mlxpaged.models.cache_groups import cache_layout, one_group
@@ -73,6 +74,7 @@ def build_engine(
         recurrent=keeps_states(served.layers),
         num_checkpoints=num_checkpoints,
         swap_slots_per_state=-(-per_state // per_block) if slots else 0,
+        max_prompt_logits=max_prompt_logits(served.vocab_size, config.max_num_batched_tokens),
     )
     shapes = [spec.attention_shape(config.block_size) for spec in served.kv_layers]
     choice = choose_backend(config.attention_backend, shapes, reporter(Stage.COMPILING, report))

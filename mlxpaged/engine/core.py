@@ -90,11 +90,13 @@ class EngineCore:
         prompt, arrival_time = request.prompt_token_ids, request.arrival_time
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
-        parent = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
-        sequence.fork_of = None if parent is None else self.requests[parent].sequence
+        parent_id = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
+        parent = None if parent_id is None else self.requests[parent_id]
+        sequence.fork_of = None if parent is None else parent.sequence
         set_deadlines(sequence, request)
+        running = RunningRequest(request, sequence, self.served.tokenizer, matcher, parent)
         self.scheduler.add(sequence)
-        self.requests[sequence.sequence_id] = RunningRequest(request, sequence, self.served.tokenizer, matcher)
+        self.requests[sequence.sequence_id] = running
         self._deadlines.watch(sequence)
         self._sequence_of[request.request_id] = sequence.sequence_id
 
@@ -307,7 +309,8 @@ class EngineCore:
         try:
             running = {each.sequence_id for each in self.scheduler.running} if self.runner.is_recurrent else set()
             logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens, running)
-            step = InFlightStep(batch, started, logits)
+            tops = [self.requests[row.sequence.sequence_id].num_top for row in batch.rows if row.prompt_logprobs]
+            step = InFlightStep(batch, started, logits, max(tops, default=0))
         except DeviceError:
             raise
         except Exception as error:
@@ -343,23 +346,31 @@ class EngineCore:
 
     def _process(self, step: InFlightStep) -> None:
         """Commit the tokens of a step, and turn them into outputs."""
-        tokens, invalid = step.read()
+        tokens, invalid, prompt_logprobs = step.read()
         now = self.clock()
         # The device began the step when it was launched, or when the previous step was done if that was later.
         self.scheduler.observe(step.batch, now - max(step.started, self._read_at))
         self._read_at = now
+        discarded: set[int] = set()
         for sequence_id in invalid & self.requests.keys():
             preempted = self.fail(self.requests[sequence_id].sequence, "the model's logits are not finite")
             for sequence in preempted:
                 tokens.pop(sequence.sequence_id, None)
+                discarded.add(sequence.sequence_id)
                 self.sampler.forget(sequence.sequence_id)
         for row in step.rows if invalid else ():
             if row.sequence.status is SequenceStatus.SWAPPED:  # it may have shared blocks with one that failed
                 self.scheduler.recompute(row.sequence)
         self.scheduler.update(Batch(step.rows), {sequence_id: token.token_id for sequence_id, token in tokens.items()})
+        for sequence_id, (positions, rows) in prompt_logprobs.items():
+            if sequence_id in self.requests and sequence_id not in discarded:
+                self.requests[sequence_id].add_prompt_logprobs(positions, rows)
         for sequence_id, token in tokens.items():
             if sequence_id in self.requests:
                 self._outputs.append(self._output_of(self.requests[sequence_id], token))
+        ended = {row.sequence.sequence_id for row in step.batch.rows if row.ends_sequence}
+        for sequence_id in (ended & self.requests.keys()) - discarded:
+            self._outputs.append(self._end(sequence_id, FinishReason.LENGTH, None))
         # A step that only decodes samples every row, and pays nothing for the progress of prompts.
         self._prompt_chunks = () if len(tokens) == len(step.rows) else prompt_chunks(step.rows)
 

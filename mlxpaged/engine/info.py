@@ -72,7 +72,7 @@ class EngineInfo:
 
         Raises PromptTooLongError, with size and limit, if the prompt leaves no room.
         """
-        if num_prompt_tokens >= self.longest:
+        if num_prompt_tokens + (max_tokens != 0) > self.longest:
             message = f"the prompt has {num_prompt_tokens} tokens; {self.limit}"
             raise PromptTooLongError(message, num_prompt_tokens, self.longest)
         check_fits(num_prompt_tokens, None, self.scheduler_config)

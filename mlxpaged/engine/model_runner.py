@@ -66,6 +66,17 @@ def indices_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, sample
     return indices
 
 
+def prompt_tokens(rows: ListOf[ScheduledSequence], last: IntArray) -> IntArray:
+    """The indices [P], among the batch's tokens, of the prompt tokens whose logits are wanted. last: of each row."""
+    firsts = last + 1 - [row.num_tokens for row in rows]
+    found = [
+        np.arange(first + row.prompt_logprobs.start - 1 - row.start, first + row.prompt_logprobs.stop - 1 - row.start)
+        for first, row in zip(firsts.tolist(), rows, strict=True)
+        if row.prompt_logprobs
+    ]
+    return np.concatenate(found).astype(np.int32)
+
+
 class ModelRunner:
     """Owns the KV pools and runs the model. It belongs to the thread that made it, because MLX streams are bound to a
     thread. Calls of `forward` from other threads are refused.
@@ -130,7 +141,8 @@ class ModelRunner:
         sampled: SampledTokens | None = None,
         running: Container[int] = (),
     ) -> mx.array:
-        """Return logits [R, V] of the R rows that sample, in the order of the batch; not yet evaluated.
+        """Return logits [R + P, V], not yet evaluated: of the R rows that sample, or if none does, of the last token,
+        and then of the P prompt tokens whose logits are wanted, both in the order of the batch.
 
         Writes the keys and values of the batch's tokens into their blocks. block_tables[G, n, b]: of the batch's n rows
         for each cache group, padded as in AttentionMetadata. sampled: tokens of the step in flight, which replace the
@@ -151,6 +163,8 @@ class ModelRunner:
         # A step that samples nothing (a chunk in the middle of a prompt) still projects one row: the model always runs
         # its head, and the head cannot take an array without rows.
         selected = wanted if wanted.size else last[-1:]
+        if any(row.prompt_logprobs for row in rows):
+            selected = np.concatenate([selected, prompt_tokens(rows, last)])
         more = [token_ids, selected]
         if PENDING in tokens:
             assert sampled is not None

@@ -33,7 +33,7 @@ def prompt_chunks(rows: ListOf[ScheduledSequence]) -> tuple[PromptChunk, ...]:
             row.sequence.num_cached_tokens,
         )
         for row in rows
-        if not row.samples
+        if not row.samples and not row.ends_sequence
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.timeline import Timeline
 from mlxpaged.scheduler import FinishReason, Priority, SequenceStatus
@@ -25,25 +26,14 @@ class Request:
     timeline: bool = False  # whether to record one
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities at one position, from the model's logits before bias, penalties and temperature.
-
-    top: the most likely tokens, best first; or the tokens that the request asked for, in its order.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
 class RequestOutput(NamedTuple):
     """What one step adds to one answer. text is empty while a character or a stop string is incomplete.
 
     finish_reason is set on the last output of a request, together with `error` if the answer is not complete and
     `timeline` if the request asked for one. num_output_tokens counts all tokens so far, including the one that ended
-    the answer. stop_string: the one that ended the answer. It is a NamedTuple because there is one for every token:
-    making it takes less than half the time of a frozen dataclass.
+    the answer. stop_string: the one that ended the answer. prompt_logprobs: set on the first output if the request
+    asked for them; incomplete if `error` is set. It is a NamedTuple because there is one for every token: making it
+    takes less than half the time of a frozen dataclass.
     """
 
     request_id: str
@@ -57,6 +47,7 @@ class RequestOutput(NamedTuple):
     error: str | None = None
     timeline: Timeline | None = None
     stop_string: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 
 from mlxpaged.engine.grammar import GrammarMatcher, Mask
-from mlxpaged.engine.request import Request, RequestOutput, TokenLogprobs
+from mlxpaged.engine.logprobs import PromptLogprobs, PromptRows, TokenLogprobs
+from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampler import SampledToken, SamplingRow
 from mlxpaged.engine.stop_strings import StopStrings
 from mlxpaged.engine.thinking_budget import ThinkingBudget
@@ -18,14 +19,26 @@ class RunningRequest:
     """A request inside the engine: its sequence and the state of its text.
 
     `advance` alone decides whether an answer ends: by a stop token, max_tokens, its grammar, or a stop string.
+    parent: of a fork. prompt_logprobs: if it asked for them. Steps fill them, and the first output takes them. Those of
+    a fork are its parent's, whose prompt is complete before the fork runs.
     """
 
     def __init__(
-        self, request: Request, sequence: Sequence, tokenizer: Tokenizer, matcher: GrammarMatcher | None
+        self,
+        request: Request,
+        sequence: Sequence,
+        tokenizer: Tokenizer,
+        matcher: GrammarMatcher | None,
+        parent: RunningRequest | None = None,
     ) -> None:
         self.request = request
         self.sequence = sequence
         self.matcher = matcher
+        self.num_top = request.params.prompt_logprobs or 0  # for each token of the prompt
+        self.prompt_logprobs: PromptLogprobs | None = None if parent is None else parent.prompt_logprobs
+        if request.params.prompt_logprobs is not None and self.prompt_logprobs is None:
+            self.prompt_logprobs = PromptLogprobs.unknown(request.prompt_token_ids, self.num_top)
+            sequence.logits_from = 0 if sequence.num_prompt_tokens > 1 else None
         self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags)
         self.stop_strings = StopStrings(request.params.stop)
         self.made_chars = 0  # characters of the answer so far, including those that are held back
@@ -89,6 +102,13 @@ class RunningRequest:
         logprobs = self._release_logprobs(reason, stopped)
         return self.output(now, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
 
+    def add_prompt_logprobs(self, positions: range, rows: PromptRows) -> None:
+        """A step has computed the log-probabilities at these positions of the prompt."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs.put(positions, rows)
+        is_complete = positions.stop == self.sequence.num_prompt_tokens
+        self.sequence.logits_from = None if is_complete else positions.stop - 1
+
     def _release_logprobs(self, reason: FinishReason | None, stopped: bool) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the text that was sent. They must not reveal the tokens of a stop string."""
         held, sent = self.held_logprobs, self.sent_chars
@@ -107,6 +127,7 @@ class RunningRequest:
         error: str | None = None,
     ) -> RequestOutput:
         """The next output for the client. It is the last one if it has a finish reason."""
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return RequestOutput(
             request_id=self.request.request_id,
             time=now,
@@ -119,4 +140,5 @@ class RunningRequest:
             error=error,
             timeline=self.timeline.finish(now) if self.timeline is not None and reason is not None else None,
             stop_string=self.stop_strings.found,
+            prompt_logprobs=prompt_logprobs,
         )

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxpaged.engine.grammar import Mask
+from mlxpaged.engine.logprobs import TokenLogprobs
 from mlxpaged.engine.random_sampling import filter_width, row_parameters, sample_rows
-from mlxpaged.engine.request import TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
 
 
@@ -243,6 +243,8 @@ def most_likely(scores: mx.array, count: int) -> mx.array:
     """
     if count == 0:
         return mx.zeros((scores.shape[0], 0), mx.int32)
+    if count == 1:
+        return mx.argmax(scores, axis=-1, keepdims=True)
     count = min(count, scores.shape[-1])
     best = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
     order = mx.argsort(-mx.take_along_axis(scores, best, axis=-1), axis=-1)

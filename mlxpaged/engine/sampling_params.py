@@ -15,7 +15,7 @@ MIN_TEMPERATURE = 1e-5
 class SamplingParams:
     """Sampling parameters. The API checks their ranges."""
 
-    max_tokens: int | None = None  # None for as many as context and pool allow
+    max_tokens: int | None = None  # None for as many as context and pool allow; 0: only the prompt is computed
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 for all tokens
     top_p: float = 1.0
@@ -27,6 +27,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None for a random one
     logprobs: int | None = None  # how many of the most likely tokens to report; None for no log-probabilities
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: report these tokens instead of the most likely ones
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
+from types import MappingProxyType
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlxpaged.engine.logprobs import PromptRows
 from mlxpaged.engine.model_runner import SampledTokens, device_errors
+from mlxpaged.engine.prompt_logits import StepLogprobs
 from mlxpaged.engine.sampler import SampledToken, Samples
 from mlxpaged.scheduler import Batch, ScheduledSequence
 
@@ -18,24 +22,31 @@ class HostError(Exception):
 
 
 class StepResult(NamedTuple):
-    """tokens: the sampled tokens by sequence id. invalid: ids of sequences whose logits are not finite."""
+    """tokens: the sampled tokens by sequence id. invalid: ids of sequences whose logits are not finite.
+    prompt_logprobs: by sequence id, the positions of prompt tokens and what was computed for them."""
 
     tokens: dict[int, SampledToken]
     invalid: set[int]
+    prompt_logprobs: Mapping[int, tuple[range, PromptRows]] = MappingProxyType({})
 
 
 class InFlightStep:
     """A step that is launched and whose tokens are not read yet.
 
-    batch: what the forward pass computes. started: seconds on the engine's clock. logits[R, V]: of the R rows that
-    sample.
+    batch: what the forward pass computes. started: seconds on the engine's clock. logits[R + P, V]: as
+    `ModelRunner.forward` returns them. top: the most likely tokens to report for each of the P prompt tokens.
     """
 
-    def __init__(self, batch: Batch, started: float, logits: mx.array) -> None:
+    def __init__(self, batch: Batch, started: float, logits: mx.array, top: int = 0) -> None:
         self.batch = batch
         self.started = started
         self.rows: ListOf[ScheduledSequence] = batch.rows
         self.sampled_ids: list[int] = []
+        self._prompt_logprobs: StepLogprobs | None = None
+        projected = max(1, sum(row.samples for row in batch.rows))
+        if logits.shape[0] > projected:
+            self._prompt_logprobs = StepLogprobs(batch, logits[projected:], top)
+            logits = logits[mx.arange(projected)]  # a copy: a slice would keep all rows until the sampler has run
         self.logits: mx.array | None = logits
         self._max_logits = logits.max(axis=-1)
         self._samples: Samples | None = None
@@ -55,7 +66,11 @@ class InFlightStep:
 
     @property
     def results(self) -> list[mx.array]:
-        return [self._max_logits, *(self._samples.arrays if self._samples is not None else ())]
+        return [
+            self._max_logits,
+            *(self._samples.arrays if self._samples is not None else ()),
+            *(self._prompt_logprobs.arrays if self._prompt_logprobs is not None else ()),
+        ]
 
     def set_samples(self, rows: ListOf[ScheduledSequence], sampled_ids: list[int], samples: Samples | None) -> None:
         """rows: those whose sequences still ran when the sampler was launched."""
@@ -67,8 +82,10 @@ class InFlightStep:
         with device_errors():
             maxima: list[float] = self._max_logits.tolist()  # type: ignore[assignment]
             sampled = [] if self._samples is None else self._samples.read()
+            prompts = {} if self._prompt_logprobs is None else self._prompt_logprobs.read()
         # A step that samples nothing still projects its last row.
         projected = [row for row in self.batch.rows if row.samples] or self.batch.rows[-1:]
         rows = zip(projected, maxima, strict=True)
         invalid = {row.sequence.sequence_id for row, maximum in rows if not math.isfinite(maximum)}
-        return StepResult(dict(zip(self.sampled_ids, sampled, strict=True)), invalid)
+        invalid |= {sequence_id for sequence_id, (_, rows) in prompts.items() if not rows.is_finite}
+        return StepResult(dict(zip(self.sampled_ids, sampled, strict=True)), invalid, prompts)

@@ -11,6 +11,7 @@ from mlxpaged.cache import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import START_TOKENS, least_step
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.prompt_logits import prompt_logits_bytes
 from mlxpaged.models import ServedModel
 from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
@@ -28,7 +29,8 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
 
     A prompt chunk is run through the model, on a GPU of START_TOKENS, on a CPU of CPU_TOKENS tokens. Its peak is
     extrapolated linearly to the token budget. The longest context adds what an attention that copies its keys and
-    values needs for one layer. A CPU also stores scores, which this leaves out: there, the pools take no more than half
+    values needs for one layer, and a GPU's step adds the logits of the prompt tokens whose log-probabilities it
+    computes. A CPU also stores these logits, and scores, which this leaves out: there, the pools take no more than half
     of the free memory.
     """
     tokens = START_TOKENS if mx.metal.is_available() else CPU_TOKENS
@@ -38,10 +40,12 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
     fits = (config.kv_cache_bytes or free_device_memory()) // max(1, sum(per_token))
     context = min(served.max_model_len, fits) * max(per_token)
     largest = min(config.max_num_batched_tokens, served.max_model_len)
-    found = max(least_step(), peak * largest // tokens + context)
+    logits = prompt_logits_bytes(served.vocab_size, largest) if mx.metal.is_available() else 0
+    found = max(least_step(), peak * largest // tokens + context + logits)
     logger.info(
-        "a step takes up to %.1f MB: a chunk of %d tokens took %.1f MB; the longest context adds %.1f MB",
-        *(found / 1e6, tokens, peak / 1e6, context / 1e6),
+        "a step takes up to %.1f MB: a chunk of %d tokens took %.1f MB; the longest context adds %.1f MB, prompt "
+        "log-probabilities %.1f MB",
+        *(found / 1e6, tokens, peak / 1e6, context / 1e6, logits / 1e6),
     )
     return found
 

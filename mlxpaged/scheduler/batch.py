@@ -14,7 +14,8 @@ class ScheduledSequence(NamedTuple):
     step samples the next one.
 
     restore: checkpoint of the recurrent state that the row starts from; None to go on from the sequence's own state.
-    checkpoints: (position, id) of the checkpoints to take, in order.
+    checkpoints: (position, id) of the checkpoints to take, in order. prompt_logprobs: positions of the prompt tokens
+    whose log-probabilities the step computes; the logits for each are those of the token before it.
     """
 
     sequence: Sequence
@@ -23,11 +24,17 @@ class ScheduledSequence(NamedTuple):
     samples: bool
     restore: int | None = None
     checkpoints: tuple[tuple[int, int], ...] = ()
+    prompt_logprobs: range = range(0)
 
     @property
     def context_len(self) -> int:
         """Tokens of context, including this step's."""
         return self.start + self.num_tokens
+
+    @property
+    def ends_sequence(self) -> bool:
+        """Whether the sequence is complete with this row: max_tokens is 0, and these are the prompt's last tokens."""
+        return self.sequence.max_tokens == 0 and self.context_len == self.sequence.num_prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -89,10 +96,14 @@ class ScheduleBuilder:
         """The step computes the next `num_tokens` tokens of a sequence, which has the blocks for them."""
         start = sequence.num_computed_tokens
         sequence.num_computed_tokens = start + num_tokens
-        samples = sequence.num_uncomputed_tokens == 0
+        samples = sequence.num_uncomputed_tokens == 0 and sequence.max_tokens > 0
         if samples:
             sequence.expect_token()
-        self.rows.append(ScheduledSequence(sequence, start, num_tokens, samples, restore))
+        logprobs = range(0)
+        if sequence.logits_from is not None:
+            end = min(start + num_tokens + 1, sequence.num_prompt_tokens)
+            logprobs = range(max(start, sequence.logits_from) + 1, end)
+        self.rows.append(ScheduledSequence(sequence, start, num_tokens, samples, restore, prompt_logprobs=logprobs))
         self._sequence_ids.add(sequence.sequence_id)
 
     def take_checkpoints(self, checkpoints: tuple[tuple[int, int], ...]) -> None:

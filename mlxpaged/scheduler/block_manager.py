@@ -111,6 +111,8 @@ class BlockManager:
         last = sequence.last_lookup
         if last is None or last.num_tokens != len(sequence.token_ids) or sequence.fork_of is not None:
             return 0
+        if sequence.logits_from is not None:
+            return 0  # more of the prompt may be found once its log-probabilities are known
         gains = self.pool.num_gains - last.num_gains
         if last.num_checkpoints != self.checkpoints.num_attached or (gains and not self.groups.keeps_all):
             return 0  # a new checkpoint, or the last block of a window, can make many cached blocks usable
@@ -364,10 +366,11 @@ class BlockManager:
         return moves
 
     def _match(self, sequence: Sequence, chain: ListOf[CachedBlock] = ()) -> list[CachedBlock]:
-        """The cached blocks of the sequence that follow `chain`."""
+        """The cached blocks of the sequence that follow `chain`, up to the first token that must be computed."""
         if self.prefix_cache is None:
             return []
         tokens = sequence.token_ids
         self.prefix_cache.extend_keys(sequence.block_keys, tokens, sequence.num_known_tokens)
-        usable = sequence.block_keys[: (len(tokens) - 1) // self.block_size]
+        most = len(tokens) - 1 if sequence.logits_from is None else sequence.logits_from
+        usable = sequence.block_keys[: most // self.block_size]
         return self.prefix_cache.match(usable, tokens, chain)

@@ -41,6 +41,8 @@ class SchedulerConfig:
     """Sequences that run at the same time."""
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""
+    max_prompt_logits: int = 2048
+    """Prompt tokens of a step whose logits are computed, for prompt log-probabilities. It limits the step's memory."""
     prefill_mode: str = "mixed"
     """Whether a step may contain both prompts and decoding sequences ("mixed") or one of the two ("separate")."""
     decode_preference: float = 0.5
@@ -66,6 +68,8 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence decodes one token a step"
             )
+        if self.max_prompt_logits < 1:
+            raise ValueError(f"max_prompt_logits must be at least 1, got {self.max_prompt_logits}")
         if self.prefill_mode not in PREFILL_MODES:
             raise ValueError(f"prefill_mode must be one of {', '.join(PREFILL_MODES)}, got {self.prefill_mode!r}")
         if not 0 <= self.decode_preference < 1:

@@ -15,17 +15,26 @@ LEAST_CHUNK = 32
 
 
 class PrefillBudget:
-    """What prompts may use of one step: `tokens`, and `seconds` as estimated by `costs`. costs None: no time limit."""
+    """What prompts may use of one step: `tokens`, and `seconds` as estimated by `costs`. costs None: no time limit.
+    logits: of so many prompt tokens the step may compute logits."""
 
-    def __init__(self, tokens: int, costs: Costs | None = None, seconds: float = 0.0) -> None:
+    def __init__(self, tokens: int, logits: int, costs: Costs | None = None, seconds: float = 0.0) -> None:
         self.tokens = tokens
+        self._logits = logits
         self._costs = costs
         self._seconds = seconds
 
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether `take_chunk` would give the sequence a token. Other sequences may still have room if it has none."""
+        return self.tokens > 0 and (self._logits > 0 or sequence.logits_from is None)
+
     def take_chunk(self, sequence: Sequence) -> int:
         """Return the size of the sequence's next chunk and deduct it. A chunk that is cut short is the last one of the
-        step: the next prompt may have the same prefix and would compute the same tokens."""
+        step: the next prompt may have the same prefix and would compute the same tokens. A chunk that is cut because
+        of its logits is not: only prompts with log-probabilities are limited by these."""
         start, wanted = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
+        if sequence.logits_from is not None:
+            wanted = min(wanted, max(0, sequence.logits_from - start) + self._logits)
         chunk = min(self.tokens, wanted)
         if self._costs is not None:
             chunk = min(chunk, max(LEAST_CHUNK, self._costs.chunk_within(self._seconds, start)))
@@ -33,6 +42,8 @@ class PrefillBudget:
             if chunk < wanted or self._seconds <= 0:
                 self.tokens = chunk
         self.tokens -= chunk
+        if sequence.logits_from is not None:
+            self._logits -= max(0, start + chunk - max(start, sequence.logits_from))
         return chunk
 
 
@@ -52,7 +63,7 @@ class PrefillLimits:
     def budget(self, rows: ListOf[ScheduledSequence], decoding: Iterable[int]) -> PrefillBudget:
         """The budget of a step that has these rows already. decoding: context lengths of all decoding sequences; they
         wait for the step if it has no rows."""
-        tokens = self._config.max_num_batched_tokens
+        tokens, logits = self._config.max_num_batched_tokens, self._config.max_prompt_logits
         if rows:
             share = int((1 - self._config.decode_preference) * tokens)
             tokens = min(tokens - len(rows), max(1, share))
@@ -61,10 +72,10 @@ class PrefillLimits:
         delayed = contexts or list(decoding)
         costs = None if limit == 0 or not (delayed or limit) else self._cost.costs()
         if costs is None:
-            return PrefillBudget(tokens)
+            return PrefillBudget(tokens, logits)
         if limit is None:
             limit = max(DECODE_MULTIPLE * costs.decode_seconds(delayed), LEAST_STEP_SECONDS)
-        return PrefillBudget(tokens, costs, limit - costs.decode_seconds(contexts))
+        return PrefillBudget(tokens, logits, costs, limit - costs.decode_seconds(contexts))
 
     def seconds_alone(self, start: int, tokens: int) -> float:
         """Time to compute the tokens from `start` on if nothing else runs. 0.0 if too few steps ran to estimate it."""

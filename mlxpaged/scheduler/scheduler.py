@@ -281,6 +281,8 @@ class Scheduler:
         for sequence in heapq.merge(prefilling, waiting, key=ORDER):
             if budget.tokens == 0:
                 return
+            if not budget.has_room(sequence):
+                continue
             if sequence.status is SequenceStatus.RUNNING:
                 if shared := self.blocks.catch_up(sequence):
                     sequence.num_computed_tokens = shared
@@ -383,7 +385,7 @@ class Scheduler:
         return any(other.num_step_failures for other in self.running)
 
     def _preempt(self, sequence: Sequence, builder: ScheduleBuilder) -> None:
-        self._preemption.preempt(sequence, swap=not sequence.awaits_final_token)
+        self._preemption.preempt(sequence, swap=not sequence.awaits_last_step)
         builder.preempted.add(sequence.sequence_id)
 
     def _queue_forks(self, parent: Sequence) -> None:
@@ -393,4 +395,4 @@ class Scheduler:
 
 
 def is_decoding(sequence: Sequence) -> bool:
-    return sequence.num_uncomputed_tokens == 1 and not sequence.awaits_final_token
+    return sequence.num_uncomputed_tokens == 1 and not sequence.awaits_last_step

@@ -75,7 +75,8 @@ class Sequence:
     """Tokens, progress and blocks of one request. Each field has one writer, named below.
 
     The last token of a decoding sequence was sampled but has not been run through the model. So exactly one token is
-    uncomputed. A token that a step in flight samples is in `token_ids` as PENDING.
+    uncomputed. A token that a step in flight samples is in `token_ids` as PENDING. With max_tokens 0, the sequence ends
+    when its prompt is computed, and no token is sampled.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class Sequence:
     ) -> None:
         if not prompt_token_ids:
             raise ValueError("a prompt needs at least one token")
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens must be at least 0, got {max_tokens}")
         # Written by the engine, before it adds the sequence to the scheduler.
         self.sequence_id = sequence_id
         self.request_id = ""  # for the log
@@ -104,6 +105,9 @@ class Sequence:
         self.fork_of: Sequence | None = None  # a sequence with the same prompt, whose blocks this one shares
         # Written by the engine, while it runs.
         self.num_step_failures = 0  # since its last sampled token, of steps that cannot be repeated
+        # The first prompt token whose logits are still wanted, for prompt log-probabilities; None if none are. It and
+        # all tokens after it must be computed: the prefix cache has no logits.
+        self.logits_from: int | None = None
         # Written by the scheduler.
         self.token_ids = list(prompt_token_ids)
         self.num_pending_tokens = 0
@@ -169,8 +173,11 @@ class Sequence:
         return self.num_known_tokens - self.num_prompt_tokens
 
     @property
-    def awaits_final_token(self) -> bool:
-        """Whether the pending token is the last one that max_tokens allows, so that nothing is left to schedule."""
+    def awaits_last_step(self) -> bool:
+        """Whether nothing is left to schedule: the pending token is the last one that max_tokens allows, or there is
+        to be none and the whole prompt is computed."""
+        if self.max_tokens == 0:
+            return self.num_uncomputed_tokens == 0
         return len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens
 
     @property
@@ -180,7 +187,7 @@ class Sequence:
     @property
     def max_kv_tokens(self) -> int:
         """Most tokens whose KV it can have. The last token of an answer is never run through the model."""
-        return self.num_prompt_tokens + self.max_tokens - 1
+        return self.num_prompt_tokens + max(1, self.max_tokens) - 1
 
     def transition(self, to: SequenceStatus) -> None:
         """Raises IllegalTransitionError if the state machine has no such edge."""

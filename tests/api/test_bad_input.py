@@ -22,7 +22,6 @@ COMMON: list[tuple[str, Any]] = [
     ("model", 3),
     ("model", ["demo"]),
     ("max_tokens", -2),
-    ("max_tokens", 0),
     ("max_tokens", "12"),
     ("max_tokens", 1.5),
     ("max_tokens", True),

@@ -108,7 +108,7 @@ def send(client: httpx.Client, endpoint: str, fields: dict[str, Any]) -> httpx.R
     ("endpoint", "row"), ROWS, ids=[f"{path.split('/')[-1]}-{row.field}-{row.outcome.value}" for path, row in ROWS]
 )
 def test_a_row_is_true(http: httpx.Client, endpoint: str, row: Row) -> None:
-    response = send(http, endpoint, SMALLEST[endpoint] | row.example)
+    response = send(http, endpoint, SMALLEST[endpoint] | dict(row.example))
     status = STATUS[outcome_of(TABLES[endpoint], row)]
     assert response.status_code == status, response.text
     named = response.headers.get("x-mlxpaged-ignored", "").split(", ")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.engine import EngineConfig
-from tests.api.helpers import raw
+from tests.api.helpers import metrics, raw
 from tests.support import RunningServer, running_server
 
 LONG = "word " * 200
@@ -57,10 +57,11 @@ def test_an_answer_ends_at_the_limit_of_the_server(server: RunningServer) -> Non
 
 def test_the_status_and_the_metrics_tell_the_present_and_the_greatest_size_of_the_pool(server: RunningServer) -> None:
     with raw(server) as client:
-        status, metrics = client.get("/v1/status").json(), client.get("/metrics").text
+        status = client.get("/v1/status").json()
     blocks, kv_cache = status["blocks"], status["kv_cache"]
     assert 0 < blocks["total"] < blocks["max_total"]
     assert 0 < kv_cache["bytes"] < kv_cache["max_bytes"] <= 64_000_000
     assert kv_cache["bytes"] * blocks["max_total"] == kv_cache["max_bytes"] * blocks["total"]
-    for name, value in (("max_kv_blocks", blocks["max_total"]), ("kv_cache_bytes", kv_cache["bytes"])):
-        assert f"mlxpaged_{name} {float(value)}" in metrics
+    counted = metrics(server)
+    assert counted["mlxpaged_max_kv_blocks"] == blocks["max_total"]
+    assert counted["mlxpaged_kv_cache_bytes"] == kv_cache["bytes"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import openai
-import pytest
 from openai import OpenAI
 
 from tests.api.helpers import answer_text, ask, post, raw, run_on, stream_events, text_of, tokens_of
@@ -68,8 +66,6 @@ def test_echo_begins_every_answer_with_its_prompt(client: OpenAI, demo_server: R
     assert answer.choices[0].text == texts[0] + answer_text(demo_server, run_on(texts[0], 3))
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 3
-    with pytest.raises(openai.BadRequestError, match="echo"):
-        client.completions.create(model="demo", prompt=texts[0], echo=True, logprobs=1)
 
 
 def test_fields_that_ask_for_nothing_change_nothing(client: OpenAI) -> None:

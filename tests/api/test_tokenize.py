@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, and what /v1/models tells about a model."""
+"""/tokenize, /detokenize and /tokenizer_info, and what /v1/models tells about a model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import httpx
+import jinja2
 import pytest
 from openai import OpenAI
 
@@ -30,6 +31,20 @@ def test_a_prompt_becomes_its_tokens_and_text_again(demo_server: RunningServer) 
     assert len(answer["token_strs"]) == len(tokens)
     assert send(demo_server, "/detokenize", tokens=tokens).json() == {"prompt": text}
     assert send(demo_server, "/tokenize", prompt=text, add_special_tokens=False).json()["token_strs"] is None
+
+
+def test_a_client_can_build_prompts_from_what_the_tokenizer_is(demo_server: RunningServer) -> None:
+    with raw(demo_server) as client:
+        found = client.get("/tokenizer_info").json()
+    assert found["eos_token"] == "<|im_end|>"
+    assert found["bos_token"] is None
+    assert found["model_max_length"] == 4096
+    [end] = send(demo_server, "/tokenize", prompt=found["eos_token"], add_special_tokens=False).json()["tokens"]
+    assert found["added_tokens_decoder"][str(end)] == {"content": "<|im_end|>", "special": True}
+    template = jinja2.Template(found["chat_template"])
+    prompt = template.render(messages=MESSAGES, add_generation_prompt=True)
+    tokens = send(demo_server, "/tokenize", prompt=prompt, add_special_tokens=False).json()["tokens"]
+    assert tokens == chat_tokens(demo_server, MESSAGES)
 
 
 def test_the_count_is_the_one_that_the_answer_reports(demo_server: RunningServer) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import EngineConfig, memory
 from mlxpaged.engine.memory import LEAST_STEP
+from mlxpaged.engine.prompt_logits import prompt_logits_bytes
 from mlxpaged.engine.step_memory import measure_step, peak_of_chunk
 from mlxpaged.models import load_model
 from tests.engine.hybrid import Hybrid
@@ -45,3 +46,6 @@ def test_a_gpu_keeps_at_least_a_gigabyte_free(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     assert measure_step(served, EngineConfig()) == LEAST_STEP
+    monkeypatch.setattr(memory, "LEAST_STEP", 0)
+    logits = prompt_logits_bytes(served.vocab_size, 2048)
+    assert measure_step(served, EngineConfig()) >= logits > 50_000_000

@@ -56,13 +56,15 @@ def sequence(
     fork_of: Sequence | None = None,
     ttft_deadline: float = math.inf,
     deadline: float = math.inf,
+    logprobs: bool = False,
 ) -> Sequence:
-    """A prompt given by its length consists of tokens that no other sequence has."""
+    """A prompt given by its length consists of tokens that no other sequence has. logprobs: those of the prompt."""
     tokens = [number * 1000 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     stop_ids = frozenset() if stop is None else frozenset({stop})
     seq = Sequence(number, tokens, max_tokens, stop_ids, priority, arrival_time)
     seq.fork_of = fork_of
     seq.ttft_deadline, seq.deadline = ttft_deadline, deadline
+    seq.logits_from = 0 if logprobs and len(tokens) > 1 else None
     return seq
 
 
@@ -117,6 +119,7 @@ class Simulation:
         self.sampled: dict[tuple[int, int], int] = {}  # (sequence, position) -> token, on the device
         self.ended: dict[int, FinishReason] = {}
         self.computed: Counter[int] = Counter()
+        self.logprobs: dict[int, list[int]] = {}  # by sequence, the positions that are known, in order
         self.batches: list[list[tuple[int, int]]] = []
 
     def add(self, *sequences: Sequence) -> None:
@@ -191,6 +194,7 @@ class Simulation:
                 gained = any(other.order < orders[seq.sequence_id] or other in starving for other in gainers)
                 assert gained, f"{seq} was preempted, but no earlier or starving sequence ran instead"
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert sum(len(row.prompt_logprobs) for row in batch.rows) <= self.scheduler.config.max_prompt_logits
         assert len({seq.sequence_id for seq in served}) == len(served)
         self.check_books()
         may_wait = self.scheduler.pool.num_blocks < self.scheduler.config.num_blocks
@@ -331,9 +335,22 @@ class Simulation:
             for row in (batch.rows if rows is None else rows)
             if row.samples
         }
-        for seq in commit(self.scheduler, batch, tokens):
+        live = [row for row in (batch.rows if rows is None else rows) if row.sequence.finish_reason is None]
+        for row in live:
+            self.read_logprobs(row.sequence, row.prompt_logprobs)
+        ended = commit(self.scheduler, batch, tokens)
+        ended += [
+            self.scheduler.finish(row.sequence.sequence_id, FinishReason.LENGTH) for row in live if row.ends_sequence
+        ]
+        for seq in ended:
             self.note_end(seq)
         self.check_books()
+
+    def read_logprobs(self, seq: Sequence, positions: range) -> None:
+        """The log-probabilities of these prompt tokens are known, as in the engine."""
+        if positions:
+            self.logprobs.setdefault(seq.sequence_id, []).extend(positions)
+            seq.logits_from = None if positions.stop == seq.num_prompt_tokens else positions.stop - 1
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):

@@ -42,6 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(None,), (None,), (None, 6), (None, 3, 9), (5,), (1, 8)]),
         start_share=st.sampled_from([1.0, 1.0, 0.5, 0.1]),
         growth_steps=st.sampled_from([0, 1, 4]),
+        max_prompt_logits=st.sampled_from([1, 5, 2048]),
     )
     def start(
         self,
@@ -57,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         start_share: float,
         growth_steps: int,
+        max_prompt_logits: int,
     ) -> None:
         self.clock = FakeClock()
         self.patch = mock.patch.object(scheduler_module, "STARVATION_BOUND", starvation_bound)
@@ -73,9 +75,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             windows=windows,
             start_blocks=math.ceil(start_share * num_blocks * len(windows)),
+            max_prompt_logits=max_prompt_logits,
         )
         self.simulation = Simulation(scheduler, overlap, growth_steps)
         self.accepted: dict[int, Sequence] = {}
+        self.with_logprobs: set[int] = set()
 
     @property
     def sim(self) -> Simulation:
@@ -84,21 +88,32 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),
         priority=priorities,
         forks=st.sampled_from([0, 0, 0, 1, 3]),
         seconds=st.sampled_from([math.inf, 1.0, 10.0, 100.0]),
+        logprobs=st.sampled_from([False, False, True]),
     )
-    def submit(self, prompt: list[int], max_tokens: int, priority: Priority, forks: int, seconds: float) -> None:
-        parent = None
-        for _ in range(1 + forks):
-            number = len(self.accepted) + 1
-            seq = sequence(number, prompt, max_tokens, None, priority, self.clock.now, parent, self.clock.now + seconds)
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: Priority,
+        forks: int,
+        seconds: float,
+        logprobs: bool = False,
+    ) -> None:
+        """Only the first of several answers to a prompt computes its log-probabilities."""
+        parent, now = None, self.clock.now
+        for i in range(1 + forks):
+            number, wanted = len(self.accepted) + 1, logprobs and i == 0
+            seq = sequence(number, prompt, max_tokens, None, priority, now, parent, now + seconds, logprobs=wanted)
             try:
                 self.sim.add(seq)
             except PromptTooLongError:
                 return
             self.accepted[number] = seq
+            self.with_logprobs |= {number} if wanted else set()
             parent = parent or seq
 
     @rule(prefix=st.integers(0, 30), tail=st.lists(st.integers(0, 9), min_size=1, max_size=6), priority=priorities)
@@ -201,6 +216,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sim.ended[number] is FinishReason.LENGTH:
                 prompt = seq.token_ids[: seq.num_prompt_tokens]
                 assert answer(seq) == undisturbed(prompt, number, seq.max_tokens)
+                known = list(range(1, len(prompt))) if number in self.with_logprobs else []
+                assert sim.logprobs.get(number, []) == known
 
 
 SchedulerMachine.TestCase.settings = settings(

@@ -54,7 +54,7 @@ def test_an_answer_ends_at_a_stop_token_before_it_ends_at_its_length() -> None:
     assert sequence.finish_reason_after(8) is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens"), [([], 1), ([1], 0)])
+@pytest.mark.parametrize(("prompt", "max_tokens"), [([], 1), ([1], -1)])
 def test_sequences_without_work_are_refused(prompt: list[int], max_tokens: int) -> None:
     with pytest.raises(ValueError, match="at least"):
         Sequence(1, prompt, max_tokens)

@@ -49,10 +49,12 @@ TABLE = Table(
     *MESSAGES,
     honoured("model", "demo", "another model is a 404"),
     honoured("max_tokens", 2, "the default, `null` and -1 are no limit; it is cut to what is left of the context"),
+    honoured("max_tokens", 0, "only the prompt is computed"),
     honoured("max_completion_tokens", 2, max_tokens=None),
     *shared.SAMPLING,
     honoured("logprobs", True, "in streams too"),
     honoured("top_logprobs", 2, "up to 20", logprobs=True),
+    *shared.PROMPT_LOGPROBS,
     label("response_format", {"type": "text"}),
     honoured("response_format", {"type": "json_object"}, "with `schema` too, as llama.cpp has it"),
     honoured(

@@ -11,11 +11,13 @@ TABLE = Table(
     honoured(
         "max_tokens", 2, "the default is 16; `null` and -1 are no limit; it is cut to what is left of the context"
     ),
+    honoured("max_tokens", 0, "only the prompt is computed"),
     *shared.SAMPLING,
     honoured("best_of", 2, "not in a stream"),
     honoured("logprobs", 2, "up to 20; in streams too"),
     honoured("echo", True),
-    refused("echo", True, "the log-probabilities of the prompt are not computed", logprobs=1),
+    honoured("echo", True, "log-probabilities of the prompt and the answer; in streams too", logprobs=1),
+    *shared.PROMPT_LOGPROBS,
     *shared.DEADLINES,
     shared.PROGRESS,
     *shared.LABELS,

@@ -26,6 +26,11 @@ DEADLINES: tuple[Row, ...] = (
 
 PROGRESS = honoured("return_progress", True, "llama.cpp's; [a silent stream](api.md#streams) has data", stream=True)
 
+PROMPT_LOGPROBS: tuple[Row, ...] = (
+    honoured("prompt_logprobs", 2, "vLLM's; up to 20"),
+    refused("prompt_logprobs", 2, "not in a stream", stream=True),
+)
+
 LABELS: tuple[Row, ...] = (
     label("user", "u"),
     label("metadata", {"a": "b"}),
@@ -190,7 +195,6 @@ REFUSALS: tuple[Row, ...] = (
     refused("return_tokens_as_token_ids", True, "answers are text; use `/tokenize`", (False,)),
     refused("return_tokens", True, "answers are text; use `/tokenize`", (False,)),
     refused("return_hidden_states", True, "only tokens leave the engine", (False,)),
-    refused("prompt_logprobs", 1, "the log-probabilities of the prompt are not computed"),
     refused("n_probs", 2, "use `logprobs`", (0,)),
     refused("truncate_prompt_tokens", 10, "prompts are never cut"),
     refused("t_max_predict_ms", 100, "use `timeout`", (0,)),

@@ -55,10 +55,11 @@ class Table:
     def __init__(self, *rows: Row) -> None:
         self.rows = rows
         self._by_path = {row.field: row for row in rows}
+        self._anywhere = {row.field[2:]: row for row in rows if row.field.startswith("*.")}
 
     def find(self, place: str, name: str) -> Row:
         """place: the path of the object that has the field, with a dot at its end, or ""."""
-        return self._by_path.get(place + name) or self._by_path.get(f"*.{name}") or UNKNOWN
+        return self._by_path.get(place + name) or self._anywhere.get(name) or UNKNOWN
 
 
 def row(outcome: Outcome, field: str, value: Any, note: str, also: Mapping[str, Any], **others: Any) -> Row:

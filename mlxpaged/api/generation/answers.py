@@ -23,6 +23,7 @@ from mlxpaged.api.generation.request_context import RequestContext
 from mlxpaged.api.streaming import EVENTS, EventStream, Silence, comment
 from mlxpaged.engine import (
     EngineInfo,
+    PromptLogprobs,
     PromptProgress,
     RequestOutput,
     RequestStream,
@@ -84,9 +85,10 @@ class Answers:
         """Yields the deltas of all choices as they come. If one choice fails or the caller stops, all choices end."""
         new_parser, echoes = self._prompts.new_parser, self._prompts.echoes
         parsers = [None if new_parser is None else new_parser() for _ in self._streams]
+        at_once = self._prompts.params.prompt_logprobs is None
         try:
-            for choice in range(len(self._streams) if echoes else 0):
-                yield Update(choice, [Text(echoes[choice // self._request.candidates])])
+            for choice in range(len(self._streams) if echoes and at_once else 0):
+                yield Update(choice, [Text(self._echo(choice))])
             async with aclosing(self._merged() if len(self._streams) > 1 else self._single()) as outputs:
                 async for choice, output in outputs:
                     self._last[choice] = output
@@ -109,7 +111,12 @@ class Answers:
             self._thinking_tokens += len(output.token_ids)
         if output.finish_reason is not None:
             finish = Finish(output.finish_reason.value, output.stop_string, num_calls, output.timeline)
-        return Update(choice, deltas, output.logprobs, thinking, finish)
+        if output.prompt_logprobs is not None and self._prompts.echoes:
+            deltas.insert(0, Text(self._echo(choice)))
+        return Update(choice, deltas, output.logprobs, thinking, finish, output.prompt_logprobs)
+
+    def _echo(self, choice: int) -> str:
+        return self._prompts.echoes[choice // self._request.candidates]
 
     async def _single(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         async for output in self._streams[0]:
@@ -182,6 +189,10 @@ class Answer:
     @property
     def logprobs(self) -> list[TokenLogprobs]:
         return [token for update in self.updates for token in update.logprobs]
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        return self.updates[0].prompt_logprobs
 
     @property
     def finish(self) -> Finish:
@@ -260,9 +271,13 @@ class Renderer(ABC):
 
 
 async def reply(answers: Answers, renderer: Renderer, stream: bool) -> Response:
+    """Log-probabilities of prompts are rendered on a thread, here and in `events`: a long prompt's take seconds."""
     if stream:
         return EventStream(events(answers, renderer), answers.close, renderer.media_type)
-    return JSONResponse(renderer.whole(await answers.collect()))
+    collected = await answers.collect()
+    if any(answer.prompt_logprobs is not None for answer in collected):
+        return await asyncio.to_thread(lambda: JSONResponse(renderer.whole(collected)))
+    return JSONResponse(renderer.whole(collected))
 
 
 async def events(answers: Answers, renderer: Renderer) -> AsyncGenerator[str, None]:
@@ -273,8 +288,10 @@ async def events(answers: Answers, renderer: Renderer) -> AsyncGenerator[str, No
             yield event
         async with aclosing(answers.updates()) as updates:
             async for update in updates:
-                silent = True
-                for event in renderer.events(update):
+                silent, rendered = True, renderer.events(update)
+                if update.prompt_logprobs is not None:
+                    rendered = await asyncio.to_thread(list, rendered)
+                for event in rendered:
                     yield event
                     silent = False
                 if not silent:

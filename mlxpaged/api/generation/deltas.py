@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mlxpaged.engine import Timeline, TokenLogprobs
+from mlxpaged.engine import PromptLogprobs, Timeline, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,15 @@ class Finish:
 
 
 class Update(NamedTuple):
-    """What one step adds to one choice. thinking: whether its tokens are part of the thinking. It is a tuple to be
-    cheap: there is one for every token."""
+    """What one step adds to one choice. thinking: whether its tokens are part of the thinking. prompt_logprobs: in the
+    first update, if they were asked for. It is a tuple to be cheap: there is one for every token."""
 
     choice: int
     deltas: list[Delta]
     logprobs: tuple[TokenLogprobs, ...] = ()
     thinking: bool = False
     finish: Finish | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def translate(body: ChatRequest) -> GenerationRequest:
     )
     params = sampling_params(
         body,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         thinking_budget=EFFORT_TOKENS[body.reasoning_effort] if body.reasoning_effort else body.thinking_budget,
         constraint=body.constraint(form),
@@ -59,6 +59,10 @@ class ChatRenderer(CompletionsRenderer):
         super().__init__(answers, body, "chat.completion", "chat.completion.chunk")
         self._shows_logprobs = bool(body.logprobs)
         self._names_tool = isinstance(body.tool_choice, NamedTool)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """All choices have the same prompt, so its log-probabilities stand beside them."""
+        return super().whole(answers) | self.prompt_logprobs_field(answers[0])
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         parts = answer.parts

@@ -14,7 +14,7 @@ from mlxpaged.api.generation.request import GenerationRequest, sampling_params
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.renderer import CompletionsRenderer, completion_logprobs
 from mlxpaged.api.openai.schema import CompletionRequest
-from mlxpaged.engine import TokenLogprobs
+from mlxpaged.engine import PromptLogprobs, TokenLogprobs
 
 
 async def respond(request: Request, body: CompletionRequest) -> Response:
@@ -24,9 +24,11 @@ async def respond(request: Request, body: CompletionRequest) -> Response:
 
 def translate(body: CompletionRequest) -> GenerationRequest:
     """Raises ApiError."""
+    tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    prompt_logprobs = max((top for top in tops if top is not None), default=None)
     return GenerationRequest.of(
         body,
-        params=sampling_params(body, constraint=body.constraint()),
+        params=sampling_params(body, constraint=body.constraint(), prompt_logprobs=prompt_logprobs),
         candidates=body.num_candidates,
         client_names={"candidates": body.multiplier or "prompt"},
     )
@@ -36,24 +38,33 @@ class CompletionRenderer(CompletionsRenderer):
     def __init__(self, answers: Answers, body: CompletionRequest) -> None:
         super().__init__(answers, body, "text_completion", "text_completion")
         self._shows_logprobs = body.logprobs is not None
+        self._num_top = body.logprobs or 0
+        self._echoes = bool(body.echo)
         self._offsets = [0] * answers.num_choices
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         text = "".join(part.text for part in answer.parts)
-        return self._choice(index, text, answer.finish.reason, answer.logprobs)
+        logprobs = self._logprobs(answer.logprobs, answer.prompt_logprobs)
+        return self._choice(index, text, answer.finish.reason, logprobs) | self.prompt_logprobs_field(answer)
 
     def events(self, update: Update) -> Iterator[str]:
         if update.deltas or update.logprobs or update.finish:
             reason = None if update.finish is None else update.finish.reason
             text = "".join(delta.text for delta in update.deltas if isinstance(delta, Text))
-            offset = self._offsets[update.choice]
-            yield self.chunk(self._choice(update.choice, text, reason, update.logprobs, offset))
-            tokenizer = self.answers.info.tokenizer
-            self._offsets[update.choice] += sum(len(tokenizer.token_text(token.token_id)) for token in update.logprobs)
+            logprobs = self._logprobs(update.logprobs, update.prompt_logprobs, self._offsets[update.choice])
+            if logprobs is not None:
+                self._offsets[update.choice] += sum(map(len, logprobs["tokens"]))
+            yield self.chunk(self._choice(update.choice, text, reason, logprobs))
+
+    def _logprobs(
+        self, tokens: Sequence[TokenLogprobs], prompt: PromptLogprobs | None, offset: int = 0
+    ) -> dict[str, Any] | None:
+        if not self._shows_logprobs:
+            return None
+        tokenizer, echoed = self.answers.info.tokenizer, prompt if self._echoes else None
+        return completion_logprobs(tokenizer, tokens, offset, echoed, self._num_top)
 
     def _choice(
-        self, index: int, text: str, finish_reason: str | None, tokens: Sequence[TokenLogprobs], offset: int = 0
+        self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
-        tokenizer = self.answers.info.tokenizer
-        logprobs = completion_logprobs(tokenizer, tokens, offset) if self._shows_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from mlxpaged.api.errors import ApiError
@@ -13,7 +14,7 @@ from mlxpaged.api.generation.deltas import Usage
 from mlxpaged.api.generation.logprobs import MIN_LOGPROB, described
 from mlxpaged.api.openai.schema import SamplingFields
 from mlxpaged.api.streaming import event
-from mlxpaged.engine import PromptProgress, TokenLogprobs
+from mlxpaged.engine import PromptLogprobs, PromptProgress, TokenLogprobs
 from mlxpaged.models import Tokenizer
 
 
@@ -23,6 +24,7 @@ class CompletionsRenderer(Renderer):
     def __init__(self, answers: Answers, body: SamplingFields, kind: str, chunk_kind: str) -> None:
         self.answers = answers
         self._kind = kind
+        self._prompt_logprobs = body.prompt_logprobs
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
         self._usage_so_far = options is not None and bool(options.continuous_usage_stats)
@@ -33,6 +35,13 @@ class CompletionsRenderer(Renderer):
             "model": answers.info.model,
             "service_tier": answers.context.service_tier,
         }
+
+    def prompt_logprobs_field(self, answer: Answer) -> dict[str, Any]:
+        """{"prompt_logprobs": a list}, or {} if the request did not ask for it."""
+        if self._prompt_logprobs is None or answer.prompt_logprobs is None:
+            return {}
+        tokenizer = self.answers.info.tokenizer
+        return {"prompt_logprobs": prompt_logprobs(tokenizer, answer.prompt_logprobs, self._prompt_logprobs)}
 
     @abstractmethod
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -79,20 +88,48 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> dict
     return {"content": described(tokenizer, tokens), "refusal": None}
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
-    """offset: characters of the answer before the first of `tokens`."""
-    texts = [tokenizer.token_text(token.token_id) for token in tokens]
-    offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    tokens: Sequence[TokenLogprobs],
+    offset: int = 0,
+    prompt: PromptLogprobs | None = None,
+    num_top: int = 0,
+) -> dict[str, list[Any]]:
+    """offset: characters of the answer before the first of `tokens`. prompt: comes before `tokens`, if it is not None.
+    Its tokens get the `num_top` most likely ones. Its first token has no log-probability: nothing predicts it."""
+    first = [] if prompt is None else [prompt.token_ids[0]]
+    tokens = tokens if prompt is None else [*prompt.tokens(num_top), *tokens]
+    texts = [tokenizer.token_text(token_id) for token_id in (*first, *(token.token_id for token in tokens))]
+    unknown = [None] * len(first)
     return {
         "tokens": texts,
-        "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
-        # OpenAI adds the sampled token if it is not among the most likely ones.
-        "top_logprobs": [
-            {
-                tokenizer.token_text(candidate): max(logprob, MIN_LOGPROB)
-                for candidate, logprob in (*token.top, (token.token_id, token.logprob))
-            }
-            for token in tokens
-        ],
-        "text_offset": offsets,
+        "token_logprobs": [*unknown, *(max(token.logprob, MIN_LOGPROB) for token in tokens)],
+        "top_logprobs": [*unknown, *(top_logprobs(tokenizer, token) for token in tokens)],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }
+
+
+def top_logprobs(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, float]:
+    """By text: the most likely tokens, and the token itself, which OpenAI adds. Of tokens with the same text (parts of
+    characters) the most likely one stays: lm-evaluation-harness takes a token for the most likely one if no
+    log-probability here is greater."""
+    found: dict[str, float] = {}
+    for candidate, logprob in (*token.top, (token.token_id, token.logprob)):
+        found.setdefault(tokenizer.token_text(candidate), max(logprob, MIN_LOGPROB))
+    return found
+
+
+def prompt_logprobs(tokenizer: Tokenizer, prompt: PromptLogprobs, num_top: int) -> list[dict[str, Any] | None]:
+    """In vLLM's format: None for the first token, and for each other one an object of token ids, its own first."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = tokenizer.token_text(token_id)
+        return {"logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": text}
+
+    found: list[dict[str, Any] | None] = [None]
+    for token, own_rank in zip(prompt.tokens(num_top), prompt.ranks.tolist(), strict=True):
+        entries = {str(token.token_id): entry(token.token_id, token.logprob, own_rank)}
+        for rank, (candidate, logprob) in enumerate(token.top, 1):
+            entries.setdefault(str(candidate), entry(candidate, logprob, rank))
+        found.append(entries)
+    return found

@@ -17,7 +17,6 @@ from mlxpaged.api.schema import (
     UNLIMITED,
     Body,
     Labels,
-    Limit,
     OneOf,
     stop_field,
     until_first_fault,
@@ -33,6 +32,8 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Seconds = Annotated[float, Field(gt=0)]
+TokenLimit = Annotated[Annotated[int, Field(ge=0)] | None, UNLIMITED]
+"""Most tokens of an answer. 0: only the prompt is computed."""
 
 
 def no_penalty(value: Any) -> Any:
@@ -84,7 +85,7 @@ class RequestFields(Body):
 class SamplingFields(RequestFields, StructuredFields):
     """The fields that chat completions and completions share. SamplingParams takes its own from here, by name."""
 
-    max_tokens: Limit = None
+    max_tokens: TokenLimit = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[Annotated[float, Field(gt=0, le=10)] | None, BeforeValidator(no_penalty)] = None
@@ -99,6 +100,13 @@ class SamplingFields(RequestFields, StructuredFields):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # vLLM's
+
+    @model_validator(mode="after")
+    def _a_stream_has_no_prompt_logprobs(self) -> SamplingFields:
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_parameter("prompt_logprobs", "is not available if stream is true")
+        return self
 
     @field_validator("logit_bias")
     @classmethod
@@ -182,7 +190,7 @@ class ChatRequest(SamplingFields):
     table = chat.TABLE
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
-    max_completion_tokens: Limit = None
+    max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -198,7 +206,8 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
-        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
             raise bad_parameter("max_tokens", "differs from max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise bad_parameter("top_logprobs", "needs logprobs to be true")
@@ -258,15 +267,13 @@ class CompletionRequest(SamplingFields):
     table = completions.TABLE
 
     prompt: Annotated[list[str] | list[list[int]], one_kind_of_input("prompt", MAX_PROMPTS)]
-    max_tokens: Limit = DEFAULT_COMPLETION_TOKENS
+    max_tokens: TokenLimit = DEFAULT_COMPLETION_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise bad_parameter("echo", "cannot be combined with logprobs: those of the prompt are not computed")
         if self.num_candidates < (self.n or 1):
             raise bad_parameter("best_of", f"must be at least n, which is {self.n}")
         if self.num_candidates > (self.n or 1) and self.stream:

@@ -1,0 +1,72 @@
+"""Log-probabilities as records: of a sampled token, and of the tokens of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, from the model's logits before bias, penalties and temperature.
+
+    top: the most likely tokens, best first; or the tokens that the request asked for, in its order.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Of all tokens of a prompt but the first, which no logits predict.
+
+    token_ids: the whole prompt. For the n tokens after the first one: logprobs[n], ranks[n], which is 1 for the most
+    likely token, and the k most likely tokens, best first: top_ids[n, k], top_logprobs[n, k].
+    """
+
+    token_ids: Sequence[int]
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+
+    @classmethod
+    def unknown(cls, token_ids: Sequence[int], top: int) -> PromptLogprobs:
+        """For a prompt of which nothing is computed yet. `put` fills the arrays."""
+        n = len(token_ids) - 1
+        return cls(
+            token_ids,
+            logprobs=np.zeros(n, np.float32),
+            ranks=np.zeros(n, np.int32),
+            top_ids=np.zeros((n, top), np.int32),
+            top_logprobs=np.zeros((n, top), np.float32),
+        )
+
+    def put(self, positions: range, rows: PromptRows) -> None:
+        """rows: for the tokens at these positions. They may have more columns than were asked for here."""
+        at, top = slice(positions.start - 1, positions.stop - 1), self.top_ids.shape[1]
+        self.logprobs[at], self.ranks[at] = rows.logprobs, rows.ranks
+        self.top_ids[at], self.top_logprobs[at] = rows.top_ids[:, :top], rows.top_logprobs[:, :top]
+
+    def tokens(self, top: int) -> list[TokenLogprobs]:
+        """Of the tokens after the first one, with the `top` most likely tokens each."""
+        tables: list[list[Any]] = [self.top_ids[:, :top].tolist(), self.top_logprobs[:, :top].tolist()]
+        tops = (tuple(zip(ids, logprobs, strict=True)) for ids, logprobs in zip(*tables, strict=True))
+        return [TokenLogprobs(*entry) for entry in zip(self.token_ids[1:], self.logprobs.tolist(), tops, strict=True)]
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Some rows of PromptLogprobs. is_finite: whether the logits of all rows were finite."""
+
+    is_finite: bool
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]

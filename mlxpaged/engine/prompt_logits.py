@@ -1,0 +1,61 @@
+"""Computes the log-probabilities of prompt tokens in a step.
+
+The logits of a token take megabytes. So a step computes those of a limited number of prompt tokens, and the memory for
+them is reserved at the start.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpaged.engine.logprobs import PromptRows
+from mlxpaged.engine.sampler import most_likely
+from mlxpaged.scheduler import Batch
+
+MAX_BYTES = 256 * 2**20
+"""Most bytes that the logits of prompt tokens take in a step, with all arrays that are computed from them."""
+
+BYTES_PER_LOGIT = 32
+"""The logits in the model's type and in float32, negated ones, and the indices and buffers of a sort."""
+
+
+def max_prompt_logits(vocab_size: int, max_num_batched_tokens: int) -> int:
+    """The most prompt tokens of a step whose logits are computed: 55 for a vocabulary of 152,000."""
+    return max(1, min(max_num_batched_tokens, MAX_BYTES // (BYTES_PER_LOGIT * vocab_size)))
+
+
+def prompt_logits_bytes(vocab_size: int, max_num_batched_tokens: int) -> int:
+    """The most bytes that they take in a step."""
+    return max_prompt_logits(vocab_size, max_num_batched_tokens) * vocab_size * BYTES_PER_LOGIT
+
+
+class StepLogprobs:
+    """The log-probabilities of all prompt tokens of a step, on the device until `read`.
+
+    logits[n, V]: those that predict the batch's prompt tokens, in its order. top: how many of the most likely tokens to
+    report for each.
+    """
+
+    def __init__(self, batch: Batch, logits: mx.array, top: int) -> None:
+        self._rows = [row for row in batch.rows if row.prompt_logprobs]
+        tokens = [row.sequence.token_ids[i] for row in self._rows for i in row.prompt_logprobs]
+        scores = logits.astype(mx.float32)
+        own = mx.take_along_axis(scores, mx.array(tokens)[:, None], axis=-1)
+        total = mx.logsumexp(scores, axis=-1, keepdims=True)
+        best = most_likely(scores, top)
+        best_logprobs = mx.take_along_axis(scores, best, axis=-1) - total
+        ranks = (scores > own).sum(axis=-1) + 1
+        self.arrays = [total[:, 0], (own - total)[:, 0], ranks, best, best_logprobs]
+
+    def read(self) -> dict[int, tuple[range, PromptRows]]:
+        """Wait for the device. Returns the positions and the rows of each sequence, by its id."""
+        mx.eval(self.arrays)  # if NumPy evaluated them, an error would end the process
+        totals, *tables = (np.array(array) for array in self.arrays)
+        found, start = {}, 0
+        for row in self._rows:
+            at = slice(start, start + len(row.prompt_logprobs))
+            rows = PromptRows(bool(np.isfinite(totals[at]).all()), *(table[at] for table in tables))
+            found[row.sequence.sequence_id] = (row.prompt_logprobs, rows)
+            start = at.stop
+        return found
