@@ -16,7 +16,7 @@ test: lint
 	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tests
 
 test-kernels: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/attention tests/metal_on_cpu
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "slow or not slow" tests/attention tests/metal_on_cpu
 
 test-models: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py tests/engine/test_pool_resizer.py
