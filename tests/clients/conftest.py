@@ -31,6 +31,7 @@ SCRIPT = {
     "21 degrees": "It is 21 degrees in Rome.",
     "It is hot.": call("final_answer", answer="It is 21 degrees in Rome."),
     "Describe Rome": REPLY,
+    "</chat_history>": '{"title": "A greeting", "tags": ["Greeting"], "follow_ups": ["How are you?"]}',
     "Describe it": call("Weather", city="Rome", degrees=21),  # type: ignore[arg-type]
     "Describe a part": call("PartialWeather", city="Rome", degrees=21),  # type: ignore[arg-type]
     "Say that it is done": call("Bash", command="echo it is done", description="Say it"),

@@ -1,5 +1,5 @@
 """Installs the programs of `make test-clients`, each into a folder of its own: their requirements contradict each
-other's and ours. Arguments are names of programs; without arguments, all are installed."""
+other's and ours. Arguments are names of programs; without arguments, all but the large ones are installed."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ NODE = {
     "opencode": "opencode-ai@1.18.33",
     "vercel_ai": "ai@7.0.173 @ai-sdk/openai-compatible@3.0.92 zod@4.6.7",
 }
+LARGE = {
+    "guidellm": "guidellm==0.8.1",  # 1.1 GB; on Linux, torch from PyPI brings CUDA, 3 GB more
+    "open_webui": "open-webui==0.12.4",  # 2.3 GB, without CUDA; Python 3.11 or 3.12
+}
+"""Python programs that are installed only by name."""
 
 
 class NotInstalled(Exception):
@@ -49,13 +54,13 @@ def folder_of(name: str) -> Path:
     if (folder / "failed").exists():
         raise NotInstalled((folder / "failed").read_text())
     if not (folder / "installed").exists():
-        raise NotInstalled("python tests/clients/install.py was not run")
+        raise NotInstalled(f"python tests/clients/install.py {name} installs it")
     return folder
 
 
 def install(name: str) -> None:
     """Install a program, unless this version is there already. A failure is kept for folder_of."""
-    packages = (PYTHON | NODE)[name]
+    packages = (PYTHON | NODE | LARGE)[name]
     folder = FOLDER / name
     if (folder / "installed").exists() and (folder / "installed").read_text() == packages:
         return

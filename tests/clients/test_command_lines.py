@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxpaged.models.loader import DEMO_PATH
 from tests.clients.conftest import REPLY, SCRIPT, installed, run
 from tests.scripted import scripted_server
 from tests.support import RunningServer
@@ -103,6 +104,20 @@ def test_aider(server: RunningServer, tmp_path: Path) -> None:
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     run(tmp_path, aider, *url, *quiet, *model, "--message", "Write the greeting", "greeting.txt", **env)
     assert (tmp_path / "work" / "greeting.txt").read_text() == "Good morning\n"
+
+
+def test_guidellm(server: RunningServer, tmp_path: Path) -> None:
+    """Each of its requests succeeds, with the number of tokens that it asked for."""
+    guidellm = installed("guidellm") / "bin" / "guidellm"
+    backend = ("--backend", f"kind=openai_http,target={server.url}", "--profile", "kind=synchronous")
+    tokenizer = ("--tokenizer", f"kind=huggingface_auto,model={DEMO_PATH}", "--constraint", "kind=max_requests,count=6")
+    data = ("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16")
+    report = ("--output", f"kind=json,path={tmp_path / 'report.json'}", "--disable-console-interactive")
+    run(tmp_path, guidellm, "run", *backend, *tokenizer, *data, *report, HF_HUB_OFFLINE="1")
+    (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    totals = {"successful": 6, "errored": 0, "incomplete": 0, "total": 6}
+    assert benchmark["metrics"]["request_totals"] == totals
+    assert [sample["output_metrics"]["text_tokens"] for sample in benchmark["requests"]["successful"]] == [16] * 6
 
 
 def test_llm(server: RunningServer, tmp_path: Path) -> None:
