@@ -93,7 +93,7 @@ SAMPLERS: list[Case] = [
     ("LiteLLM", CHAT, {"max_completion_tokens": 9, "max_tokens": 8}, Refused("differs from max_completion_tokens")),
     *both("text-generation-webui", {"max_new_tokens": 7}, param("max_tokens", 7)),
     *both("Responses", {"max_output_tokens": 7}, param("max_tokens", 7)),
-    ("LiteLLM", COMPLETIONS, {"max_completion_tokens": 7}, Refused("differs from max_tokens")),
+    ("LiteLLM", COMPLETIONS, {"max_completion_tokens": 7}, param("max_tokens", 7)),
     *both("SGLang", {"max_new_tokens": 7, "max_tokens": 8}, Refused("max_new_tokens: differs from max_tokens")),
     *both("SGLang", {"max_new_tokens": 7, "max_tokens": 7}, param("max_tokens", 7)),
     *both("Ollama", {"num_predict": 7}, param("max_tokens", 7)),
@@ -199,6 +199,7 @@ HINTS: list[Case] = [
     *both("raw HTTP", {"extra_body": {"top_k": 1}}, Refused("OpenAI's client")),
     *both("raw HTTP", {"maxTokens": 3}, Ignored("maxTokens")),
     *both("raw HTTP", {"größe": 3}, Ignored("gr??e")),
+    *both("raw HTTP", {"": 3}, Ignored("?")),
     *both("raw HTTP", {"__class__": {}}, Ignored("__class__")),
     *both("raw HTTP", {"nothing": None}, NOTHING),
     *both(
