@@ -280,6 +280,23 @@ def test_an_error_in_a_stream_is_its_last_line(server: RunningServer) -> None:
     assert last == {"error": "the request was cancelled"}
 
 
+def test_a_stream_without_news_has_lines_without_text(server: RunningServer) -> None:
+    stream: Any = {
+        "method": "POST",
+        "url": "/api/chat",
+        "json": asked("Hello"),
+        "headers": {"X-Mlxpaged-Progress": "1"},
+    }
+    with StepGate(server) as gate, raw(server) as client, client.stream(**stream) as response:
+        received = response.iter_lines()
+        first = json.loads(next(received))
+        gate.open()
+        rest = [json.loads(line) for line in received]
+    assert (first["message"]["content"], first["done"]) == ("", False)
+    assert first["prompt_progress"]["total"] > 0
+    assert "".join(line["message"]["content"] for line in rest) == "Hello there."
+
+
 def test_the_served_model_is_listed_shown_and_running(server: RunningServer) -> None:
     with raw(server) as client:
         listed, running = (client.get(path).json()["models"] for path in ("/api/tags", "/api/ps"))
