@@ -16,7 +16,7 @@ test: lint
 	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tests
 
 test-kernels: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/attention tests/metal_on_cpu
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "slow or not slow" tests/attention tests/metal_on_cpu
 
 test-models: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py tests/engine/test_pool_resizer.py
@@ -29,10 +29,12 @@ test-contract: $(STAMP)
 	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,contract]'; fi
 	$(BIN)/python -m pytest -m contract tests/contract
 
+# Each program in a folder of its own under .venv/clients. ARGS selects tests: ARGS='-k langchain'.
 test-clients: $(STAMP)
 	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[dev,clients]'; \
 	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients]'; fi
-	$(BIN)/python -m pytest -m clients -W default tests/clients
+	$(BIN)/python tests/clients/install.py
+	$(BIN)/python -m pytest -m clients -W default tests/clients $(ARGS)
 
 test-fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/test_demo_model.py

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 COMMANDS = ("serve", "bench", "doctor", "keys add", "keys list", "keys remove")
-OF_OTHERS = {"--before", "--add-host", "--budget", "--continuous-batching", "--model"}
-"""Flags of Docker, of other servers and of benchmarks/compare.py, and the other form of MODEL."""
+OF_OTHERS = {"--add-host", "--backend", "--before", "--budget", "--continuous-batching", "--model", "--openai-api-base"}
+"""Flags of Docker, of clients, of other servers and of benchmarks/compare.py, and the other form of MODEL."""
 
 
 @pytest.fixture(scope="module")

@@ -58,9 +58,12 @@ def test_a_recorded_request_is_answered(server: RunningServer, says: dict[str, s
     path = record["path"].partition("?")[0]
     if record["answer"] in ("models", "count"):
         answer = response.json()
-        assert answer["data"][0]["id"] == "scripted" if path == "/v1/models" else answer["input_tokens"] > 0
+        if path == "/api/tags":
+            assert answer["models"][0]["model"] == "scripted:latest"
+        else:
+            assert answer["data"][0]["id"] == "scripted" if path == "/v1/models" else answer["input_tokens"] > 0
         return
-    read = {"/v1/chat/completions": chat, "/v1/completions": completion, "/v1/messages": message}.get(path, responses)
+    read = READERS[path]
     text, calls = read(response, bool(body.get("stream")), body)
     if record["answer"] == "call":
         tool = called_tool(body)
@@ -68,7 +71,8 @@ def test_a_recorded_request_is_answered(server: RunningServer, says: dict[str, s
     elif record["answer"] == "json":
         assert json.loads(text) == json.loads(said)
     else:
-        assert (text, calls) == ("It is done."[: body.get("max_tokens")], [])  # a token is a letter
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        assert (text, calls) == ("It is done."[:limit], [])  # a token is a letter
 
 
 # What the model is made to say
@@ -77,7 +81,7 @@ def test_a_recorded_request_is_answered(server: RunningServer, says: dict[str, s
 def answer_of(kind: str | int, body: dict[str, Any]) -> str:
     if kind == "json":
         return json.dumps(instance(schema_of(body)))
-    thinks = body.get("thinking") or body.get("reasoning") or body.get("reasoning_effort")
+    thinks = body.get("think") or body.get("thinking") or body.get("reasoning") or body.get("reasoning_effort")
     thought = f"<think>\n{THOUGHT}\n</think>\n" if thinks else ""
     if kind != "call":
         return f"{thought}It is done."
@@ -100,6 +104,9 @@ def parameters(tool: dict[str, Any]) -> dict[str, Any]:
 def schema_of(body: dict[str, Any]) -> dict[str, Any]:
     """The schema of the answer, in any of the APIs."""
     chat = body.get("response_format", {})
+    if "format" in body:
+        ollama_schema: dict[str, Any] = body["format"]
+        return ollama_schema
     format = (
         chat.get("json_schema")
         or body.get("text", {}).get("format")
@@ -138,7 +145,15 @@ def chat(response: httpx.Response, stream: bool, body: dict[str, Any]) -> Answer
 
 
 def completion(response: httpx.Response, stream: bool, body: dict[str, Any]) -> Answer:
-    return openai.types.Completion.model_validate(response.json()).choices[0].text, []
+    if not stream:
+        if not body.get("echo"):
+            return openai.types.Completion.model_validate(response.json()).choices[0].text, []
+        choice = response.json()["choices"][0]  # the type does not know that the first token has no log-probability
+        assert len(choice["logprobs"]["token_logprobs"]) == len(body["prompt"][0]) + body["max_tokens"]
+        return choice["text"][-body["max_tokens"] :], []
+    *parts, done = events(response.iter_lines())
+    assert done == "[DONE]"
+    return "".join(choice["text"] for part in parts for choice in part["choices"]), []  # null ends do not fit the type
 
 
 def message(response: httpx.Response, stream: bool, body: dict[str, Any]) -> Answer:
@@ -174,6 +189,28 @@ def responses(response: httpx.Response, stream: bool, body: dict[str, Any]) -> A
         answer = openai.types.responses.Response.model_validate(response.json())
     calls = [named(item) for item in answer.output if item.type == "function_call"]
     return answer.output_text.strip(), calls
+
+
+def ollama(response: httpx.Response, stream: bool, body: dict[str, Any]) -> Answer:
+    """Without "stream": false, Ollama's answers are lines."""
+    parts = [json.loads(line) for line in response.iter_lines()]
+    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    if "messages" not in body:
+        return "".join(part["response"] for part in parts), []
+    messages = [part["message"] for part in parts]
+    functions = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+    text = "".join(message["content"] for message in messages)
+    return text, [(function["name"], function["arguments"]) for function in functions]
+
+
+READERS = {
+    "/api/chat": ollama,
+    "/api/generate": ollama,
+    "/v1/chat/completions": chat,
+    "/v1/completions": completion,
+    "/v1/messages": message,
+    "/v1/responses": responses,
+}
 
 
 def named(call: Any) -> tuple[str, Any]:

@@ -1,17 +1,15 @@
-"""Claude Code, Codex and Continue, where `claude`, `codex` and `cn` are installed: each runs a command that the model
-asks for, and shows what the model makes of its output."""
+"""Command lines and agents that people run: each runs a command, calls a tool or writes a file as the model says, and
+shows what the model makes of it."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import SCRIPT
+from tests.clients.conftest import REPLY, SCRIPT, installed, run
 from tests.scripted import scripted_server
 from tests.support import RunningServer
 
@@ -32,27 +30,12 @@ schema: v1
 models:
   - {{name: scripted, provider: {provider}, model: scripted, apiBase: "{url}/v1", apiKey: unused, roles: [chat]}}
 """
-
-
-def run(home: Path, program: str, *arguments: str, **env: str) -> str:
-    """What the program prints. It finds nothing of the user's: no settings, no keys."""
-    path = shutil.which(program)
-    if path is None:
-        pytest.skip(f"{program} is not on PATH")
-    work = home / "work"
-    work.mkdir()
-    done = subprocess.run(
-        [path, *arguments],
-        cwd=work,
-        env={"HOME": str(home), "PATH": os.environ["PATH"]} | env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+LLM = """- model_id: local
+  model_name: scripted
+  api_base: {url}/v1
+  supports_schema: true
+  supports_tools: true
+"""
 
 
 @pytest.fixture(scope="module")
@@ -61,29 +44,75 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSe
         yield server
 
 
+def node_command(name: str, command: str) -> Path:
+    return installed(name) / "node_modules" / ".bin" / command
+
+
 @pytest.mark.parametrize("context", ["server", "small_server"])
 def test_claude_code(request: pytest.FixtureRequest, tmp_path: Path, context: str) -> None:
     """It asks for 32,000 tokens, and in a small context for fewer once it was told."""
+    claude = node_command("claude_code", "claude")
     server: RunningServer = request.getfixturevalue(context)
     env = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": "unused", "ANTHROPIC_MODEL": "scripted"}
     options = ("--tools", "Bash", "--allowedTools", "Bash", "--system-prompt", "Be brief.")
-    assert "Done, as you said." in run(tmp_path, "claude", "-p", "Say that it is done", *options, **env)
+    assert "Done, as you said." in run(tmp_path, claude, "-p", "Say that it is done", *options, **env)
 
 
 def test_codex(server: RunningServer, tmp_path: Path) -> None:
+    codex = node_command("codex", "codex")
     brief = tmp_path / "instructions.md"  # in place of Codex's own, which are 17,000 tokens here
     brief.write_text("Be brief.")
     (tmp_path / "config.toml").write_text(CODEX.format(url=server.url, brief=brief))
     options = ("--skip-git-repo-check", "--sandbox", "danger-full-access")
-    assert "Done, as you said." in run(
-        tmp_path, "codex", "exec", *options, "Carry it out please", CODEX_HOME=str(tmp_path)
-    )
+    shown = run(tmp_path, codex, "exec", *options, "Carry it out please", CODEX_HOME=str(tmp_path))
+    assert "Done, as you said." in shown
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_continue(server: RunningServer, tmp_path: Path, provider: str) -> None:
+    cn = node_command("continue", "cn")
     config = tmp_path / "config.yaml"
     config.write_text(CONTINUE.format(url=server.url, provider=provider))
     options = ("-p", "--auto", "--config", str(config))
-    telemetry = {"CONTINUE_TELEMETRY_ENABLED": "0"}
-    assert "Done, as you said." in run(tmp_path, "cn", *options, "Say that it is done", **telemetry)
+    assert "Done, as you said." in run(tmp_path, cn, *options, "Say that it is done", CONTINUE_TELEMETRY_ENABLED="0")
+
+
+def test_opencode(server: RunningServer, tmp_path: Path) -> None:
+    opencode = node_command("opencode", "opencode")
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{server.url}/v1", "apiKey": "unused"},
+        "models": {"scripted": {"tool_call": True, "limit": {"context": 131072, "output": 32000}}},
+    }
+    config = {
+        "provider": {"local": provider},
+        "autoupdate": False,
+        "share": "disabled",
+        "permission": {"bash": "allow"},
+    }
+    env = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    shown = run(tmp_path, opencode, "run", "--model", "local/scripted", "Let it be done", **env)
+    assert "Done, as you said." in shown
+
+
+def test_aider(server: RunningServer, tmp_path: Path) -> None:
+    aider = installed("aider") / "bin" / "aider"
+    url = ("--openai-api-base", f"{server.url}/v1", "--openai-api-key", "unused")
+    quiet = ("--no-git", "--yes-always", "--analytics-disable", "--no-check-update", "--no-show-model-warnings")
+    model = ("--model", "openai/scripted", "--edit-format", "whole")
+    env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    run(tmp_path, aider, *url, *quiet, *model, "--message", "Write the greeting", "greeting.txt", **env)
+    assert (tmp_path / "work" / "greeting.txt").read_text() == "Good morning\n"
+
+
+def test_llm(server: RunningServer, tmp_path: Path) -> None:
+    llm = installed("llm") / "bin" / "llm"
+    (tmp_path / "extra-openai-models.yaml").write_text(LLM.format(url=server.url))
+
+    def ask(*arguments: str) -> str:
+        return run(tmp_path, llm, "--model", "local", *arguments, LLM_USER_PATH=str(tmp_path)).strip()
+
+    assert ask("Hello") == ask("--no-stream", "Hello") == "Hello there."
+    tool = "def weather(city: str) -> str:\n    return '21 degrees'"
+    assert ask("--functions", tool, "Weather in Rome?").endswith("It is 21 degrees in Rome.")
+    assert json.loads(ask("--schema", "city, degrees int", "Describe Rome")) == json.loads(REPLY)

@@ -1,0 +1,36 @@
+import sys
+
+from anthropic import Anthropic
+from pydantic import BaseModel
+
+
+class Weather(BaseModel):
+    city: str
+    degrees: int
+
+
+messages = Anthropic(base_url=sys.argv[1], api_key="unused", max_retries=0).messages
+fields = {"model": "scripted", "max_tokens": 200, "system": "Be brief."}
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+print("chat:", messages.create(messages=user("Hello"), **fields).content[0].text)
+
+with messages.stream(messages=user("Hello"), **fields) as stream:
+    print("stream:", "".join(stream.text_stream))
+
+schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+fields["tools"] = [{"name": "weather", "input_schema": schema}]
+history = user("Weather in Rome?")
+first = messages.create(messages=history, **fields)
+call = next(block for block in first.content if block.type == "tool_use")
+history.append({"role": "assistant", "content": first.content})
+history += user([{"type": "tool_result", "tool_use_id": call.id, "content": "21 degrees"}])
+print("tool:", messages.create(messages=history, **fields).content[0].text)
+
+del fields["tools"]
+answer = messages.parse(messages=user("Describe Rome"), output_format=Weather, **fields)
+print("object:", answer.parsed_output.model_dump_json())

@@ -1,0 +1,20 @@
+import Anthropic from "@anthropic-ai/sdk";
+
+const { messages } = new Anthropic({ baseURL: process.argv[2], apiKey: "unused", maxRetries: 0 });
+const fields = { model: "scripted", max_tokens: 200, system: "Be brief." };
+const user = (content) => [{ role: "user", content }];
+
+console.log("chat:", (await messages.create({ ...fields, messages: user("Hello") })).content[0].text);
+
+console.log("stream:", await messages.stream({ ...fields, messages: user("Hello") }).finalText());
+
+const schema = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+const tools = [{ name: "weather", input_schema: schema }];
+const first = await messages.create({ ...fields, tools, messages: user("Weather in Rome?") });
+const call = first.content.find((block) => block.type === "tool_use");
+const history = [
+  ...user("Weather in Rome?"),
+  { role: "assistant", content: first.content },
+  ...user([{ type: "tool_result", tool_use_id: call.id, content: "21 degrees" }]),
+];
+console.log("tool:", (await messages.create({ ...fields, tools, messages: history })).content[0].text);
