@@ -204,7 +204,7 @@ def test_a_request_over_the_time_of_its_load_is_given_up(server: RunningServer, 
 
 def test_a_refusal_and_a_dead_server_are_errors(server: RunningServer, model: Path) -> None:
     client = Client(port_of(server), str(model), time.perf_counter() + 60, 60)
-    refused = client.ask([{"role": "user", "content": "x"}], -1)
+    refused = client.ask([{"role": "user", "content": "x"}], -2)
     assert refused.error is not None
     assert refused.error.startswith("ValueError: status 400")
     gone = replace(client, port=1).ask([{"role": "user", "content": "x"}], 4)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from mlxpaged.api import ignored_fields
 from mlxpaged.api.access.local_names import LOCAL_ORIGIN
 from mlxpaged.api.access.middleware import KeyCheck, Origins, RequestLimit
 from mlxpaged.api.batches import BatchRunner, Store
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 EXPOSED_HEADERS = (
     "X-Request-Id",
     "Retry-After",
-    "X-Mlxpaged-Ignored",
+    ignored_fields.HEADER,
     *(f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")),
 )
 """Scripts in pages can read these headers. Browsers hide almost all headers that CORS does not name."""

@@ -33,7 +33,7 @@ NO_RETRY = {"x-should-retry": "false"}
 NOT_RENDERED = "the chat template cannot render the messages"
 """The log's reason for a ChatTemplateError: the template's own message can have text of the conversation."""
 
-MAX_MESSAGE, MAX_PARAM, MAX_REASON, MAX_PATH = 500, 100, 200, 200
+MAX_MESSAGE, MAX_PARAM, MAX_REASON, MAX_PATH, MAX_METHOD = 500, 100, 200, 200, 20
 
 QUOTED = re.compile(r"""(?<!\w)('(?:\\.|[^'\\])*(?:'|\Z)|"(?:\\.|[^"\\])*(?:"|\Z))""", re.DOTALL)
 """What `repr` has quoted, also if the end is cut off. The apostrophe of "the model's" follows a letter."""
@@ -91,7 +91,9 @@ class ApiError(Exception):
         self.param = None if param is None else shortened(param, MAX_PARAM)
         self.code = code
         self.headers = headers
-        self.reason = without_values(message.removeprefix(f"{param}: ")) if reason is None else reason
+        if reason is None:
+            reason = without_values(message.removeprefix(f"{param}: "))
+        self.reason = shortened(reason, MAX_MESSAGE)
 
     @property
     def refusal_code(self) -> str:
@@ -195,7 +197,7 @@ def answer_of(error: ApiError, scope: Scope) -> JSONResponse:
         scope["app"].state.server.metrics.count_refusal(code)
         logger.info(
             "refused: method=%s path=%s status=%d param=%s code=%s reason=%s",
-            scope["method"],
+            shortened(scope["method"], MAX_METHOD),
             shortened(quote(scope["path"]), MAX_PATH),
             error.status,
             None if error.param is None else without_keys(error.param),

@@ -65,7 +65,7 @@ class Reading:
     def _note(self, place: str, name: str) -> None:
         if self._more:
             return
-        shown = UNSAFE.sub("?", (place + name[:MAX_NAME])[-MAX_NAME:])
+        shown = UNSAFE.sub("?", (place + (name[:MAX_NAME] or "?"))[-MAX_NAME:])
         if len(self._ignored) < MAX_NAMES:
             self._ignored[shown] = None
         elif shown not in self._ignored:

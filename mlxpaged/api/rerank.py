@@ -19,12 +19,13 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import rerank as fields
 from mlxpaged.api.generation.answers import Answers
-from mlxpaged.api.generation.check import check_text_length
+from mlxpaged.api.generation.check import ContextLengthError, check_text_length
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import server_of
 from mlxpaged.engine import SamplingParams
+from mlxpaged.scheduler import PromptTooLongError
 
 MAX_DOCUMENTS = 1000
 
@@ -162,8 +163,14 @@ async def judge(
         raise bad_parameter("model", message, code="rerank_not_supported")
     for index, pair in enumerate(pairs):
         check_text_length(f"{param}.{index}", sum(map(len, pair)), info)
-    # One at a time: the tokenizer's thread serves other requests in between.
-    prompts = [await server.tokenize(partial(reranker.prompt, *pair, body.instruction)) for pair in pairs]
+    prompts = []
+    for index, pair in enumerate(pairs):  # one at a time: the tokenizer's thread serves other requests in between
+        prompt = await server.tokenize(partial(reranker.prompt, *pair, body.instruction))
+        try:
+            info.max_new_tokens(len(prompt), 1)
+        except PromptTooLongError as error:
+            raise ContextLengthError(f"{param}.{index}", error) from None
+        prompts.append(prompt)
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=(reranker.yes, reranker.no))
     names = dict.fromkeys(("prompt", "max_tokens", "candidates"), param)
 

@@ -18,10 +18,20 @@ COMMANDS = {
 }
 """Name -> (module, summary for the help)."""
 
+INTERRUPTED = 130
+"""The exit status is 128 plus the number of SIGINT, as in a shell."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. argv: without the program's name; None: the process's arguments."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # in most cases during the imports, which take seconds
+        return INTERRUPTED
+
+
+def run(argv: Sequence[str]) -> int:
+    """Import the module of the command and call it. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="mlxpaged", description="One model, many clients, one Mac.")
     parser.add_argument("--version", action="version", version=f"mlxpaged {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)

@@ -362,15 +362,17 @@ class EngineCore:
             if row.sequence.status is SequenceStatus.SWAPPED:  # it may have shared blocks with one that failed
                 self.scheduler.recompute(row.sequence)
         self.scheduler.update(Batch(step.rows), {sequence_id: token.token_id for sequence_id, token in tokens.items()})
+        # What a sequence computed in this step is discarded too if a failure of the previous step preempted it.
+        valid = {row.sequence.sequence_id for row in step.rows} & self.requests.keys() - discarded
         for sequence_id, (positions, rows) in prompt_logprobs.items():
-            if sequence_id in self.requests and sequence_id not in discarded:
+            if sequence_id in valid:
                 self.requests[sequence_id].add_prompt_logprobs(positions, rows)
         for sequence_id, token in tokens.items():
             if sequence_id in self.requests:
                 self._outputs.append(self._output_of(self.requests[sequence_id], token))
-        ended = {row.sequence.sequence_id for row in step.batch.rows if row.ends_sequence}
-        for sequence_id in (ended & self.requests.keys()) - discarded:
-            self._outputs.append(self._end(sequence_id, FinishReason.LENGTH, None))
+        for row in step.rows:
+            if row.ends_sequence and row.sequence.sequence_id in valid:
+                self._outputs.append(self._end(row.sequence.sequence_id, FinishReason.LENGTH, None))
         # A step that only decodes samples every row, and pays nothing for the progress of prompts.
         self._prompt_chunks = () if len(tokens) == len(step.rows) else prompt_chunks(step.rows)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+PIECE = 1024
+"""Tokens of a prompt that are turned into records at once."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,16 @@ class PromptLogprobs:
         self.logprobs[at], self.ranks[at] = rows.logprobs, rows.ranks
         self.top_ids[at], self.top_logprobs[at] = rows.top_ids[:, :top], rows.top_logprobs[:, :top]
 
-    def tokens(self, top: int) -> list[TokenLogprobs]:
-        """Of the tokens after the first one, with the `top` most likely tokens each."""
-        tables: list[list[Any]] = [self.top_ids[:, :top].tolist(), self.top_logprobs[:, :top].tolist()]
-        tops = (tuple(zip(ids, logprobs, strict=True)) for ids, logprobs in zip(*tables, strict=True))
-        return [TokenLogprobs(*entry) for entry in zip(self.token_ids[1:], self.logprobs.tolist(), tops, strict=True)]
+    def tokens(self, top: int) -> Iterator[TokenLogprobs]:
+        """Yields those of the tokens after the first one, with the `top` most likely tokens each. All together would
+        take ten times the memory of the arrays."""
+        token_ids = iter(self.token_ids[1:])
+        for start in range(0, len(self.logprobs), PIECE):
+            rows = slice(start, start + PIECE)
+            tables: list[list[Any]] = [self.top_ids[rows, :top].tolist(), self.top_logprobs[rows, :top].tolist()]
+            tops = (tuple(zip(ids, logprobs, strict=True)) for ids, logprobs in zip(*tables, strict=True))
+            for logprob, most_likely in zip(self.logprobs[rows].tolist(), tops, strict=True):
+                yield TokenLogprobs(next(token_ids), logprob, most_likely)
 
 
 @dataclass(frozen=True)

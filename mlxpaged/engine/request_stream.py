@@ -50,7 +50,7 @@ class RequestStream:
     def wake(self) -> None:
         """Give the reader an output without news, unless it has the last one."""
         if self._latest.finish_reason is None:
-            self._outputs.put_nowait(self._latest._replace(text="", token_ids=(), logprobs=()))
+            self._outputs.put_nowait(self._latest._replace(text="", token_ids=(), logprobs=(), prompt_logprobs=None))
 
     @property
     def progress(self) -> PromptProgress:

@@ -290,7 +290,7 @@ def test_a_wrong_method_is_not_allowed(demo_server: RunningServer, method: str, 
     assert response.headers["allow"]
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/audio/speech", "/v1/chat", "/v1/chat/completions/x", "/%00", "//"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/audio/speech", "/v1/chat", "/v1/chat/completions/x", "/%00"])
 def test_an_unknown_path_is_not_found(demo_server: RunningServer, path: str) -> None:
     with raw(demo_server) as client:
         check_error(client.post(path, json={}), 404, "")

@@ -37,6 +37,7 @@ from tests.api.helpers import (
     run_on,
     write_keys,
 )
+from tests.api.test_plain_tools import TOO_MANY
 from tests.support import RunningServer, running_server, wait_until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -157,10 +158,14 @@ def test_a_line_that_fails_fails_alone(client: OpenAI) -> None:
 
 def test_the_log_names_the_ignored_fields_of_a_line(client: OpenAI, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxpaged.api.ignored_fields")
-    batch = ended(client, submit(client, jsonl([run_on("Once upon", 1, num_ctx=9, colour="red")] * 2)))
+    line = ask("x", max_tokens=1, num_ctx=9, colour="red", tools=TOO_MANY)
+    batch = ended(client, submit(client, jsonl([line] * 2, CHAT), CHAT))
     assert batch.request_counts is not None
     assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 0)
-    assert [record.getMessage() for record in caplog.records] == ["fields of batches are ignored: num_ctx, colour"]
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("ignored_fields")] == [
+        "fields of batches are ignored: num_ctx, colour",
+        "fields of batches are ignored: tools",
+    ]
 
 
 LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": run_on("x", 1)}

@@ -177,7 +177,7 @@ def test_both_models_are_listed_with_what_they_can_do(client: OpenAI, server: Ru
     with raw(server) as http:
         found = {name: http.get(f"/v1/models/{name}").json() for name in ("demo", "vectors")}
     can = {name: {what for what, yes in found[name]["capabilities"].items() if yes} for name in found}
-    assert can == {"demo": {"chat", "completions"}, "vectors": {"embeddings"}}
+    assert can == {"demo": {"chat", "completions", "tools"}, "vectors": {"embeddings"}}
     sizes = ("context_length", "max_model_len", "embedding_dimensions")
     assert [found["vectors"][name] for name in sizes] == [512, 512, 64]
 
@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "too many": ({"input": ["a"] * 2049}, "input", "has 2049 inputs; the limit is 2048"),
     "no input": ({}, "input", "required"),
     "encoding": ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
-    "dimensions": ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+    "dimensions": ({"input": "a", "dimensions": 0}, "dimensions", "must be at least 1"),
     "cut inputs": ({"input": "a", "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "never cut"),
     "other model": ({"input": "a", "model": "demo"}, "model", "'demo' generates text; use 'vectors' for embeddings"),
 }

@@ -74,6 +74,19 @@ def test_a_stream_says_how_many_are_before_it_how_far_its_prompt_is_and_what_it_
     assert answer_text(server, long).endswith(text)
 
 
+def test_a_silence_after_the_first_output_does_not_repeat_the_echoed_prompt(server: RunningServer) -> None:
+    body = run_on(QUESTION, 3, echo=True, logprobs=1)
+    with StepGate(server) as gate, raw(server) as client, stream(client, COMPLETIONS, body) as response:
+        gate.wait_held()
+        gate.allow(1)
+        lines = (line for line in response.iter_lines() if line.startswith(("data: {", ": decode")))
+        first, second = next(lines), next(lines)
+        assert second == ": decode 1"
+        gate.open()
+        chunks = [json.loads(line[6:]) for line in (first, *lines) if line.startswith("data: {")]
+    assert text_of(chunks) == answer_text(server, body)
+
+
 def test_an_anthropic_stream_starts_its_message_and_then_pings(server: RunningServer) -> None:
     with StepGate(server) as gate, raw(server) as client, stream(client, MESSAGES, BODIES[MESSAGES]) as response:
         gate.wait_held()

@@ -161,6 +161,8 @@ def test_calls_over_the_other_apis(client: OpenAI, demo_server: RunningServer) -
         assert block.input["city"] in ("Rome", "Zürich")
         num_tokens = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
         assert anthropic.messages.count_tokens(**asked).input_tokens == num_tokens
+        asked["messages"][0]["content"] = []
+        assert anthropic.messages.count_tokens(**asked).input_tokens < num_tokens
 
 
 def test_the_calls_of_strict_tools_fit_their_schema(scripted: OpenAI) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from typing import Any
 
 import pytest
 from openai import OpenAI
+from pydantic_core import to_json
 
-from mlxpaged.api.openai.renderer import completion_logprobs
-from mlxpaged.engine import TokenLogprobs
+from mlxpaged.api.openai.renderer import completion_logprobs, prompt_logprobs
+from mlxpaged.engine import PromptLogprobs, TokenLogprobs
 from tests.api.helpers import ask, post, random_tokens, raw, run_on, stream_events, text_of, tokens_of
 from tests.support import RunningServer
 
@@ -171,3 +174,20 @@ def test_what_cannot_be_had_is_refused_by_name(
         response = client.post(path, json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+def test_the_list_of_a_long_prompt_takes_little_more_memory_than_its_text(demo_server: RunningServer) -> None:
+    """As dictionaries, a prompt of 100,000 tokens would take a gigabyte."""
+    assert demo_server.engine.info is not None
+    prompt = PromptLogprobs.unknown(random_tokens(3000, 1), 20)
+    prompt.top_ids[:] = random_tokens(20, 2)
+    prompt.top_logprobs[:] = -2.345678
+    tokenizer = demo_server.engine.info.tokenizer
+    tracemalloc.start()
+    try:
+        text = to_json({"prompt_logprobs": prompt_logprobs(tokenizer, prompt, 20)})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(json.loads(text)["prompt_logprobs"]) == 3000
+    assert peak < 2 * len(text)

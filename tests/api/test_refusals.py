@@ -148,6 +148,24 @@ def test_a_reason_keeps_apostrophes_and_loses_values_that_are_cut_off() -> None:
     assert without_keys(f"metadata.{SECRET}.x-1") == "metadata.....x-1"
 
 
+@pytest.mark.parametrize(
+    ("method", "headers"),
+    [
+        ("GET", {"Host": "x" * 9000}),
+        ("GET", {"Origin": f"https://{'x' * 9000}"}),
+        ("X" * 9000, {}),
+    ],
+    ids=["host", "origin", "method"],
+)
+def test_a_line_is_short_whatever_the_client_sends(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, method: str, headers: dict[str, str]
+) -> None:
+    with raw(server) as client:
+        assert client.request(method, "/v1/models", headers=headers).status_code in (403, 405)
+    [logged] = refusals(caplog)
+    assert len(logged) < 1000
+
+
 def test_a_request_that_was_accepted_is_not_counted_as_refused(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:

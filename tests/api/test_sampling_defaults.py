@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.api.body import validate
+from mlxpaged.api.openai.completions import translate
+from mlxpaged.api.openai.schema import CompletionRequest
+from mlxpaged.api.reading import Reading
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import post, random_tokens, raw, run_on
 from tests.support import RunningServer, make_tiny_model, running_server
@@ -55,6 +59,13 @@ def test_what_a_request_sets_wins(server: RunningServer) -> None:
     assert text(server, free) != text(server, free)
     seeded = body | NEUTRAL | {"seed": 1}
     assert text(server, seeded) == text(server, seeded) != text(server, body)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "repeat_penalty"])
+def test_a_penalty_of_zero_is_none_although_the_model_recommends_one(name: str) -> None:
+    body = validate({"prompt": "x", name: 0}, CompletionRequest, Reading(CompletionRequest, strict=False))
+    request = translate(body).with_defaults(EngineConfig().sampling_defaults(RECOMMENDED))
+    assert (request.params.repetition_penalty, request.params.temperature) == (1.0, 1.5)
 
 
 def test_a_temperature_of_zero_is_not_replaced_by_the_default(server: RunningServer) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged import __version__
+from mlxpaged import __version__, cli
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import http_server, main, serve
 from mlxpaged.engine import AsyncEngine, EngineConfig, Priority
@@ -417,6 +417,14 @@ def test_an_unknown_command_or_flag_ends_with_status_2(args: list[str], capsys: 
         main(args)
     assert end.value.code == 2
     assert "usage: mlxpaged" in capsys.readouterr().err
+
+
+def test_a_sigint_during_the_imports_ends_with_status_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: signal.raise_signal(signal.SIGINT))
+    assert main(["serve"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == ""
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -163,6 +164,37 @@ def test_failed_steps_lose_none(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
     done = run(tiny.engine(max_num_batched_tokens=32), requests)
     check(tiny, logprobs_of(done.outputs["a"]), PROMPT)
     assert failed == ["host", "device"]
+
+
+def test_what_another_requests_failure_discards_is_computed_again(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are discarded for a request that shared blocks with one that fails. The step in flight is one of them, also
+    if the request waits when its end is read."""
+    core = tiny.engine(max_num_batched_tokens=24, max_num_seqs=2)
+    forward, fail = core.runner.forward, core.scheduler.fail
+
+    def spoiling_forward(batch: Batch, *args: Any) -> mx.array:
+        logits = forward(batch, *args)
+        bad = [row.sequence.request_id == "bad" and row.start == 3 for row in batch.rows if row.samples]
+        return mx.concatenate([logits[:1] * mx.nan, logits[1:]]) if any(bad) else logits
+
+    def sharing_fail(sequence_id: int) -> list[Sequence]:
+        preempted = fail(sequence_id)
+        [other] = core.scheduler.running  # as if it shared the block of the last token
+        core.scheduler.recompute(other)
+        other.drop_pending_tokens()
+        return [*preempted, other]
+
+    monkeypatch.setattr(core.runner, "forward", spoiling_forward)
+    monkeypatch.setattr(core.scheduler, "fail", sharing_fail)
+    core.add(request("bad", [20, 21], None, max_tokens=9))
+    core.add(request("a", PROMPT))
+    core.step()
+    older = [replace(request(name, OTHER, None), arrival_time=0.0) for name in ("first", "second")]
+    done = run(core, older)
+    assert done.error("bad") == "the model's logits are not finite"
+    check(tiny, logprobs_of(done.outputs["a"]), PROMPT)
 
 
 def test_logits_that_are_not_finite_end_the_request(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

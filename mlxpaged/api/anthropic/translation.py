@@ -102,8 +102,10 @@ def add_system(messages: list[dict[str, Any]], message: schema.SystemMessage, to
 
 def add_user(messages: list[dict[str, Any]], content: str | Sequence[schema.UserBlock]) -> None:
     """Add results as messages of their tools. Texts that follow each other, also of several messages, are joined.
-    Until then a message is a list of texts: appending half a million strings one by one takes seconds."""
-    for block in [schema.TextBlock(type="text", text=content)] if isinstance(content, str) else content:
+    Until then a message is a list of texts: appending half a million strings one by one takes seconds. A message
+    without blocks has an empty text: without it, a conversation could have no message at all."""
+    blocks = [schema.TextBlock(type="text", text=content)] if isinstance(content, str) else content
+    for block in blocks or [schema.TextBlock(type="text", text="")]:
         if isinstance(block, schema.ToolResultBlock):
             text = (ERROR if block.is_error else "") + text_of(block.content)
             messages.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id})

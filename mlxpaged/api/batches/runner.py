@@ -40,6 +40,9 @@ BATCH_ENDPOINTS: dict[str, tuple[type[LineBody], Respond]] = {
     "/v1/responses": (ResponseRequest, responses.respond),
 }
 
+CLIENT = "batches"
+"""The client of a batch's requests in the log, if the batch has no owner."""
+
 POLL_SECONDS = 0.1
 """A batch checks at this interval whether there is room, and whether the batch or the server has to stop."""
 
@@ -188,7 +191,7 @@ class BatchRunner:
         server = self._app.state.server
         reading = Reading(model, server.http.strict)
         body = await self._on_disk(lambda: validate(read_line(path, place).body, model, reading))
-        server.ignored_fields.note(batch.owner or "batches", reading.ignored)
+        server.ignored_fields.note(batch.owner or CLIENT, reading.ignored)
         if body.stream:
             raise bad_parameter("stream", "must be false in a batch")
         if body.service_tier == "priority":
@@ -215,7 +218,8 @@ class BatchRunner:
             if keys is not None and batch.owner is not None and caller is None:  # it would run without limits
                 message = f"the API key {batch.owner!r} was removed before this request was run"
                 return failure_line(place, "api_key_removed", message)
-            scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": [], "query_string": b""}
+            headers = [(b"user-agent", CLIENT.encode())]
+            scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": headers, "query_string": b""}
             state: dict[str, Any] = {"request_id": new_id("req"), "caller": caller, "body_size": place.size}
             state["ignored"] = []
             request = Request(scope | {"app": self._app, "state": state})

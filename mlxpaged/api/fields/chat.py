@@ -128,6 +128,8 @@ TABLE = Table(
     refused("add_special_tokens", True, "the chat template adds them", (False,)),
     refused("chat_template", "{{ messages }}", "the server uses the model's own template"),
     refused("documents", [{"text": "x"}], "put them into a message", ([],)),
+    refused("system", "Be brief.", "put it into a message", ("",)),
+    refused("instructions", "Be brief.", "put it into a message", ("",)),
     refused("reasoning", {"effort": "low"}, "use `reasoning_effort`"),
     refused("thinking", {"type": "enabled"}, "use `reasoning_effort` or `enable_thinking`"),
     refused("think", True, "use `reasoning_effort` or `enable_thinking`"),

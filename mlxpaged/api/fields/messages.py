@@ -86,4 +86,9 @@ TABLE = Table(
     honoured("output_config", {"format": {"type": "json_schema", "schema": {"type": "integer"}}}),
     label("metadata", {"user_id": "u"}),
     honoured("service_tier", "auto"),
+    refused("response_format", {"type": "json_object"}, "use `output_config.format`", ({"type": "text"},)),
+    refused("reasoning_effort", "low", "use `output_config.effort`"),
+    refused("logprobs", True, shared.ONLY_COMPLETIONS, (False,)),
+    refused("stop", ["a"], "use `stop_sequences`", ("", [], [""])),
+    *shared.OF_COMPLETIONS,
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from mlxpaged.api.fields import chat
 from mlxpaged.api.fields.table import Outcome, Row, Table, honoured, label, refused
 
 STAY = "files stay until they are deleted"
@@ -11,11 +14,14 @@ TOKENIZE = Table(
     honoured("model", "demo"),
     honoured("prompt", "x"),
     honoured("messages", [{"role": "user", "content": "x"}], prompt=None),
+    *(replace(row, example={**row.example, "prompt": None}) for row in chat.MESSAGES if row.field != "messages"),
     honoured("add_special_tokens", False, "for `prompt`"),
     honoured("return_token_strs", True),
     refused("add_generation_prompt", False, NOT_HERE, (True,)),
     refused("continue_final_message", True, NOT_HERE, (False,)),
+    refused("chat_template", "{{ messages }}", NOT_HERE),
     refused("chat_template_kwargs", {"a": 1}, NOT_HERE, ({},)),
+    refused("enable_thinking", False, NOT_HERE),
     refused("tools", [{}], NOT_HERE, ([],)),
 )
 

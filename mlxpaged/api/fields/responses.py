@@ -136,4 +136,13 @@ TABLE = Table(
     refused("image", {}, "images are not supported by this server"),
     refused("moderation", {}, "there is no moderation"),
     refused("prompt", {"id": "p"}, "the server stores no prompts"),
+    refused("messages", [USER], "use `input`", ([],)),
+    refused("max_tokens", 2, "use `max_output_tokens`", (-1,)),
+    refused("max_completion_tokens", 2, "use `max_output_tokens`", (-1,)),
+    refused("response_format", {"type": "json_object"}, "use `text.format`", ({"type": "text"},)),
+    refused("reasoning_effort", "low", "use `reasoning.effort`"),
+    refused("logprobs", True, "use `include`", (False,)),
+    refused("stop", ["a"], shared.ONLY_COMPLETIONS, ("", [], [""])),
+    refused("top_k", 5, shared.ONLY_COMPLETIONS),
+    *shared.OF_COMPLETIONS,
 )

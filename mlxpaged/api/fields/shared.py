@@ -8,6 +8,7 @@ ONLY_TOP = "the tokens to sample from are chosen by `top_p`, `top_k` and `min_p`
 NO_TOOLS = "the server runs no tools itself"
 ONE_MODEL = "the server has the weights that it was started with"
 CACHED = "every prompt is looked up in the prefix cache"
+ONLY_COMPLETIONS = "chat completions have it; this API does not"
 LOADED = "the server's flags decide how the model is loaded"
 PART_OF_MIROSTAT = "it belongs to `mirostat`"
 PART_OF_DRY = "it belongs to `dry_multiplier`"
@@ -91,14 +92,17 @@ ALIASES: tuple[Row, ...] = (
     alias("max_new_tokens", 2, "max_tokens", "TGI, SGLang", max_tokens=None),
     alias("num_predict", 2, "max_tokens", "Ollama", max_tokens=None),
     alias("n_predict", 2, "max_tokens", "llama.cpp", max_tokens=None),
+    alias("max_output_tokens", 2, "max_tokens", "OpenAI's responses", max_tokens=None),
     alias("repeat_penalty", 1.1, "repetition_penalty", "llama.cpp, Ollama, LM Studio"),
     alias("repeat_last_n", 64, "repetition_context_size", "llama.cpp, Ollama; -1 means all tokens"),
     alias("repetition_penalty_range", 64, "repetition_context_size", "0 means all tokens", (0,)),
     alias("stop_sequences", ["a"], "stop"),
+    alias("stopping_strings", ["a"], "stop", "text-generation-webui"),
     alias("random_seed", 1, "seed", "Mistral"),
     alias("ban_eos_token", True, "ignore_eos"),
     alias("json_schema", {"type": "integer"}, "guided_json", "llama.cpp", ({},)),
     alias("grammar", 'root ::= "a"', "guided_grammar", "llama.cpp", ("",)),
+    alias("grammar_string", 'root ::= "a"', "guided_grammar", "text-generation-webui", ("",)),
     alias("regex", "a+", "guided_regex", "SGLang"),
 )
 
@@ -143,6 +147,7 @@ REFUSALS: tuple[Row, ...] = (
     refused("tfs", 0.5, ONLY_TOP, (1,)),
     refused("top_a", 0.5, ONLY_TOP, (0,)),
     refused("top_n_sigma", 1, ONLY_TOP, (0, -1)),
+    refused("nsigma", 1, ONLY_TOP, (0, -1)),
     refused("epsilon_cutoff", 0.1, ONLY_TOP, (0,)),
     refused("eta_cutoff", 0.1, ONLY_TOP, (0,)),
     refused("xtc_probability", 0.5, ONLY_TOP, (0,)),
@@ -185,6 +190,9 @@ REFUSALS: tuple[Row, ...] = (
     refused("custom_params", {"a": 1}, "they belong to `custom_logit_processor`", ({},)),
     refused("allowed_token_ids", [1], "use `logit_bias` or a constraint"),
     refused("bad_words", ["a"], "use `logit_bias`", ([],)),
+    refused("banned_strings", ["a"], "use `logit_bias`", ([],)),
+    refused("banned_tokens", [20], "use `logit_bias`", ([], "")),
+    refused("custom_token_bans", "20", "use `logit_bias`", ("",)),
     refused("ebnf", "root ::= x", "use `guided_grammar`"),
     refused("guided_whitespace_pattern", " ", "use `guided_regex` or `guided_grammar`"),
     refused("skip_special_tokens", False, "the text has no special tokens", (True,)),
@@ -206,3 +214,28 @@ REFUSALS: tuple[Row, ...] = (
     refused("options", {"top_k": 5}, "Ollama's; give its fields beside the others", ({},)),
     refused("format", "json", "Ollama's; use `response_format` or `guided_json`", ("",)),
 )
+
+OF_COMPLETIONS: tuple[Row, ...] = (
+    refused("n", 2, "there is one answer", (1,)),
+    refused("seed", 1, ONLY_COMPLETIONS, (-1,)),
+    refused("min_p", 0.1, ONLY_COMPLETIONS),
+    refused("repetition_penalty", 1.1, ONLY_COMPLETIONS),
+    refused("presence_penalty", 0.5, ONLY_COMPLETIONS),
+    refused("frequency_penalty", 0.5, ONLY_COMPLETIONS),
+    refused("logit_bias", {"20": -100}, ONLY_COMPLETIONS, ({},)),
+    refused("min_tokens", 1, ONLY_COMPLETIONS, (0,)),
+    refused("stop_token_ids", [20], ONLY_COMPLETIONS, ([],)),
+    refused("ignore_eos", True, ONLY_COMPLETIONS, (False,)),
+    refused("functions", [{"name": "f"}], "replaced by `tools`", ([],)),
+    *(
+        refused(name, value, ONLY_COMPLETIONS)
+        for name, value in (
+            ("structured_outputs", {"regex": "a+"}),
+            ("guided_json", {"type": "integer"}),
+            ("guided_regex", "a+"),
+            ("guided_choice", ["a", "b"]),
+            ("guided_grammar", 'start: "a"'),
+        )
+    ),
+)
+"""Fields that change the answer of completions, for other APIs that lack them."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import ApiError, from_engine
@@ -276,7 +277,8 @@ async def reply(answers: Answers, renderer: Renderer, stream: bool) -> Response:
         return EventStream(events(answers, renderer), answers.close, renderer.media_type)
     collected = await answers.collect()
     if any(answer.prompt_logprobs is not None for answer in collected):
-        return await asyncio.to_thread(lambda: JSONResponse(renderer.whole(collected)))
+        body = await asyncio.to_thread(lambda: to_json(renderer.whole(collected)))
+        return Response(body, media_type=JSONResponse.media_type)
     return JSONResponse(renderer.whole(collected))
 
 

@@ -77,7 +77,9 @@ def params_of(body: schema.GeneratingFields) -> dict[str, Any]:
     others: dict[str, Any] = {"seed": None if (options.seed or 0) < 0 else options.seed}
     if options.num_predict is not None and options.num_predict > 0:
         others["max_tokens"] = options.num_predict
-    if options.repeat_penalty is not None and options.repeat_last_n != 0:
+    if options.repeat_last_n == 0:
+        others["repetition_penalty"] = 1.0
+    elif options.repeat_penalty is not None:
         others["repetition_penalty"] = options.repeat_penalty
     if options.repeat_last_n is not None and options.repeat_last_n > 0:
         others["repetition_context_size"] = options.repeat_last_n

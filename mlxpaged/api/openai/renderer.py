@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from mlxpaged.api.errors import ApiError
@@ -37,7 +37,7 @@ class CompletionsRenderer(Renderer):
         }
 
     def prompt_logprobs_field(self, answer: Answer) -> dict[str, Any]:
-        """{"prompt_logprobs": a list}, or {} if the request did not ask for it."""
+        """{"prompt_logprobs": an iterator over a list's entries}, or {} if the request did not ask for it."""
         if self._prompt_logprobs is None or answer.prompt_logprobs is None:
             return {}
         tokenizer = self.answers.info.tokenizer
@@ -97,16 +97,15 @@ def completion_logprobs(
 ) -> dict[str, list[Any]]:
     """offset: characters of the answer before the first of `tokens`. prompt: comes before `tokens`, if it is not None.
     Its tokens get the `num_top` most likely ones. Its first token has no log-probability: nothing predicts it."""
-    first = [] if prompt is None else [prompt.token_ids[0]]
-    tokens = tokens if prompt is None else [*prompt.tokens(num_top), *tokens]
-    texts = [tokenizer.token_text(token_id) for token_id in (*first, *(token.token_id for token in tokens))]
-    unknown = [None] * len(first)
-    return {
-        "tokens": texts,
-        "token_logprobs": [*unknown, *(max(token.logprob, MIN_LOGPROB) for token in tokens)],
-        "top_logprobs": [*unknown, *(top_logprobs(tokenizer, token) for token in tokens)],
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
-    }
+    texts = [] if prompt is None else [tokenizer.token_text(prompt.token_ids[0])]
+    logprobs: list[float | None] = [None] * len(texts)
+    tops: list[dict[str, float] | None] = [None] * len(texts)
+    for token in chain(() if prompt is None else prompt.tokens(num_top), tokens):
+        texts.append(tokenizer.token_text(token.token_id))
+        logprobs.append(max(token.logprob, MIN_LOGPROB))
+        tops.append(top_logprobs(tokenizer, token))
+    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
 def top_logprobs(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, float]:
@@ -119,17 +118,17 @@ def top_logprobs(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, float]
     return found
 
 
-def prompt_logprobs(tokenizer: Tokenizer, prompt: PromptLogprobs, num_top: int) -> list[dict[str, Any] | None]:
-    """In vLLM's format: None for the first token, and for each other one an object of token ids, its own first."""
+def prompt_logprobs(tokenizer: Tokenizer, prompt: PromptLogprobs, num_top: int) -> Iterator[dict[str, Any] | None]:
+    """In vLLM's format: None for the first token, and for each other one an object of token ids, its own first. All
+    entries of a long prompt together would take a gigabyte."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         text = tokenizer.token_text(token_id)
         return {"logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": text}
 
-    found: list[dict[str, Any] | None] = [None]
+    yield None
     for token, own_rank in zip(prompt.tokens(num_top), prompt.ranks.tolist(), strict=True):
         entries = {str(token.token_id): entry(token.token_id, token.logprob, own_rank)}
         for rank, (candidate, logprob) in enumerate(token.top, 1):
             entries.setdefault(str(candidate), entry(candidate, logprob, rank))
-        found.append(entries)
-    return found
+        yield entries

@@ -37,8 +37,8 @@ TokenLimit = Annotated[Annotated[int, Field(ge=0)] | None, UNLIMITED]
 
 
 def no_penalty(value: Any) -> Any:
-    """Returns None for 0, which is no penalty in mlx-lm."""
-    return None if type(value) in (int, float) and value == 0 else value
+    """Returns 1 for 0, which is no penalty in mlx-lm. None would be the model's default, which can be a penalty."""
+    return 1.0 if type(value) in (int, float) and value == 0 else value
 
 
 def fits_bias(value: Any) -> bool:

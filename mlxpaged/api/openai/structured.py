@@ -47,7 +47,7 @@ class TextFormat(Body):
         return self
 
     def constraint(self, param: str) -> Constraint | None:
-        if self.schema_ is not None:
+        if self.schema_:  # {} is none, as in llama.cpp
             return Constraint("json_schema", json.dumps(self.schema_), f"{param}.schema")
         return Constraint("json_schema", ANY_OBJECT, param) if self.type == "json_object" else None
 

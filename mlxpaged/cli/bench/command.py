@@ -12,6 +12,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
+from mlxpaged.cli import INTERRUPTED
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.bench import plan as plans
 from mlxpaged.cli.bench.plan import NoRoomError, Plan
@@ -24,8 +25,6 @@ from mlxpaged.cli.flags import Flags, output_file, positive_int, positive_ints
 from mlxpaged.cli.logs import set_up
 from mlxpaged.engine import AsyncEngine, EngineBusyError, EngineConfig, EngineUnavailableError, RequestFailedError
 
-INTERRUPTED = 130
-"""The exit status is 128 plus the number of SIGINT, as in a shell."""
 LOADING_STOP_SECONDS = 1.0
 STOP_SECONDS = 10.0
 UNPRINTABLE = "the figures cannot be printed"
