@@ -221,6 +221,7 @@ HINTS: list[Case] = [
     ("OpenAI", CHAT, {"functions": [{"name": "f"}]}, Refused("replaced by tools")),
     ("OpenAI", CHAT, {"tools": []}, Honoured("prompt.tools", [])),
     ("Qwen", CHAT, {"enable_thinking": False}, Honoured("prompt.chat_template_kwargs", {"enable_thinking": False})),
+    ("Open WebUI", CHAT, {"think": False}, Honoured("prompt.chat_template_kwargs", {"enable_thinking": False})),
     (
         "Qwen",
         CHAT,

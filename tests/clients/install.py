@@ -1,5 +1,5 @@
 """Installs the programs of `make test-clients`, each into a folder of its own: their requirements contradict each
-other's and ours. Arguments are names of programs; without arguments, all but the large ones are installed."""
+other's and ours. Arguments are names of programs; without arguments, all are installed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ PYTHON = {
     "aider": "aider-chat==0.86.2",
     "anthropic": "anthropic==2.12.0",
     "dspy": "dspy==3.4.1",
+    "guidellm": "guidellm==0.8.1",  # 1.1 GB; on Linux, torch from PyPI brings CUDA, 3 GB more
     "instructor": "instructor==1.17.0",
     "langchain": "langchain-openai==1.7.3 langchain-anthropic==1.7.7",
     "litellm": "litellm==1.106.2 mcp==2.3.0",
     "llama_index": "llama-index-llms-openai-like==0.8.1",
     "llm": "llm==0.36",
     "ollama": "ollama==0.6.3",
+    "open_webui": "open-webui==0.12.4",  # 2.3 GB, without CUDA; Python 3.11 or 3.12
     "openai": "openai==3.54.0",
     "openai_agents": "openai-agents==0.24.0",
     "pydantic_ai": "pydantic-ai-slim[openai,anthropic]==2.68.0",
@@ -37,11 +39,6 @@ NODE = {
     "opencode": "opencode-ai@1.18.33",
     "vercel_ai": "ai@7.0.173 @ai-sdk/openai-compatible@3.0.92 zod@4.6.7",
 }
-LARGE = {
-    "guidellm": "guidellm==0.8.1",  # 1.1 GB; on Linux, torch from PyPI brings CUDA, 3 GB more
-    "open_webui": "open-webui==0.12.4",  # 2.3 GB, without CUDA; Python 3.11 or 3.12
-}
-"""Python programs that are installed only by name."""
 
 
 class NotInstalled(Exception):
@@ -60,7 +57,7 @@ def folder_of(name: str) -> Path:
 
 def install(name: str) -> None:
     """Install a program, unless this version is there already. A failure is kept for folder_of."""
-    packages = (PYTHON | NODE | LARGE)[name]
+    packages = (PYTHON | NODE)[name]
     folder = FOLDER / name
     if (folder / "installed").exists() and (folder / "installed").read_text() == packages:
         return
