@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,15 @@ def test_the_defaults_are_those_of_the_engine(started: dict[str, Any]) -> None:
     assert started["drain_timeout"] == 30
 
 
+@pytest.fixture
+def _interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also if the tests run in the background of a shell, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts")
 def test_a_sigint_before_the_server_handles_it_ends_the_process_with_status_0(
     started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,6 +429,7 @@ def test_an_unknown_command_or_flag_ends_with_status_2(args: list[str], capsys: 
     assert "usage: mlxpaged" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_interrupts")
 def test_a_sigint_during_the_imports_ends_with_status_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
