@@ -12,6 +12,12 @@ from mlxpaged import __version__
 
 COMMANDS = {
     "serve": ("serve", "serve a model over the OpenAI, Anthropic and Ollama APIs"),
+    "chat": ("chat.command", "chat with a model in the terminal"),
+    "run": ("run_prompt", "print the answer to one prompt"),
+    "ps": ("ps", "list the loaded models of the running server"),
+    "stop": ("stop", "unload a model, or end the running server"),
+    "launch": ("launch", "start a coding agent on the server"),
+    "service": ("service.command", "start the server at login, and keep it running"),
     "bench": ("bench.command", "measure how fast this machine serves a model"),
     "doctor": ("doctor.command", "check and measure the attention kernels on this machine"),
     "keys": ("keys", "make, list and remove API keys"),
