@@ -109,7 +109,7 @@ def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> st
     try:
         entry = client.post(model_path(name, "load"), seconds=None)
     except ServerError as error:
-        if error.status != 404:
+        if error.status not in (404, 405):  # 405: a server before there was this endpoint
             raise
         served = f"It serves {', '.join(names)}." if names else "It serves no model."
         raise ServerError(f"the server at {client.url} does not serve {model}. {served}") from None

@@ -40,13 +40,14 @@ class Agent:
 
 
 def claude(connection: Connection) -> Settings:
-    # One model for all: Claude Code asks a smaller one for titles and summaries.
-    models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+    # One model for all: Claude Code asks others for titles and for its subagents.
+    models = [f"ANTHROPIC_{kind}MODEL" for kind in ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_")]
     return Settings(
         {
             "ANTHROPIC_BASE_URL": connection.client.url,
             "ANTHROPIC_API_KEY": connection.client.key or NO_KEY,
             **dict.fromkeys(models, connection.model),
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(max_model_len(connection)),
         }
     )
 
@@ -55,6 +56,7 @@ def codex(connection: Connection) -> Settings:
     """Overrides ~/.codex/config.toml and leaves it as it is. A JSON string is also one of TOML."""
     values = {
         "model": connection.model,
+        "model_context_window": max_model_len(connection),
         "model_provider": "mlxpaged",
         "model_providers.mlxpaged.name": "mlxpaged",
         "model_providers.mlxpaged.base_url": f"{connection.client.url}/v1",

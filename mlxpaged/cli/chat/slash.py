@@ -16,7 +16,7 @@ from mlxpaged.cli.connection import chosen, generating
 if TYPE_CHECKING:
     from mlxpaged.cli.chat.chat import Chat
 
-NAME = re.compile(r"/[a-z]*\b(?!/)")
+NAME = re.compile(r"/[a-z]+(\s|$)")
 """A message may begin with a path: /usr/bin is no command."""
 
 
