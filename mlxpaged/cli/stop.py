@@ -57,9 +57,7 @@ def stoppable(args: argparse.Namespace) -> RunningServer:
         servers = [server for server in servers if server.url == args.url.replace("//localhost:", "//127.0.0.1:")]
     if not servers:
         url = running(args).url  # the more precise error
-        raise ServerError(
-            f"the server at {url} was not started by this user on this machine, or not with `mlxpaged serve`"
-        )
+        raise ServerError(f"the server at {url} was not started by this user on this machine")
     return servers[0]
 
 

@@ -77,21 +77,22 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 @contextlib.contextmanager
 def mlxpaged(directory: Path, *args: str, env: Mapping[str, str] | None = None, fork: bool = True) -> Iterator[Command]:
     """fork: save the imports. Without it, or if `env` has variables of libraries, which may read them when they are
-    imported, the process starts as a user's does."""
-    forks = fork and forked.IS_SUPPORTED and all(name.startswith("MLXPAGED_") for name in env or {})
+    imported, the process starts as a user's does. Its home is `directory`, so that no other command finds a server."""
+    forks = fork and forked.IS_SUPPORTED and all(name.startswith(("MLXPAGED_", "HOME")) for name in env or {})
     directory.mkdir(parents=True, exist_ok=True)
+    env = {"HOME": str(directory), **(env or {})}
     stdout, stderr = directory / "stdout", directory / "stderr"
     process: subprocess.Popen[bytes] | ForkedProcess
     with open(stdout, "wb") as out, open(stderr, "wb") as err:
         process = (
-            ForkedProcess(args, environment(env or {}), stdout, stderr)
+            ForkedProcess(args, environment(env), stdout, stderr)
             if forks
             else subprocess.Popen(
                 [sys.executable, "-m", "mlxpaged", *args],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=environment(env or {}),
+                env=environment(env),
             )
         )
     try:
