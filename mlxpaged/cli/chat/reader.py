@@ -58,9 +58,7 @@ def key_bindings() -> KeyBindings:
     def _(event: KeyPressEvent) -> None:
         """Send the message, unless it has begun with three quotes that are still open."""
         buffer = event.current_buffer
-        if buffer.complete_state is not None and buffer.complete_state.current_completion is not None:
-            buffer.complete_state = None  # the completion is taken, and the line can go on
-        elif buffer.text.lstrip().startswith(QUOTES) and buffer.text.count(QUOTES) % 2:
+        if buffer.text.lstrip().startswith(QUOTES) and buffer.text.count(QUOTES) % 2:
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
