@@ -1,5 +1,7 @@
 """The process of the `mlxpaged` command: `python -m mlxpaged` and the script."""
 
+from __future__ import annotations
+
 import signal
 
 INTERRUPTED = 130
@@ -12,10 +14,19 @@ def main() -> int:
         from mlxpaged import cli
 
         status = cli.main()
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not was_interrupted(error):
+            raise
         status = INTERRUPTED
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return status
+
+
+def was_interrupted(error: BaseException | None) -> bool:
+    """Some C extensions turn a KeyboardInterrupt during their import into an ImportError. mlx does."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 if __name__ == "__main__":
