@@ -17,7 +17,10 @@ from tests.support import RunningServer, running_server
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-COMMANDS = ("serve", "bench", "doctor", "keys add", "keys list", "keys remove")
+COMMANDS = (
+    *("serve", "chat", "run", "ps", "stop", "launch", "service install", "bench", "doctor"),
+    *("keys add", "keys list", "keys remove"),
+)
 OF_OTHERS = {"--add-host", "--backend", "--before", "--budget", "--continuous-batching", "--model", "--openai-api-base"}
 """Flags of Docker, of clients, of other servers and of benchmarks/compare.py, and the other form of MODEL."""
 

@@ -93,6 +93,7 @@ def test_while_an_answer_streams_ends_it_and_not_the_chat(terminal: Terminal, se
     before = terminal.start(f"mlxpaged chat --url {server.url}")
     terminal.wait_for(r">>>", since=before)
     for _ in range(3):
+        before = len(terminal.text())
         terminal.type("Long?")
         terminal.wait_for(r"so so so", since=before)
         terminal.key("C-c", "C-c", "C-c")
