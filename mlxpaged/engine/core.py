@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
 
 from mlxpaged.engine import recovery
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
@@ -25,9 +26,19 @@ from mlxpaged.engine.step import HostError, InFlightStep
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import state_bytes
-from mlxpaged.scheduler import Batch, FinishReason, ScheduledSequence, Scheduler, Sequence, SequenceStatus
+from mlxpaged.scheduler import Batch, FinishReason, Priority, ScheduledSequence, Scheduler, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS = {Priority.HIGH: 4.0, Priority.NORMAL: 2.0, Priority.LOW: 1.0}
+"""A model gets device time in proportion to these while others have work."""
+
+
+@dataclass
+class DeviceClock:
+    """Of the models that share a device. read_at: time at which the result of the last step of any of them was read."""
+
+    read_at: float = -math.inf
 
 
 class EngineCore:
@@ -71,7 +82,7 @@ class EngineCore:
         self._sequence_of: dict[str, int] = {}
         self._deadlines = Deadlines(scheduler)
         self._log = StepLog()
-        self._read_at = -math.inf  # time at which the tokens of the last step were read
+        self.device = DeviceClock()
         self._num_steps = 0
         self._num_generated_tokens = 0
 
@@ -193,6 +204,27 @@ class EngineCore:
 
     def embeds(self) -> bool:
         return self.embedder is not None and self.embedder.has_work()
+
+    @property
+    def step_bytes(self) -> int:
+        """Memory of the largest step."""
+        return self.resizer.step_bytes
+
+    @property
+    def weight(self) -> float:
+        """Its share of the device while other models have work too, by the highest priority among its requests."""
+        highest = min((running.request.priority for running in self.requests.values()), default=Priority.NORMAL)
+        return WEIGHTS[highest]
+
+    def give_back(self) -> int:
+        """Shrink the pool to what running requests and the pool's least size need. Returns the bytes that are freed."""
+        try:
+            self._finish_in_flight()
+        except DeviceError as error:
+            self._rebuild_pools(error)
+        before = self.runner.kv_cache_bytes
+        self.resizer.shrink_to_least()
+        return before - self.runner.kv_cache_bytes
 
     def close(self) -> None:
         """Release the swap space, which may be a file."""
@@ -349,8 +381,8 @@ class EngineCore:
         tokens, invalid, prompt_logprobs = step.read()
         now = self.clock()
         # The device began the step when it was launched, or when the previous step was done if that was later.
-        self.scheduler.observe(step.batch, now - max(step.started, self._read_at))
-        self._read_at = now
+        self.scheduler.observe(step.batch, now - max(step.started, self.device.read_at))
+        self.device.read_at = now
         discarded: set[int] = set()
         for sequence_id in invalid & self.requests.keys():
             preempted = self.fail(self.requests[sequence_id].sequence, "the model's logits are not finite")

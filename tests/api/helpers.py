@@ -8,6 +8,7 @@ import json
 import random
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import httpx
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from mlxpaged.api.access.key_file import KeyEntry, KeyFile, make_key, write
 from mlxpaged.scheduler import SequenceStatus
@@ -136,12 +138,19 @@ def stream_together(server: RunningServer, bodies: Sequence[dict[str, Any]]) -> 
 
 
 def metrics(server: RunningServer) -> dict[str, float]:
-    """Sample name, with its labels' values, -> value."""
+    """Sample name, with its labels' values, -> value; summed over the models."""
     with raw(server) as client:
         response = client.get("/metrics")
     assert response.status_code == 200
     samples = [sample for family in text_string_to_metric_families(response.text) for sample in family.samples]
-    return {"|".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+    found: dict[str, float] = defaultdict(float)
+    for sample in samples:
+        found[sample_name(sample)] += sample.value
+    return dict(found)
+
+
+def sample_name(sample: Sample) -> str:
+    return "|".join([sample.name, *(value for label, value in sample.labels.items() if label != "model")])
 
 
 @dataclass

@@ -245,8 +245,8 @@ def test_a_way_of_sampling_that_is_missing_is_refused(options: dict[str, Any]) -
         ("/api/show", {}, 400, "model: "),
         ("/api/show", {"model": "other"}, 404, "'other' does not exist"),
         ("/api/embed", {"model": "scripted", "input": "x"}, 400, "cannot be used for embeddings"),
-        ("/api/pull", {"model": "llama3.2", "stream": True}, 400, "models are chosen when it starts"),
-        ("/api/create", {"model": "m", "from": "scripted"}, 400, "models are chosen when it starts"),
+        ("/api/pull", {"model": "llama3.2", "stream": True}, 400, "use `mlxpaged pull`"),
+        ("/api/create", {"model": "m", "from": "scripted"}, 400, "use `mlxpaged pull`"),
         ("/api/nothing", {}, 404, "nothing at /api/nothing"),
         ("/api/tags", {}, 405, "POST is not allowed at /api/tags"),
     ],
@@ -260,7 +260,10 @@ def test_errors_have_ollamas_form(
 
 
 @pytest.mark.parametrize(("keep_alive", "reason"), [(None, "load"), ("5m", "load"), (0, "unload"), ("0s", "unload")])
-def test_without_messages_or_a_prompt_nothing_is_generated(server: RunningServer, keep_alive: Any, reason: str) -> None:
+def test_without_messages_or_a_prompt_nothing_is_generated(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, keep_alive: Any, reason: str
+) -> None:
+    monkeypatch.setattr(server.registry.default, "pinned", True)  # the other tests need it
     fields = {"model": "scripted:latest", "keep_alive": keep_alive}
     with raw(server) as client:
         chat = client.post("/api/chat", json=fields | {"messages": []}).json()
@@ -311,7 +314,8 @@ def test_the_served_model_is_listed_shown_and_running(server: RunningServer) -> 
     assert model["details"]["family"] == "llama"
     assert model["details"]["quantization_level"] == "32.0 bits"
     assert {name: loaded[name] for name in model} == model
-    assert (loaded["size_vram"], loaded["context_length"]) == (info.weight_bytes, info.max_model_len)
+    taken = server.registry.default.memory_bytes
+    assert (loaded["size_vram"], loaded["context_length"]) == (taken, info.max_model_len)
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["llama.context_length"] == info.max_model_len
     assert "tools" in shown["template"]
