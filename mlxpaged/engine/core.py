@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
 from mlxpaged.engine.status import EngineStats, EngineStatus, engine_status
-from mlxpaged.engine.step import HostError, InFlightStep
+from mlxpaged.engine.step import HostError, InFlightStep, PromptResult
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import state_bytes
@@ -341,8 +341,8 @@ class EngineCore:
         try:
             running = {each.sequence_id for each in self.scheduler.running} if self.runner.is_recurrent else set()
             logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens, running)
-            tops = [self.requests[row.sequence.sequence_id].num_top for row in batch.rows if row.prompt_logprobs]
-            step = InFlightStep(batch, started, logits, max(tops, default=0))
+            tops = (self.requests[row.sequence.sequence_id].num_top for row in batch.rows if row.prompt_logprobs)
+            step = InFlightStep(batch, started, logits, max(tops, default=None))
         except DeviceError:
             raise
         except Exception as error:
@@ -394,19 +394,27 @@ class EngineCore:
             if row.sequence.status is SequenceStatus.SWAPPED:  # it may have shared blocks with one that failed
                 self.scheduler.recompute(row.sequence)
         self.scheduler.update(Batch(step.rows), {sequence_id: token.token_id for sequence_id, token in tokens.items()})
-        # What a sequence computed in this step is discarded too if a failure of the previous step preempted it.
-        valid = {row.sequence.sequence_id for row in step.rows} & self.requests.keys() - discarded
-        for sequence_id, (positions, rows) in prompt_logprobs.items():
-            if sequence_id in valid:
-                self.requests[sequence_id].add_prompt_logprobs(positions, rows)
+        # A step that only decodes samples every row, and pays nothing for prompts.
+        self._prompt_chunks = ()
+        if prompt_logprobs or len(tokens) < len(step.rows):
+            self._process_prompts(step.rows, prompt_logprobs, discarded)
         for sequence_id, token in tokens.items():
             if sequence_id in self.requests:
                 self._outputs.append(self._output_of(self.requests[sequence_id], token))
-        for row in step.rows:
+
+    def _process_prompts(
+        self, rows: ListOf[ScheduledSequence], prompt_logprobs: Mapping[int, PromptResult], discarded: set[int]
+    ) -> None:
+        """Commit what a step computed of prompts, except for sampled tokens. discarded: ids of preempted sequences."""
+        self._prompt_chunks = prompt_chunks(rows)
+        # What a sequence computed in this step is discarded too if a failure of the previous step preempted it.
+        valid = {row.sequence.sequence_id for row in rows} & self.requests.keys() - discarded
+        for sequence_id, (positions, computed) in prompt_logprobs.items():
+            if sequence_id in valid:
+                self.requests[sequence_id].add_prompt_logprobs(positions, computed)
+        for row in rows:
             if row.ends_sequence and row.sequence.sequence_id in valid:
                 self._outputs.append(self._end(row.sequence.sequence_id, FinishReason.LENGTH, None))
-        # A step that only decodes samples every row, and pays nothing for the progress of prompts.
-        self._prompt_chunks = () if len(tokens) == len(step.rows) else prompt_chunks(step.rows)
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import httpx
 from openai import AsyncOpenAI
+from openai.types import CompletionChoice
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -113,6 +114,18 @@ def post(server: RunningServer, body: dict[str, Any]) -> dict[str, Any]:
 def answer_text(server: RunningServer, body: dict[str, Any]) -> str:
     choice = post(server, body)["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def legacy_logprobs(choice: CompletionChoice) -> list[tuple[str, Any, Any]]:
+    """The token, its log-probability and the most likely tokens, at each place of a completion. The offsets fit the
+    tokens."""
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
+    return list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))
 
 
 def stream_together(server: RunningServer, bodies: Sequence[dict[str, Any]]) -> list[str]:

@@ -19,6 +19,7 @@ from mlxpaged.api.ollama import schema
 from mlxpaged.api.ollama.translation import messages_of, translate_chat
 from mlxpaged.api.reading import Reading
 from tests.api.helpers import StepGate, chat_tokens, raw, tokens_of, within_one_step, write_keys
+from tests.api.test_tools import WEATHER
 from tests.support import RunningServer
 
 REPLY = '{"city": "Rome", "degrees": 21}'
@@ -30,14 +31,6 @@ SCRIPT = {
     "Weather in Rome?": f"Let me see.\n{CALL}",
     "21 degrees": "It is 21 degrees in Rome.",
     "Describe Rome": REPLY,
-}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
 }
 SCHEMA = {
     "type": "object",
