@@ -291,10 +291,11 @@ class EngineThread(threading.Thread):
             if slot in slots:
                 slots.remove(slot)
         core, slot.core = slot.core, None
+        why = why if error is None else str(error)
         if core is not None:
             if error is None:
                 slot.callbacks.on_step(slot.outputs + core.abort_all(why), core.stats())
-            logger.info("a model was unloaded; KV blocks: %s", core.stats().scheduler.blocks)
+            logger.info("engine stopped: %s; KV blocks: %s", why, core.stats().scheduler.blocks)
             core.close()
         # Not the error itself: its traceback refers to the model's weights.
         slot.callbacks.on_end(None if error is None else Failure.of(error))

@@ -206,9 +206,9 @@ class Registry:
 
     @property
     def progress(self) -> Progress | None:
-        """Of the model that is being loaded."""
-        loading = (engine for engine in self.engines if engine.state is EngineState.LOADING)
-        return next((engine.progress for engine in loading if engine.progress is not None), None)
+        """Of the model that is being loaded, or of the one that was loaded last at the start."""
+        engines = sorted(self.engines, key=lambda engine: engine.state is not EngineState.LOADING)
+        return next((engine.progress for engine in engines if engine.progress is not None), None)
 
     # -- models by name ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import pytest
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine import EngineConfig, builder
-from mlxpaged.models import device_memory
+from mlxpaged.models.device_memory import limit_memory
 from mlxpaged.registry import Catalog, Limits, Model, Registry, registry_of
 from tests.api.helpers import (
     DEADLINE,
@@ -227,16 +227,21 @@ def test_the_idle_model_that_was_used_least_recently_makes_room(paths: dict[str,
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96  # its prefix cache has stayed
 
 
-def test_a_model_that_does_not_fit_is_refused_with_both_numbers(
-    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _no_limit() -> Iterator[None]:
+    yield
+    limit_memory(None)
+
+
+@pytest.mark.usefixtures("_no_limit")
+def test_a_model_that_does_not_fit_is_refused_with_both_numbers(paths: dict[str, Path]) -> None:
     with running_server(models(paths, "small", "other", pinned=["demo"])) as server:
         post(server, run_on("x", 2, model="small"))
         with StepGate(server) as gate:
             busy = Background.post(server, "/v1/completions", run_on("x", 3))
             gate.wait_held()
             # "small" is idle and is unloaded, and the pool of "demo" shrinks. That does not suffice.
-            monkeypatch.setattr(device_memory, "_limit", 1)
+            limit_memory(1)
             blocked = Background.post(server, "/v1/completions", run_on("x", 2, model="other"))
             gate.open()
             answer = blocked.result()
@@ -245,7 +250,7 @@ def test_a_model_that_does_not_fit_is_refused_with_both_numbers(
             assert "GB" in error["message"]
             assert busy.text is not None
         assert states(server) == {"demo": "loaded", "small": "available", "other": "failed"}
-        monkeypatch.setattr(device_memory, "_limit", None)
+        limit_memory(None)
         assert post(server, run_on("x", 2, model="other"))["usage"]["completion_tokens"] == 2
 
 
