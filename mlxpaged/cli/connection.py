@@ -18,6 +18,8 @@ from mlxpaged.cli.running_servers import running_servers
 from mlxpaged.cli.status_line import StatusLine
 
 DEFAULT_URL = "http://127.0.0.1:8080"
+LOADED = "loaded"
+"""A state. A server that has one model says none."""
 Entry = dict[str, Any]
 """What GET /v1/models says about a model."""
 
@@ -95,31 +97,33 @@ def connected(args: argparse.Namespace, model: str | None) -> Iterator[Connectio
 
 
 def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> str:
-    """Returns the server's name of the model. One that is not served is loaded, if the server can do this. Raises
+    """Returns the server's name of the model, which is loaded then, if the server can do this and the key may. Raises
     ServerError."""
-    names = [entry["id"] for entry in generating(client)]
+    entries = generating(client)
     if model is None:
-        if not names:
+        if not entries:
             raise ServerError(f"the server at {client.url} serves no model that generates text")
-        return str(names[0])
-    if model in names:
+        model = str(entries[0]["id"])
+    states = {entry["id"]: entry.get("state", LOADED) for entry in entries}
+    if states.get(model) == LOADED:
         return model
-    name = str(Path(model).resolve()) if Path(model).is_dir() else model
+    name = str(Path(model).resolve()) if model not in states and Path(model).is_dir() else model
     show(f"loading {model}")
     try:
-        entry = client.post(model_path(name, "load"), seconds=None)
+        return str(client.post(model_path(name, "load"), seconds=None)["id"])
     except ServerError as error:
+        if error.status == 403:  # only admins load models by hand; a request loads it too
+            return name
         if error.status not in (404, 405):  # 405: a server before there was this endpoint
             raise
-        served = f"It serves {', '.join(names)}." if names else "It serves no model."
+        served = f"It serves {', '.join(states)}." if states else "It serves no model."
         raise ServerError(f"the server at {client.url} does not serve {model}. {served}") from None
-    return str(entry["id"])
 
 
 def generating(client: Client) -> list[Entry]:
     """Returns the models that generate text, loaded ones first."""
     entries = [entry for entry in client.get("/v1/models")["data"] if kind_of(entry) == "generate"]
-    return sorted(entries, key=lambda entry: entry.get("state", "loaded") != "loaded")
+    return sorted(entries, key=lambda entry: entry.get("state", LOADED) != LOADED)
 
 
 def kind_of(entry: Entry) -> str:
