@@ -64,6 +64,9 @@ def test_a_server_is_served_listed_used_and_stopped(terminal: Terminal) -> None:
     assert "demo" in text
     assert re.search(r"demo +loaded +generate", terminal.run("mlxpaged ps")[1])
     assert terminal.run("mlxpaged run demo 'What is 17 + 25?'") == (0, "42")
+    assert terminal.run("mlxpaged stop demo") == (0, "demo is unloaded")
+    assert "demo" not in terminal.run("mlxpaged ps")[1]
+    assert terminal.run("mlxpaged run demo 'What is 17 + 25?'") == (0, "42"), "it is loaded again"
     (terminal.home / "claude").write_text('#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $*"\nexit 3\n')
     (terminal.home / "claude").chmod(0o755)
     status, text = terminal.run("PATH=$HOME:$PATH mlxpaged launch claude -- -p hello")

@@ -79,10 +79,10 @@ class MarkdownStream:
     def _draw(self) -> None:
         complete, self._block = self._split(self._block)
         for block in complete:
-            self._replace(self._lines(block))
+            self._redraw(self._lines(block))
             self._printed, self._drawn, self._is_first = 0, [], False
         if self._block.strip():
-            self._replace(self._lines(self._block))
+            self._redraw(self._lines(self._block))
 
     def _split(self, text: str) -> tuple[list[str], str]:
         """Returns the blocks before the last one, which may still grow, and the last one. A block begins with a whole
@@ -104,7 +104,7 @@ class MarkdownStream:
             lines.pop(0)
         return lines if self._is_first else ["", *lines]
 
-    def _replace(self, lines: list[str]) -> None:
+    def _redraw(self, lines: list[str]) -> None:
         """Draw the lines in place of those drawn before. Those that the screen has no room for are printed for good."""
         if self._console.width != self._width:  # the terminal has moved the lines: begin below them
             self._width, self._printed, self._drawn = self._console.width, 0, []
