@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ class Piece:
     text: str
 
 
-def pieces(client: Client, body: dict[str, Any], answer: Answer) -> Iterator[Piece]:
+def pieces(client: Client, body: dict[str, Any], answer: Answer) -> Generator[Piece, None, None]:
     """Sends the request and adds to `answer` what comes. Closing the iterator ends the request. Raises ServerError."""
     start = time.monotonic()
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}

@@ -91,7 +91,7 @@ def end_with_standard_input() -> None:
     """End this process, as SIGTERM does, when its standard input is closed. Returns at once."""
 
     def wait() -> None:
-        while sys.stdin.buffer.raw.read(4096):
+        while os.read(sys.stdin.fileno(), 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -57,7 +57,7 @@ class Client:
             raise ServerError(f"what runs at {self.url} is not mlxpaged")
         return found
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | Comment]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any] | Comment, None, None]:
         """Yields the events of a stream and its comments. Closing the iterator ends the request. Raises ServerError,
         also for an error in the middle of the stream."""
         with self._request("POST", path, body, SILENT_SECONDS) as response:
