@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from mlxpaged.engine import AsyncEngine
+if TYPE_CHECKING:
+    from mlxpaged.engine import AsyncEngine
 
 
 def exit_status(engine: AsyncEngine | None, status: int) -> int:

@@ -10,18 +10,20 @@ import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import uvloop
+from typing import TYPE_CHECKING, Any
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import flags
-from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority, size
+from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority
 from mlxpaged.cli.exit import exit_status
+from mlxpaged.cli.flags import size
 from mlxpaged.cli.logs import set_up
-from mlxpaged.engine import AsyncEngine, EngineConfig
+from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.models import tool_parsers
 from mlxpaged.models.generation_config import LIMITS
+
+if TYPE_CHECKING:
+    from mlxpaged.engine import EngineConfig
 
 NO_MODEL = "none"
 BACKLOG = 2048
@@ -129,6 +131,10 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     allow_open_files(args.max_connections + OTHER_FILES)
     http = flags.from_flags(HttpConfig, args, ollama_port=addresses[1][1] if len(addresses) > 1 else None)
+    with heavy_imports():
+        import uvloop
+
+        from mlxpaged.engine import AsyncEngine
     engine = None if config is None else AsyncEngine(config)
     status = 0
     with contextlib.suppress(KeyboardInterrupt):  # a SIGINT before the server handles it

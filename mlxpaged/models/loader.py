@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.tool_parsers
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
@@ -41,11 +39,11 @@ from mlxpaged.models.preflight import (
 from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
+from mlxpaged.models.short_names import DEMO_MODEL
 from mlxpaged.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-DEMO_MODEL = "demo"
 DEMO_PATH = Path(__file__).parent / "demo"
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
@@ -137,11 +135,6 @@ def check_before_loading(name: str, directory: Path, sizes: FileSizes, reserved:
         check_directory(directory, sizes, free_device_memory(), reserved)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
-
-
-def tool_parsers() -> list[str]:
-    """The names of mlx-lm's tool-call parsers."""
-    return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
 
 
 def load_model(
