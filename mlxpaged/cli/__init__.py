@@ -16,6 +16,9 @@ from mlxpaged.cli.parser import Parser
 
 COMMANDS = {
     "serve": ("serve", "serve a model over the OpenAI, Anthropic and Ollama APIs"),
+    "pull": ("pull", "download a model, after saying whether it fits this machine"),
+    "ls": ("ls", "list the downloaded models"),
+    "rm": ("rm", "delete a downloaded model"),
     "bench": ("bench.flags", "measure how fast this machine serves a model"),
     "doctor": ("doctor.flags", "check and measure the attention kernels on this machine"),
     "keys": ("keys", "make, list and remove API keys"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from mlxpaged import __version__
-from mlxpaged.engine import EngineConfig, EngineInfo
+if TYPE_CHECKING:
+    from mlxpaged.engine import EngineConfig, EngineInfo
 
 
 def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool, ollama_url: str | None = None) -> str:
+    from mlxpaged import __version__
+
     body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
     weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)

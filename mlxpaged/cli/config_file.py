@@ -63,13 +63,11 @@ class ConfigFile:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigFileError(f"{path} cannot be read: {reason}") from None
-        if sys.version_info >= (3, 11):  # imported only if there is a file
-            import tomllib
-        else:
-            import tomli as tomllib
+        from mlxpaged import toml
+
         try:
-            return cls(path, tomllib.loads(text), text)
-        except tomllib.TOMLDecodeError as error:
+            return cls(path, toml.loads(text), text)
+        except toml.TOMLDecodeError as error:
             raise ConfigFileError(f"{path} is not TOML: {error}") from None
 
     @property
