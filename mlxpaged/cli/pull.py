@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ROOM = 0.7
 """Share of the free memory for the weights of a model that is suggested instead; the rest is for its KV cache."""
 
+SEARCH_SECONDS = 10
 MOST_FOUND = 8
 """Repositories that are named if there is no model of the name."""
 
@@ -75,9 +76,12 @@ def check_disk(directory: Path, sizes: FileSizes) -> None:
     from mlxpaged.models.preflight import weight_files
 
     missing = sum(size or 0 for file, size in weight_files(sizes).items() if not (directory / file).exists())
-    free = shutil.disk_usage(directory).free
-    if missing > free:
+    if missing > (free := free_disk(directory)):
         raise UnsupportedModelError(f"{megabytes(missing)} are to be downloaded, but the disk has {megabytes(free)}")
+
+
+def free_disk(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
 
 
 def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
@@ -109,14 +113,16 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
 
 def suggestions(name: str) -> str:
     """The end of the message about a name that is no model: names that the user may have meant."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
 
     near = near_names(name.rpartition("/")[2])
     lines = [f"short names: {', '.join(near)}"] if near else []
-    words = name.rpartition("/")[2].replace(":", " ")
-    try:
-        models = HfApi().list_models(search=words, author="mlx-community", limit=MOST_FOUND)
-        if found := [model.id for model in models]:
+    search = {"search": name.rpartition("/")[2].replace(":", " "), "author": "mlx-community", "limit": MOST_FOUND}
+    try:  # not HfApi.list_models, which tries for 46 s if the machine is offline
+        answer = get_session().get(f"{constants.ENDPOINT}/api/models", params=search, timeout=SEARCH_SECONDS)
+        answer.raise_for_status()
+        if found := [model["id"] for model in answer.json()]:
             lines.append(f"on the hub: {', '.join(found)}")
     except Exception as error:  # its own errors, and those of its HTTP library, which depends on its version
         lines.append(f"the hub was not searched: {type(error).__name__}; is this machine online?")
