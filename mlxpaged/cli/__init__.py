@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": ("doctor.flags", "check and measure the attention kernels on this machine"),
     "keys": ("keys", "make, list and remove API keys"),
     "config": ("config", "show the configuration, and where each value comes from"),
+    "completion": ("completion", "print a script that completes words in a shell"),
 }
 """Name -> (module, summary for the help)."""
 

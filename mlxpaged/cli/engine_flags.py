@@ -27,8 +27,14 @@ def tuning(text: str) -> str:
     return text.lower()
 
 
+PRIORITIES = flags.one_of(*(each.name.lower() for each in Priority))
+
+
 def priority(text: str) -> Priority:
-    return Priority[flags.one_of(*(each.name.lower() for each in Priority))(text).upper()]
+    return Priority[PRIORITIES(text).upper()]
+
+
+flags.CHOICES[priority] = flags.CHOICES[PRIORITIES]
 
 
 def add_engine_flags(groups: flags.Flags) -> None:

@@ -91,6 +91,8 @@ class Flags:
         self._add(flag, f"{help}; can be repeated", kind, action=Append, default=default, dest=dest)
 
     def _add(self, flag: str, help: str, kind: Kind, **options: Any) -> None:
+        if kind in CHOICES:
+            self._parser.choices[flag] = CHOICES[kind]
         metavar = METAVARS.get(kind, flag.rsplit("-", 1)[1].upper())
         self._group.add_argument(
             flag, metavar=metavar, help=f"{help} [{variable(flag)}]", type=located(kind), **options
@@ -171,8 +173,14 @@ def fitting(kind: Kind, what: str, fits: Callable[[Any], object]) -> Kind:
     return parse
 
 
+CHOICES: dict[Kind, tuple[str, ...]] = {}
+"""The values of the kinds that `one_of` makes, for the completion in shells."""
+
+
 def one_of(*choices: str) -> Kind:
-    return fitting(str.lower, f"one of {', '.join(choices)}", choices.__contains__)
+    kind = fitting(str.lower, f"one of {', '.join(choices)}", choices.__contains__)
+    CHOICES[kind] = choices
+    return kind
 
 
 def parse_size(text: str) -> int:

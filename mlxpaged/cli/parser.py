@@ -28,12 +28,13 @@ class Setting:
 
 
 class Parser(argparse.ArgumentParser):
-    """config: what Flags takes values from."""
+    """config: what Flags takes values from. choices: the values of flags that take one of a few."""
 
     def __init__(self, config: ConfigFile | None = None, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self.config = config or ConfigFile()
         self.settings: list[Setting] = []
+        self.choices: dict[str, tuple[str, ...]] = {}
 
     def add_subparsers(self, **options: Any) -> Any:
         parser_class: Any = functools.partial(Parser, self.config)

@@ -1,4 +1,4 @@
-"""`mlxpaged pull NAME` downloads a model from the hub, after it has said whether and how it fits this machine."""
+"""`mlxpaged pull MODEL` downloads a model from the hub, after it has said whether and how it fits this machine."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MOST_FOUND = 8
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "pull",
-        usage="%(prog)s NAME",
+        usage="%(prog)s MODEL",
         description="Download a model from the Hugging Face hub. First its small files show whether it can be served "
         "here and which context fits beside its weights. An interrupted download is resumed.",
     )
-    parser.add_argument("name", metavar="NAME", help="hub repository, or a short name such as qwen3:4b")
+    parser.add_argument("name", metavar="MODEL", help="hub repository, or a short name such as qwen3:4b")
     parser.set_defaults(run=run)
 
 

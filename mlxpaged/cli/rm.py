@@ -1,4 +1,4 @@
-"""`mlxpaged rm NAME` deletes a model from the local cache of the hub."""
+"""`mlxpaged rm MODEL` deletes a model from the local cache of the hub."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mlxpaged.models.short_names import full_name
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "rm",
-        usage="%(prog)s NAME [--yes]",
+        usage="%(prog)s MODEL [--yes]",
         description="Delete a downloaded model, after a question. Directories outside the hub's cache are never "
         "deleted.",
     )
-    parser.add_argument("name", metavar="NAME", help="hub repository or short name, as `mlxpaged ls` shows them")
+    parser.add_argument("name", metavar="MODEL", help="hub repository or short name, as `mlxpaged ls` shows them")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.set_defaults(run=run)
 
