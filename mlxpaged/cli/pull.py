@@ -113,12 +113,15 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
 
 def suggestions(name: str) -> str:
     """The end of the message about a name that is no model: names that the user may have meant."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     near = near_names(name.rpartition("/")[2])
     lines = [f"short names: {', '.join(near)}"] if near else []
-    search = {"search": name.rpartition("/")[2].replace(":", " "), "author": "mlx-community", "limit": MOST_FOUND}
+    search: dict[str, str | int] = {
+        "search": name.rpartition("/")[2].replace(":", " "),
+        "author": "mlx-community",
+        "limit": MOST_FOUND,
+    }
     try:  # not HfApi.list_models, which tries for 46 s if the machine is offline
         answer = get_session().get(f"{constants.ENDPOINT}/api/models", params=search, timeout=SEARCH_SECONDS)
         answer.raise_for_status()
