@@ -21,7 +21,7 @@ COMMANDS = {
     "rm": ("rm", "delete a downloaded model"),
     "bench": ("bench.flags", "measure how fast this machine serves a model"),
     "doctor": ("doctor.flags", "check and measure the attention kernels on this machine"),
-    "keys": ("keys", "make, list and remove API keys"),
+    "keys": ("keys.flags", "make, list and remove API keys"),
     "config": ("config", "show the configuration, and where each value comes from"),
     "completion": ("completion", "print a script that completes words in a shell"),
 }

@@ -10,14 +10,12 @@ import contextlib
 import functools
 import gc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mlxpaged.cli.config_file import ConfigFile, Given, nearest
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """A flag that variables and the configuration file can set too. given: by one of these, if any; a list if the flag
     can be repeated. otherwise: says what the default is if it is None."""
 
