@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput, Thinking, ToolCallForm
     from mlxpaged.engine.core import EngineCore
     from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
+    from mlxpaged.engine.embedding_core import EmbeddingInfo
     from mlxpaged.engine.errors import (
         DeadlineExceededError,
         DuplicateRequestError,
@@ -42,6 +43,7 @@ __all__ = [
     "ConstraintKind",
     "DeadlineExceededError",
     "DuplicateRequestError",
+    "EmbeddingInfo",
     "EmbeddingRequest",
     "EngineBusyError",
     "EngineConfig",

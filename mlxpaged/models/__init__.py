@@ -6,8 +6,8 @@ from mlxpaged.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from mlxpaged.cpu.streams import synchronize
-    from mlxpaged.models.embedding import EmbeddingModel
-    from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+    from mlxpaged.models.embedding import EmbeddingFacts, EmbeddingModel
+    from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
     from mlxpaged.models.loader import (
         ServedModel,
         load_embedding_model,
@@ -19,19 +19,23 @@ if TYPE_CHECKING:
     from mlxpaged.models.short_names import DEMO_MODEL
     from mlxpaged.models.tokenizer import PLAIN_CALLS, Tags, Tokenizer, ToolFormat
     from mlxpaged.models.tool_formats import tool_parsers
+    from mlxpaged.models.turns import Turns
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "DEMO_MODEL",
     "PLAIN_CALLS",
+    "EmbeddingFacts",
     "EmbeddingModel",
+    "InsufficientMemoryError",
     "ModelNotFoundError",
     "Reserved",
     "ServedModel",
     "Tags",
     "Tokenizer",
     "ToolFormat",
+    "Turns",
     "UnsupportedModelError",
     "load_embedding_model",
     "load_model",

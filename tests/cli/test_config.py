@@ -41,7 +41,7 @@ def test_every_kind_of_flag_takes_its_value_from_the_file(write: Write) -> None:
         'allowed-host = ["One", "two"]\ncors-origin = "*"\ninsecure = false\nconcurrency = "2,4"\n'
     )
     args = parsed(ConfigFile.read(), "serve")
-    assert (args["model"], args["max_num_seqs"], args["request_timeout"]) == ("a/b", 7, 2.5)
+    assert (args["models"], args["max_num_seqs"], args["request_timeout"]) == (("a/b",), 7, 2.5)
     assert (args["kv_cache_bytes"], args["strict"], args["insecure"]) == (10**9, True, False)
     assert (args["allowed_hosts"], args["cors_origins"]) == (("one", "two"), ("*",))
     args = parsed(ConfigFile.read(), "bench")
@@ -56,7 +56,7 @@ def test_the_command_line_wins_over_the_variable_and_that_over_the_file(
         monkeypatch.setenv(f"MLXPAGED_{name}", value)
     args = parsed(ConfigFile.read(), "serve", "--port", "3")
     assert (args["port"], args["host"], args["max_queue"], args["strict"]) == (3, "b", 1, False)
-    assert (args["timelines"], args["allowed_hosts"], args["model"]) == (True, ("b", "c"), "a")
+    assert (args["timelines"], args["allowed_hosts"], args["models"]) == (True, ("b", "c"), ("a",))
     assert parsed(ConfigFile.read(), "serve", "c", "--allowed-host", "d")["allowed_hosts"] == ("d",)
 
 
