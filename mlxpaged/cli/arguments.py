@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
+from mlxpaged.cli.parser import Parser
 
-def put_flags_first(parser: argparse.ArgumentParser) -> None:
+
+def put_flags_first(parser: Parser) -> None:
     """Make `MODEL --max-tokens 5 PROMPT` work: argparse has found an empty PROMPT by the time it comes to the flag."""
 
     def ordered(args: list[str]) -> list[str]:
-        takes_value = {name for each in parser._actions if each.nargs is None for name in each.option_strings}
+        takes_value = {name for each in parser.actions if each.nargs is None for name in each.option_strings}
         flags, words, rest = list[str](), list[str](), iter(args)
         for word in rest:
             if word == "--":
@@ -30,7 +31,7 @@ def put_flags_first(parser: argparse.ArgumentParser) -> None:
     change_args(parser, ordered)
 
 
-def keep_after_dashes(parser: argparse.ArgumentParser, dest: str) -> None:
+def keep_after_dashes(parser: Parser, dest: str) -> None:
     """Put what is after `--` into a list. argparse would take it for the arguments before."""
 
     def before_dashes(args: list[str]) -> list[str]:
@@ -41,7 +42,7 @@ def keep_after_dashes(parser: argparse.ArgumentParser, dest: str) -> None:
     change_args(parser, before_dashes)
 
 
-def change_args(parser: argparse.ArgumentParser, changed: Callable[[list[str]], list[str]]) -> None:
+def change_args(parser: Parser, changed: Callable[[list[str]], list[str]]) -> None:
     """The parser of the commands calls this method of a command's parser, with a list."""
     parse = parser.parse_known_args
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from mlxpaged.cli.background_server import BackgroundServer, wait_loaded
 from mlxpaged.cli.client import Client, ServerError, model_path
 from mlxpaged.cli.flags import Flags
+from mlxpaged.cli.parser import Parser
 from mlxpaged.cli.running_servers import running_servers
 from mlxpaged.cli.status_line import StatusLine
 
@@ -44,7 +45,7 @@ def server_url(text: str) -> str:
     return f"{address.scheme}://{address.netloc}{address.path.rstrip('/').removesuffix('/v1')}"
 
 
-def add_server_flags(parser: argparse.ArgumentParser, starts: bool = False) -> None:
+def add_server_flags(parser: Parser, starts: bool = False) -> None:
     """starts: the command starts a server if none runs."""
     server = Flags(parser).group("server")
     found = "the one that runs on this machine" + (", or a new one" if starts else "")

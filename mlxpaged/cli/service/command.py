@@ -88,8 +88,6 @@ def run_status(args: argparse.Namespace, manager: Manager) -> int:
 
 def check_serve(serve_args: list[str]) -> None:
     """End the command if `mlxpaged serve` refuses the arguments: the service would fail at each start."""
-    from mlxpaged.cli import serve
+    from mlxpaged import cli
 
-    parser = argparse.ArgumentParser(prog="mlxpaged")
-    serve.add_parser(parser.add_subparsers())
-    parser.parse_args(["serve", *serve_args])
+    cli.make_parser(["serve"]).parse_args(["serve", *serve_args])
