@@ -98,7 +98,7 @@ def add_parser(commands: Any) -> None:
         description="Start a coding agent that uses the running server. What is after -- goes to the agent.",
         epilog="The exit status is that of the agent; 1 if it is not installed or if there is no server.",
     )
-    parser.add_argument("agent", choices=AGENTS, help="the program to start")
+    parser.add_argument("agent", choices=tuple(AGENTS), help="the program to start")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="name of a served model (default: the first one)")
     printed = "print the variables and the command instead, for a server that runs"
     parser.add_argument("--print", action="store_true", help=printed, dest="prints")
