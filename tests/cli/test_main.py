@@ -12,7 +12,11 @@ IN_A_DEL = """class Freed:
 freed = Freed(); del freed; print("went on")"""
 IN_AN_EXTENSION = """try: raise KeyboardInterrupt
 except KeyboardInterrupt as error: raise ImportError("the extension has failed") from error"""
-START = "import sys\nfrom mlxpaged import __main__, cli\ndef main():\n    exec({!r})\ncli.main = main\nsys.exit(__main__.main())"
+START = """import sys
+from mlxpaged import __main__, cli
+def main(): exec({!r})
+cli.main = main
+sys.exit(__main__.main())"""
 
 
 @pytest.mark.parametrize("code", [IN_A_DEL, IN_AN_EXTENSION])
