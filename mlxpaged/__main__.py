@@ -27,8 +27,8 @@ def main() -> int:
 
 
 def end_if_interrupted(unraisable: Any) -> None:
-    """Replaces sys.unraisablehook. A KeyboardInterrupt inside of a __del__ would be printed and lost. Imports run many of
-    these. While a command handles SIGINT itself, it can only be lost."""
+    """Replaces sys.unraisablehook. A KeyboardInterrupt inside of a __del__ would be printed and lost. Imports run many
+    of these. While a command handles SIGINT itself, it can only be lost."""
     if not isinstance(unraisable.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
     elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:
