@@ -21,6 +21,7 @@ from mlxpaged.models.layers import KV, PerSequence
 from mlxpaged.models.loader import DEMO_PATH, resolve_model
 from mlxpaged.models.preflight import has_module, modules_of
 from mlxpaged.models.short_names import full_name, largest_within, near_names, short_name, short_names
+from mlxpaged.registry import Catalog
 from tests.cli.helpers import DEADLINE, Result, hub, mlxpaged
 from tests.models.architectures import ARCHITECTURES, REFUSED, make_architecture
 from tests.models.test_preflight import point_to, requested_weights, sizes_of
@@ -84,6 +85,9 @@ def test_a_model_is_pulled_by_its_short_name_listed_found_by_serve_and_removed(
     [download] = downloads()
     assert download.path.is_relative_to(cache)
     assert resolve_model("qwen3:4b") == download.path
+    found = Catalog().find("qwen3:4b")  # as a request names it
+    assert found is not None
+    assert (found.name, found.path) == (NAME, download.path)
     assert run("pull", NAME).status == 0
     assert sum("GET" in request and requested_weights([request]) for request in online) == 1
 
