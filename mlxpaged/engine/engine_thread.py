@@ -62,7 +62,7 @@ class EngineThread(threading.Thread):
             reserved = Reserved(config.kv_cache_bytes or 0, least_step())
             loading = reporter(Stage.LOADING, report)
             names = config.model, config.served_model_name, config.tool_parser
-            served = load_model(*names, loading, config.max_model_len, reserved, config.reranker)
+            served = load_model(*names, loading, config.max_model_len, reserved, config.reranker, config.adapters)
             step_bytes = measure_step(served, config)
             limit_freed_buffers(step_bytes)
             embedder = build_embedder(config, served)

@@ -43,6 +43,7 @@ class EngineInfo:
         self.reranker = served.reranker
         self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
+        self.adapters = served.adapters.names
 
     @property
     def second_model(self) -> EmbeddingModel | None:

@@ -1,6 +1,7 @@
 """Models: loading, their layers, output head and tokenizer, and the bundled demo model."""
 
 from mlxpaged.cpu.streams import synchronize
+from mlxpaged.models.adapters import AdapterPath
 from mlxpaged.models.embedding import EmbeddingModel
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.loader import (
@@ -18,6 +19,7 @@ from mlxpaged.models.tokenizer import PLAIN_CALLS, Tags, Tokenizer, ToolFormat
 __all__ = [
     "DEMO_MODEL",
     "PLAIN_CALLS",
+    "AdapterPath",
     "EmbeddingModel",
     "ModelNotFoundError",
     "Reserved",

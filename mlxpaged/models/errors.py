@@ -7,3 +7,7 @@ class ModelNotFoundError(Exception):
 
 class UnsupportedModelError(Exception):
     """The model exists but cannot be served, or cannot make embeddings. The message says why."""
+
+
+class AdapterError(UnsupportedModelError):
+    """An adapter cannot be used with its model. The message names it and says why."""
