@@ -8,7 +8,7 @@ from mlxpaged.engine import EngineInfo
 def capabilities(info: EngineInfo, name: str) -> dict[str, bool]:
     """name: of a served model. Tools and thinking are derived from its chat template and vocabulary."""
     tags = info.tokenizer.tags
-    generates = name == info.model
+    generates = name in info.generating
     chats = generates and info.tokenizer.has_chat_template
     return {
         "chat": chats,

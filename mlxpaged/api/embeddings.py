@@ -72,10 +72,10 @@ def embedding_model(server: Server, info: EngineInfo, name: str | None) -> Embed
     model = info.embedding_model
     if model is not None and name in (None, model.name):
         return model
-    if name not in (None, info.model):
+    if name not in (None, *info.generating):
         raise model_not_found(name or "", server.model_names)
     if model is not None:
-        message = f"{info.model!r} generates text; use {model.name!r} for embeddings"
+        message = f"{name or info.model!r} generates text; use {model.name!r} for embeddings"
     else:
         message = (
             f"{info.model!r} cannot be used for embeddings, because {info.no_embeddings_because}; start the server "

@@ -68,11 +68,12 @@ class Server:
             )
 
     def ready(self, model: str | None) -> tuple[engine.AsyncEngine, engine.EngineInfo]:
-        """The engine, if it generates text with `model` (None: any). Raises ApiError or EngineUnavailableError."""
+        """The engine, if it generates text with `model` (None: any). The name may have that of an adapter. Raises
+        ApiError or EngineUnavailableError."""
         if self.engine is None:
             raise ApiError(503, "this server was started without a model", "server_error", code="no_model")
         info = self.engine.require_ready()
-        if model is not None and model != info.model:
+        if model is not None and model not in info.generating:
             if info.second_model is not None and model == info.second_model.name:
                 message = f"{model!r} makes embeddings; use {info.model!r} to generate text"
                 raise bad_parameter("model", message, code="generation_not_supported")
@@ -136,7 +137,7 @@ class Server:
         if self.engine is None or self.engine.info is None or self.engine.state is engine.EngineState.DEAD:
             return []
         info = self.engine.info
-        return [info.model, *([info.second_model.name] if info.second_model else [])]
+        return [*info.generating, *([info.second_model.name] if info.second_model else [])]
 
     async def close(self) -> None:
         for threads in (self._body_threads, self._tokenizer_thread):

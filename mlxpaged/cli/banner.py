@@ -32,6 +32,8 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool, ol
         one, total = megabytes(states.bytes_per_state), megabytes(states.nbytes)
         extra += f"  states    {one} for each sequence: {states.max_num_seqs} sequences and "
         extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
+    if info.adapters:
+        extra += f"  adapters  {', '.join(info.adapters)}\n"
     if (model := info.embedding_model) is not None:
         extra += f"  embedding {model.name}: {model.dimensions} dimensions, inputs up to {model.max_tokens} tokens\n"
     ollama = "" if ollama_url is None else f"  ollama    {ollama_url}\n"

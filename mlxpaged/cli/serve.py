@@ -20,7 +20,7 @@ from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level,
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.logs import set_up
 from mlxpaged.engine import AsyncEngine, EngineConfig
-from mlxpaged.models import tool_parsers
+from mlxpaged.models import AdapterPath, tool_parsers
 from mlxpaged.models.generation_config import LIMITS
 
 NO_MODEL = "none"
@@ -47,6 +47,8 @@ def add_parser(commands: Any) -> None:
     formats = f"tool call format: {', '.join(parsers)}"
     model.field("--tool-parser", flags.one_of(*parsers), formats, "by the chat template")
     model.switch("--reranker", "MODEL is a reranker like Qwen3-Reranker, for /v1/rerank, whatever its name is")
+    adapter = "LoRA adapter of mlx_lm.lora, as NAME=DIRECTORY; it is served beside MODEL, as MODEL:NAME"
+    model.values("--adapter", flags.checked(parse_adapter), adapter, "adapters")
     model.field("--embedding-model", str, "second model, for /v1/embeddings", "MODEL, if it makes embeddings")
     model.field("--served-embedding-model-name", str, "name of the embedding model in the API", "as given")
     model.field("--embedding-max-model-len", flags.positive_int, "longest input for embeddings, in tokens")
@@ -88,6 +90,13 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
+def parse_adapter(text: str) -> AdapterPath:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ValueError(f"must be NAME=DIRECTORY, got {text!r}")
+    return AdapterPath(name, Path(path).expanduser())
+
+
 def add_sampling_flags(sampling: flags.Flags) -> None:
     ignored = "do not take defaults from the model's generation_config.json; its end tokens are still used"
     sampling.switch("--no-generation-config", ignored)
@@ -103,6 +112,8 @@ def server_config(args: argparse.Namespace) -> EngineConfig | None:
         return engine_config(args, generation_config=not args.no_generation_config)
     if args.embedding_model is not None:
         raise ValueError(f"--embedding-model needs a MODEL; it cannot be used with {NO_MODEL!r}")
+    if args.adapters:
+        raise ValueError(f"--adapter needs a MODEL; it cannot be used with {NO_MODEL!r}")
     if args.swap_space_bytes:
         raise ValueError(f"--swap-space needs a MODEL; it cannot be used with {NO_MODEL!r}")
     return None

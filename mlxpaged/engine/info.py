@@ -43,7 +43,14 @@ class EngineInfo:
         self.reranker = served.reranker
         self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
-        self.adapters = served.adapters.names
+        self.adapters = {
+            f"{served.name}:{name}": name for name in served.adapters.names
+        }  # by the model's name in the API
+
+    @property
+    def generating(self) -> tuple[str, ...]:
+        """The names in the API that generate text: of the model, and of it with each of its adapters."""
+        return self.model, *self.adapters
 
     @property
     def second_model(self) -> EmbeddingModel | None:

@@ -45,6 +45,20 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
     return request
 
 
+def adapter_of(request: GenerationRequest, info: EngineInfo) -> str | None:
+    """The adapter that a request names, by its model or its field. Raises ApiError."""
+    of_model = None if request.model is None else info.adapters.get(request.model)
+    if not request.adapters:
+        return of_model
+    if request.adapters not in info.adapters.values():
+        names = ", ".join(map(repr, info.adapters.values())) or "none, because it was started without --adapter"
+        message = f"this server does not have the adapter {request.adapters!r}; it has {names}"
+        raise request.refusal("adapters", message, code="adapter_not_found")
+    if of_model not in (None, request.adapters):
+        raise request.refusal("adapters", f"differs from the adapter of the model {request.model!r}")
+    return request.adapters
+
+
 def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> None:
     """Raises ApiError for fields that this model's chat template would ignore, or whose effect nothing could read."""
     tokenizer, name = info.tokenizer, request.client_name

@@ -73,7 +73,7 @@ async def show(request: Request, body: OllamaShowRequest) -> Response:
     details = details_of(info, name)
     family = details["family"]
     facts: dict[str, Any] = {"general.architecture": family, f"{family}.context_length": longest(info, name)}
-    if name == info.model:
+    if name in info.generating:
         facts["general.parameter_count"] = info.num_parameters
     if info.embedding_model is not None and name == info.embedding_model.name:
         facts[f"{family}.embedding_length"] = info.embedding_model.dimensions
@@ -109,7 +109,7 @@ def entry(info: EngineInfo, name: str) -> dict[str, Any]:
         "name": tagged(name),
         "model": tagged(name),
         "modified_at": timestamp(info.created),
-        "size": info.weight_bytes if name == info.model else 0,
+        "size": info.weight_bytes if name in info.generating else 0,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": details_of(info, name),
     }
@@ -117,11 +117,11 @@ def entry(info: EngineInfo, name: str) -> dict[str, Any]:
 
 def details_of(info: EngineInfo, name: str) -> dict[str, Any]:
     """The embedding model's family and sizes are not known."""
-    generates = name == info.model
+    generates = name in info.generating
     family = info.model_type if generates else "embedding"
     bits = info.weight_bytes * 8 / info.num_parameters
     return {
-        "parent_model": "",
+        "parent_model": info.model if name in info.adapters else "",
         "format": "safetensors",
         "family": family,
         "families": [family],
@@ -136,6 +136,6 @@ def parameters(count: int) -> str:
 
 def longest(info: EngineInfo, name: str) -> int:
     """Returns the most tokens of a prompt and its answer on this server, or of an input for embeddings."""
-    if name == info.model or info.embedding_model is None:
+    if name in info.generating or info.embedding_model is None:
         return info.max_model_len
     return info.embedding_model.max_tokens

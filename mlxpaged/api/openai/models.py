@@ -26,17 +26,19 @@ async def get_model(request: Request) -> Response:
 
 def describe(server: Server, name: str) -> dict[str, Any]:
     """context_length: the model's own limit. max_model_len: the server's limit, of a prompt and its answer (the KV pool
-    may be smaller) or of an input for embeddings. sampling_defaults: parameters of requests that do not set them."""
+    may be smaller) or of an input for embeddings. sampling_defaults: parameters of requests that do not set them.
+    parent: the model that an adapter belongs to."""
     assert server.engine is not None
     assert server.engine.info is not None
     info = server.engine.info
     embedding = info.embedding_model if info.embedding_model is not None and info.embedding_model.name == name else None
-    generates = name == info.model
+    generates = name in info.generating
     return {
         "id": name,
         "object": "model",
         "created": info.created,
         "owned_by": "mlxpaged",
+        **({"parent": info.model} if name in info.adapters else {}),
         "context_length": info.context_length if generates or embedding is None else embedding.context_length,
         "max_model_len": info.max_model_len if generates or embedding is None else embedding.max_tokens,
         "capabilities": capabilities(info, name),
