@@ -81,15 +81,16 @@ class StepAdapters:
     def index(self) -> mx.array:
         """The index of the adapter of each row that the running module gets, if the step's rows differ."""
         assert self._index is not None
-        part: Any = token_groups.running
-        if part is None and self.head is not None and self.head.is_projecting:
-            part = self.head
-        if part is None:
-            return self._index
-        if id(part) not in self._parts:
-            selected = part(self._index) if part is self.head else self._index[part.first : part.last]
-            self._parts[id(part)] = selected
-        return self._parts[id(part)]
+        group, head = token_groups.running, self.head
+        if group is not None:
+            if id(group) not in self._parts:
+                self._parts[id(group)] = self._index[group.first : group.last]
+            return self._parts[id(group)]
+        if head is not None and head.is_projecting:
+            if id(head) not in self._parts:
+                self._parts[id(head)] = head(self._index)
+            return self._parts[id(head)]
+        return self._index
 
     # -- experts -----------------------------------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class MagnitudeLayer(AdapterLayer):
         self._magnitude = layer.m / mx.linalg.norm(adapted, axis=1)
         mx.eval(self._magnitude)
 
-    def __call__(self, _method: str, output: Any, x: mx.array, *_args: Any, **_more: Any) -> mx.array:
+    def __call__(self, method: str, output: Any, x: mx.array, *args: Any, **more: Any) -> mx.array:
         layer, bias = self._layer, self._bias
         plain = output if bias is None else output - bias
         low_rank = (layer.scale * ((x @ layer.lora_a) @ layer.lora_b)).astype(x.dtype)

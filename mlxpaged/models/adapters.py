@@ -19,7 +19,8 @@ from mlxpaged.models.errors import AdapterError, UnsupportedModelError
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layers import LayerSpec
 from mlxpaged.models.probe import probe
-from mlxpaged.models.reference import ROUNDING_TOKENS, Reference, forward, measure_rounding
+from mlxpaged.models.probe_steps import ROUNDING_TOKENS
+from mlxpaged.models.reference import Reference, forward, measure_rounding
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,8 @@ def load_adapter(model: Module, name: str, path: Path, base: Reference) -> Loade
         raise UnsupportedModelError(f"its {WEIGHTS} has no weights for any layer of the model")
     if len({id(replaced[key]) for key in trained}) < len(trained):
         raise UnsupportedModelError("it adapts layers that share their weights")
-    weights = {key: array for key, array in tree_flatten(model.parameters()) if key in stored}
+    parameters: Any = tree_flatten(model.parameters())
+    weights = {key: array for key, array in parameters if key in stored}
     if missing := sorted(stored.keys() - weights.keys()):
         raise UnsupportedModelError(f"the model has no layer for its weights {', '.join(missing)}")
     if not all(mx.isfinite(array).all().item() for array in weights.values()):
