@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -157,16 +157,6 @@ def split_network(network: Module) -> None:
         del network[name]
     network.parts = parts
     precede(network, SplitFeedForward)
-
-
-def parts_of_projection(network: SplitFeedForward, name: str) -> Iterator[tuple[Module, slice, slice]]:
-    """The layers that replace a projection of a split network, with the outputs and the inputs that each has."""
-    first = 0
-    for part in network.parts:
-        units = slice(first, first + part.gate_proj.weight.shape[0])
-        first = units.stop
-        axes = (slice(None), units) if name == "down_proj" else (units, slice(None))
-        yield part[name], *axes
 
 
 def split_layer(layer: Module) -> None:

@@ -8,7 +8,7 @@ all. If they differ, a mask selects the rows of each adapter. A step without ada
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from mlx_lm.tuner.dora import DoRALinear
 
 from mlxpaged.attention import token_groups
-from mlxpaged.cpu.split_linear import SplitFeedForward, parts_of_projection
 from mlxpaged.models.head import RowSelection
 
 IntArray = npt.NDArray[np.int32]
@@ -223,8 +222,17 @@ def adapter_layer(layer: Any, base: Module) -> AdapterLayer:
     return (MagnitudeLayer if isinstance(layer, DoRALinear) else AdapterLayer)(layer, base)
 
 
+PartsOf = Callable[[Any, str], Sequence[tuple[Any, slice, slice]]]
+"""Returns the layers that replace a projection of a network, with the outputs and inputs of each; nothing if it is its
+own layer."""
+
+
 def adapt_layers(
-    model: Module, bases: Mapping[str, Module], layers: Mapping[str, Mapping[str, AdapterLayer]], step: StepAdapters
+    model: Module,
+    bases: Mapping[str, Module],
+    layers: Mapping[str, Mapping[str, AdapterLayer]],
+    step: StepAdapters,
+    parts_of: PartsOf,
 ) -> None:
     """Change layers of the model so that they compute adapters too. bases: the layers as mlx-lm has loaded them, by
     their paths. layers: of each adapter, by the same paths. Call it after all that changes linear layers."""
@@ -233,11 +241,11 @@ def adapt_layers(
         adapters = {name: found[path] for name, found in layers.items() if path in found}
         parent, _, attribute = path.rpartition(".")
         network = modules.get(parent)
-        if isinstance(network, SplitFeedForward):
-            for part, outputs, inputs in parts_of_projection(network, attribute):
-                adapt_layer(part, {name: layer.part(outputs, inputs) for name, layer in adapters.items()}, step)
-            continue
-        adapt_layer(base, adapters, step)
+        parts = parts_of(network, attribute)
+        for part, outputs, inputs in parts:
+            adapt_layer(part, {name: layer.part(outputs, inputs) for name, layer in adapters.items()}, step)
+        if not parts:
+            adapt_layer(base, adapters, step)
         if isinstance(network, (SwitchGLU, SwitchMLP)):
             routing[id(network)] = network
     for network in routing.values():

@@ -14,7 +14,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_reduce, tree_unflatten
 from mlx_lm.tuner.utils import load_adapters as load_with_mlx_lm
 
-from mlxpaged.models.adapted_layers import AdapterLayer, StepAdapters, adapt_layers, adapter_layer
+from mlxpaged.models.adapted_layers import AdapterLayer, PartsOf, StepAdapters, adapt_layers, adapter_layer
 from mlxpaged.models.errors import AdapterError, UnsupportedModelError
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layers import LayerSpec
@@ -169,14 +169,14 @@ def digest(path: Path) -> str:
     return found.hexdigest()
 
 
-def install_adapters(model: Module, loaded: Sequence[LoadedAdapter]) -> Adapters:
+def install_adapters(model: Module, loaded: Sequence[LoadedAdapter], parts_of: PartsOf) -> Adapters:
     """Let the model compute these adapters. Call it after all that changes its linear layers, except for the selection
     of the output head's rows."""
     seeds = {adapter.name: adapter.cache_seed for adapter in loaded}
     adapters = Adapters(seeds, sum(adapter.nbytes for adapter in loaded))
     bases = {path: module for adapter in loaded for path, module in adapter.bases.items()}
     if bases:
-        adapt_layers(model, bases, {adapter.name: adapter.layers for adapter in loaded}, adapters.step)
+        adapt_layers(model, bases, {adapter.name: adapter.layers for adapter in loaded}, adapters.step, parts_of)
     return adapters
 
 

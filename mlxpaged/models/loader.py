@@ -19,7 +19,7 @@ from mlx_lm.utils import get_total_parameters, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.attention import ReportAmount, WindowMismatchError
-from mlxpaged.cpu.optimize import optimize_for_cpu
+from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection
 from mlxpaged.models.adapters import (
     AdapterPath,
     Adapters,
@@ -195,7 +195,7 @@ def load_model(
         loaded = load_adapters(model, name, adapters, reference)
         optimize_for_cpu(model)
         layers, vocab_size = find_layers(model, reference), int(reference.logits.shape[1])
-        installed = install_adapters(model, loaded)
+        installed = install_adapters(model, loaded, parts_of_projection)
         rows = select_rows_before_head(model, vocab_size, lambda rows: selects_rows(model, layers, reference, rows))
         installed.step.head = rows
         check_adapters(model, layers, loaded, installed.step)
