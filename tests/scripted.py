@@ -28,6 +28,10 @@ PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 SPELLED = "\0"
 """In a script, inside of a tag: the model spells it, character by character, instead of writing its token."""
 
+ENDS = ('"', "</think>")
+"""Where the script does not get its way, the model rather writes these than other random text, so that strings and
+thoughts are short."""
+
 CALLS = {
     "json_tools": """<tool_call>
 {"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}
@@ -95,10 +99,14 @@ def scripted_server(
 
 
 def follow(server: RunningServer, script: Mapping[str, str]) -> None:
-    runner = server.core.runner
-    forward, tokenizer = runner.forward, server.core.served.tokenizer.reader
+    """From now on, the script decides instead of the model, which does not run: it would take most of a step's time. So
+    nothing is written to KV blocks, and what the prefix cache has of them is of no use for the model."""
+    served = server.core.served
+    tokenizer = served.tokenizer.reader
 
     answers: dict[int, list[int]] = {}  # by sequence
+    encoded = (tokenizer.encode(text, add_special_tokens=False) for text in ENDS)
+    ends = [tokens[0] for tokens in encoded if len(tokens) == 1]
 
     def answer_to(sequence: Any) -> list[int]:
         if sequence.sequence_id not in answers:
@@ -109,11 +117,13 @@ def follow(server: RunningServer, script: Mapping[str, str]) -> None:
         return answers[sequence.sequence_id]
 
     def scripted(batch: Any, *args: Any) -> mx.array:
-        logits = np.zeros(forward(batch, *args).shape, dtype=np.float32)
         rows = [row for row in batch.rows if row.samples]
+        num_logits = max(1, len(rows)) + sum(len(row.prompt_logprobs) for row in batch.rows)
+        logits = np.zeros((num_logits, served.vocab_size), dtype=np.float32)
+        logits[:, ends] = 4.0
         for i, row in enumerate(rows):
             tokens, position = answer_to(row.sequence), row.context_len - row.sequence.num_prompt_tokens
             logits[i, tokens[min(position, len(tokens) - 1)]] = 100.0
         return mx.array(logits)
 
-    runner.forward = scripted  # type: ignore[method-assign]
+    server.core.runner.forward = scripted  # type: ignore[method-assign]

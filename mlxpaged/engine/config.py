@@ -27,8 +27,7 @@ class EngineConfig:
     tool_parser: str | None = None  # one of mlx-lm's; None: mlx-lm finds it in the chat template
     reranker: bool = False  # whether `model` is a reranker like Qwen3-Reranker, also if its name does not say so
     adapters: tuple[AdapterPath, ...] = ()  # LoRA adapters that are served beside the model
-    embedding_model: str | None = None  # a second model for embeddings, named as `model` is
-    served_embedding_model_name: str | None = None  # name in the API; None: same as `embedding_model`
+    only_embeds: bool = False  # whether `model` is used for embeddings only
     embedding_max_model_len: int = 8192  # tokens of the longest input for embeddings, at most the model's context
 
     max_model_len: int | None = None  # most tokens of a prompt and its answer; None: the model's context length
@@ -75,7 +74,6 @@ class EngineConfig:
         if self.tool_parser not in (None, *tool_parsers()):
             raise ValueError(f"tool_parser must be one of {', '.join(tool_parsers())}, got {self.tool_parser!r}")
         self._check_adapters()
-        self._check_embedding_model()
         for name in ("embedding_max_model_len", "max_model_len", "kv_cache_bytes", "request_timeout", "ttft_timeout"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
@@ -98,14 +96,7 @@ class EngineConfig:
                     f"an adapter's name has letters, digits, '.', '_' and '-', and is not 'latest', got {name!r}"
                 )
             if names.count(name) > 1:
-                raise ValueError(f"two adapters cannot both be named {name!r} (--adapter)")
-
-    def _check_embedding_model(self) -> None:
-        if self.embedding_model is None and self.served_embedding_model_name is not None:
-            raise ValueError("served_embedding_model_name needs embedding_model (--embedding-model)")
-        name = self.served_embedding_model_name or self.embedding_model
-        if name == (self.served_model_name or self.model):
-            raise ValueError(f"two models cannot both be named {name!r} (--served-embedding-model-name)")
+                raise ValueError(f"two adapters of a model cannot both be named {name!r} (--adapter)")
 
     def _check_tuning(self) -> None:
         try:

@@ -6,7 +6,6 @@ import time
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.models import EmbeddingModel
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
 
@@ -39,23 +38,11 @@ class EngineInfo:
         self.kernels_off = core.kernels_off  # why the Metal kernels are not used although they could run here
         self.created = int(time.time())  # Unix time
         self.grammars = core.grammars
-        self.embedding_model = None if core.embedder is None else core.embedder.model
+        self.embedding_model = None if core.embedder is None else core.embedder.model.facts
         self.reranker = served.reranker
         self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
-        self.adapters = {
-            f"{served.name}:{name}": name for name in served.adapters.names
-        }  # by the model's name in the API
-
-    @property
-    def generating(self) -> tuple[str, ...]:
-        """The names in the API that generate text: of the model, and of it with each of its adapters."""
-        return self.model, *self.adapters
-
-    @property
-    def second_model(self) -> EmbeddingModel | None:
-        """The embedding model, unless it is the model that generates."""
-        return None if self.embedding_model is None or self.embedding_model.name == self.model else self.embedding_model
+        self.adapters = served.adapters.names
 
     @property
     def max_tokens_in_pool(self) -> int:

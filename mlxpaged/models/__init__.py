@@ -2,8 +2,8 @@
 
 from mlxpaged.cpu.streams import synchronize
 from mlxpaged.models.adapters import AdapterPath
-from mlxpaged.models.embedding import EmbeddingModel
-from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.embedding import EmbeddingFacts, EmbeddingModel
+from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.loader import (
     DEMO_MODEL,
     ServedModel,
@@ -15,18 +15,22 @@ from mlxpaged.models.loader import (
 )
 from mlxpaged.models.preflight import Reserved
 from mlxpaged.models.tokenizer import PLAIN_CALLS, Tags, Tokenizer, ToolFormat
+from mlxpaged.models.turns import Turns
 
 __all__ = [
     "DEMO_MODEL",
     "PLAIN_CALLS",
     "AdapterPath",
+    "EmbeddingFacts",
     "EmbeddingModel",
+    "InsufficientMemoryError",
     "ModelNotFoundError",
     "Reserved",
     "ServedModel",
     "Tags",
     "Tokenizer",
     "ToolFormat",
+    "Turns",
     "UnsupportedModelError",
     "load_embedding_model",
     "load_model",

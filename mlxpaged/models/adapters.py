@@ -21,6 +21,7 @@ from mlxpaged.models.layers import LayerSpec
 from mlxpaged.models.probe import probe
 from mlxpaged.models.probe_steps import ROUNDING_TOKENS
 from mlxpaged.models.reference import Reference, forward, measure_rounding
+from mlxpaged.models.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +103,14 @@ def check_directory(path: Path) -> None:
 
 
 def load_adapters(
-    model: Module, model_name: str, wanted: Sequence[AdapterPath], base: Reference
+    model: Module, model_name: str, wanted: Sequence[AdapterPath], base: Reference, turns: Turns
 ) -> list[LoadedAdapter]:
     """Load adapters with mlx-lm, one after the other, and leave the model as it is. base: what it computes without any.
 
     Raises AdapterError."""
     loaded = []
     for name, path in wanted:
+        turns.take()
         try:
             loaded.append(load_adapter(model, name, path, base))
         except Exception as error:  # mlx and mlx-lm raise any type for a missing field or a damaged file
@@ -181,12 +183,12 @@ def install_adapters(model: Module, loaded: Sequence[LoadedAdapter], parts_of: P
 
 
 def check_adapters(
-    model: Module, specs: Sequence[LayerSpec], loaded: Sequence[LoadedAdapter], step: StepAdapters
+    model: Module, specs: Sequence[LayerSpec], loaded: Sequence[LoadedAdapter], step: StepAdapters, turns: Turns
 ) -> None:
     """Check that batches of an adapter's sequences and the base's have the logits that mlx-lm computes with the
     adapter. Raises AdapterError."""
     for adapter in loaded:
         try:
-            probe(model, specs, adapter.reference, step, adapter.name)
+            probe(model, specs, adapter.reference, turns, step, adapter.name)
         except UnsupportedModelError as error:
             raise AdapterError(f"the adapter {adapter.name!r} cannot be served: {error}") from None

@@ -9,5 +9,9 @@ class UnsupportedModelError(Exception):
     """The model exists but cannot be served, or cannot make embeddings. The message says why."""
 
 
+class InsufficientMemoryError(UnsupportedModelError, MemoryError):
+    """The model could be served if more memory were free. The message has both amounts."""
+
+
 class AdapterError(UnsupportedModelError):
     """An adapter cannot be used with its model. The message names it and says why."""

@@ -36,6 +36,7 @@ from mlxpaged.models.probe_steps import (
 )
 from mlxpaged.models.reference import Reference, differences
 from mlxpaged.models.states import StateRow
+from mlxpaged.models.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ def probe(
     model: Module,
     specs: Sequence[LayerSpec],
     reference: Reference,
+    turns: Turns | None = None,
     adapters: StepAdapters | None = None,
     adapter: str | None = None,
 ) -> list[LayerSpec]:
@@ -134,6 +136,8 @@ def probe(
     planned = steps(len(reference.tokens), shares_blocks=not per_sequence)
     kinds: dict[str, list[float]] = defaultdict(list)
     for step in planned:
+        if turns is not None:
+            turns.take()
         for kind, values in differences_of(step, run(step), reference):
             kinds[kind] += values
     calls, wanted = run.caches.step.attention_calls, len(planned) * reference.attention_calls

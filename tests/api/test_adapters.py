@@ -13,8 +13,9 @@ from mlxpaged.cli.banner import banner
 from mlxpaged.engine import EngineConfig
 from mlxpaged.models import AdapterPath
 from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.registry import Model, registry_of
 from tests.api.helpers import answer_text, ask, post, raw, run_on, side_by_side, stream_events, text_of
-from tests.support import RunningServer, make_adapter, running_server
+from tests.support import RunningServer, make_adapter, running_server, wait_until
 
 NAMES = ["demo", "demo:pirate", "demo:poet"]
 
@@ -26,7 +27,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         AdapterPath(name, make_adapter(DEMO_PATH, directory / name, seed))
         for seed, name in enumerate(("pirate", "poet"))
     )
-    with running_server(EngineConfig(kv_cache_bytes=64_000_000, adapters=adapters)) as server:
+    config = EngineConfig(kv_cache_bytes=64_000_000, adapters=adapters)
+    registry = registry_of([Model("demo", config)], config, aliases={"small": "demo"})
+    with running_server(registry) as server:
         yield server
 
 
@@ -56,6 +59,7 @@ def test_the_name_of_a_model_or_the_field_chooses_the_adapter(server: RunningSer
     assert named("demo", lora_path="pirate") == answers[1]
     assert named("demo:poet", adapters="poet") == answers[2]
     assert named("demo", adapters="") == answers[0]
+    assert named("small:pirate") == answers[1]
 
 
 def test_requests_of_a_model_and_its_adapters_run_together(server: RunningServer) -> None:
@@ -115,15 +119,13 @@ def test_an_adapter_makes_no_embeddings(http: httpx.Client) -> None:
 
 
 def test_the_banner_names_the_adapters(server: RunningServer) -> None:
-    assert server.engine.info is not None
-    assert "demo:pirate, demo:poet" in banner(server.engine.info, server.engine.config, server.url, needs_key=False)
+    assert "demo:pirate, demo:poet" in banner(server.registry, server.url, needs_key=False)
 
 
 def test_a_bad_adapter_ends_the_start_with_one_message(tmp_path: Path) -> None:
     config = EngineConfig(kv_cache_bytes=16_000_000, adapters=(AdapterPath("poet", tmp_path),))
-    with running_server(config, wait_loaded=False) as server:
-        server.engine.thread.join(30)
-        with raw(server) as http:
-            health = http.get("/health")
+    with running_server(config, wait_loaded=False) as server, raw(server) as http:
+        wait_until(lambda: "reason" in http.get("/health").json(), 30)
+        health = http.get("/health")
         assert health.status_code == 503
         assert "the adapter 'poet' cannot be loaded" in health.json()["reason"]

@@ -45,18 +45,18 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
     return request
 
 
-def adapter_of(request: GenerationRequest, info: EngineInfo) -> str | None:
-    """The adapter that a request names, by its model or its field. Raises ApiError."""
-    of_model = None if request.model is None else info.adapters.get(request.model)
-    if not request.adapters:
+def adapter_of(request: GenerationRequest, of_model: str | None, info: EngineInfo) -> str | None:
+    """The adapter that a request names. of_model: the one in the name of its model. Raises ApiError."""
+    asked = request.adapters
+    if not asked:
         return of_model
-    if request.adapters not in info.adapters.values():
-        names = ", ".join(map(repr, info.adapters.values())) or "none, because it was started without --adapter"
-        message = f"this server does not have the adapter {request.adapters!r}; it has {names}"
+    if asked not in info.adapters:
+        names = ", ".join(map(repr, info.adapters)) or "none, because it was started without --adapter"
+        message = f"{info.model!r} does not have the adapter {asked!r}; it has {names}"
         raise request.refusal("adapters", message, code="adapter_not_found")
-    if of_model not in (None, request.adapters):
+    if of_model not in (None, asked):
         raise request.refusal("adapters", f"differs from the adapter of the model {request.model!r}")
-    return request.adapters
+    return asked
 
 
 def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> None:

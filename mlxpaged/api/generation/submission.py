@@ -26,8 +26,8 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
     """
     server = server_of(http)
     request = await server.prepare(http, lambda: check_request(translate()))
-    engine, info = server.ready(request.model)
-    adapter = adapter_of(request, info)
+    engine, info = await server.ready(http, request.model)
+    adapter = adapter_of(request, server.started().adapter_in(request.model), info)
     request = request.with_defaults(info.sampling_defaults)
     context = context_of(http, request, engine.config, id_prefix)
     num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)

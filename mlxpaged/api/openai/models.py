@@ -1,47 +1,64 @@
-"""Handles GET /v1/models and /v1/models/{model}."""
+"""Handles GET /v1/models and /v1/models/{model}, and POST to load and unload a model."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.api.capabilities import capabilities
-from mlxpaged.api.errors import model_not_found
-from mlxpaged.api.server import Server, server_of
+from mlxpaged.api.access.caller import allows, caller_of
+from mlxpaged.api.errors import ApiError, load_failed, model_not_found, no_room
+from mlxpaged.api.models import OWNER, describe, describe_adapter, models_for, state_fields
+from mlxpaged.api.server import server_of
+from mlxpaged.registry import LoadFailedError, ModelBusyError, ModelState, NoRoomError
 
 
 async def list_models(request: Request) -> Response:
+    """The models that are served, then those that are on this machine and are loaded if a request names them."""
     server = server_of(request)
-    return JSONResponse({"object": "list", "data": [describe(server, name) for name in server.model_names]})
+    served = [
+        described
+        for model in models_for(request, server)
+        for described in (describe(model), *(describe_adapter(model, adapter) for adapter in model.adapters))
+    ]
+    caller = caller_of(request)
+    found = [] if server.registry is None else await server.registry.on_disk()
+    on_disk = [
+        {"id": each.name, "object": "model", "created": 0, "owned_by": OWNER}
+        | state_fields(ModelState.AVAILABLE, each.makes_embeddings, each.size_bytes)
+        for each in found
+        if allows(caller, each.name)
+    ]
+    return JSONResponse({"object": "list", "data": served + on_disk})
 
 
 async def get_model(request: Request) -> Response:
     server, name = server_of(request), request.path_params["model"]
-    if name not in server.model_names:
-        raise model_not_found(name, server.model_names)
-    return JSONResponse(describe(server, name))
+    model = None if server.registry is None else server.registry.served(name)
+    if model is None or not allows(caller_of(request), model.name):
+        raise model_not_found(name, server.names_for(request))
+    adapter = server.started().adapter_in(name)
+    return JSONResponse(describe(model) if adapter is None else describe_adapter(model, adapter))
 
 
-def describe(server: Server, name: str) -> dict[str, Any]:
-    """context_length: the model's own limit. max_model_len: the server's limit, of a prompt and its answer (the KV pool
-    may be smaller) or of an input for embeddings. sampling_defaults: parameters of requests that do not set them.
-    parent: the model that an adapter belongs to."""
-    assert server.engine is not None
-    assert server.engine.info is not None
-    info = server.engine.info
-    embedding = info.embedding_model if info.embedding_model is not None and info.embedding_model.name == name else None
-    generates = name in info.generating
-    return {
-        "id": name,
-        "object": "model",
-        "created": info.created,
-        "owned_by": "mlxpaged",
-        **({"parent": info.model} if name in info.adapters else {}),
-        "context_length": info.context_length if generates or embedding is None else embedding.context_length,
-        "max_model_len": info.max_model_len if generates or embedding is None else embedding.max_tokens,
-        "capabilities": capabilities(info, name),
-        **({"sampling_defaults": info.sampling_defaults} if generates else {}),
-        **({} if embedding is None else {"embedding_dimensions": embedding.dimensions}),
-    }
+async def load(request: Request) -> Response:
+    """Answers when the model is loaded. A model that failed is loaded anew."""
+    server = server_of(request)
+    model = await server.model(request, request.path_params["model"])
+    try:
+        await server.started().load(model)
+    except LoadFailedError as error:
+        raise load_failed(model.name, error) from None
+    except NoRoomError as error:
+        raise no_room(model.name, error) from None
+    return JSONResponse(describe(model))
+
+
+async def unload(request: Request) -> Response:
+    """A model that runs requests is not unloaded."""
+    server = server_of(request)
+    model = await server.model(request, request.path_params["model"])
+    try:
+        await server.started().unload(model)
+    except ModelBusyError as error:
+        raise ApiError(409, f"model: {error}", param="model", code="model_busy") from None
+    return JSONResponse(describe(model))
