@@ -288,7 +288,11 @@ class Registry:
         if model.loading is None:
             model.loading = asyncio.ensure_future(self._load(model))
             model.loading.add_done_callback(lambda task: self._end_loading(model, task))
-        return await asyncio.shield(model.loading)
+        model.num_waiting += 1
+        try:
+            return await asyncio.shield(model.loading)
+        finally:
+            model.num_waiting -= 1
 
     def _end_loading(self, model: Model, task: asyncio.Task[AsyncEngine]) -> None:
         model.loading = None
@@ -343,7 +347,8 @@ class Registry:
 
     def _idle(self) -> Iterator[Model]:
         for model in self.loaded:
-            if not model.pinned and model.engine is not None and model.engine.is_idle:
+            # What waits for the load is submitted as soon as it goes on.
+            if not model.pinned and not model.num_waiting and model.engine is not None and model.engine.is_idle:
                 yield model
 
     async def unload(self, model: Model) -> None:
