@@ -23,16 +23,27 @@ from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.cpu.split_linear import SplitFeedForward, SplitLinear
 from mlxpaged.engine import EngineConfig, EngineCore, Request, build_engine
-from mlxpaged.models import AdapterPath, ServedModel, UnsupportedModelError, adapted_layers, load_model
+from mlxpaged.engine.embedder import Embedder, EmbeddingRequest
+from mlxpaged.models import (
+    AdapterPath,
+    ServedModel,
+    UnsupportedModelError,
+    adapted_layers,
+    load_model,
+    own_embedding_model,
+)
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence
 from mlxpaged.scheduler import Batch, ScheduledSequence
 from mlxpaged.scheduler import Sequence as SequenceOfTokens
 from tests.answers import Answer, greedy_answer
 from tests.engine.hybrid import Run, request, run
-from tests.models.architectures import make_architecture
-from tests.support import make_adapter, poison_new_blocks, quantize
+from tests.models.architectures import ARCHITECTURES, REFUSED, is_installed, make_architecture
+from tests.support import make_adapter, make_embedding_model, poison_new_blocks, quantize, write_modules
 
 NUM_TOKENS = 8
+NOT_ADAPTED = {"dbrx", "gemma3n", "prism_hadamard_qwen35"}
+"""Architectures whose adapters of all linear layers are refused. mlx-lm itself cannot run the last two with them."""
+
 RED, BLUE = "red", "blue"
 EACH = (None, RED, BLUE)
 
@@ -302,6 +313,35 @@ def test_the_weights_of_adapters_are_counted(dense: Adapted) -> None:
     assert dense.served.weight_bytes == alone.weight_bytes + added
     parameters: Any = tree_flatten(dense.served.model.parameters())
     assert sum(array.nbytes for _, array in parameters) == alone.weight_bytes
+
+
+def test_embeddings_are_those_of_the_model_while_an_adapter_answers(tmp_path: Path) -> None:
+    make_embedding_model(tmp_path / "m")
+    path = tmp_path / "m-whole"
+    write_modules(path, "lasttoken", ("Transformer", "Pooling"))
+    vectors: list[Any] = []
+    for adapters in ((), (AdapterPath(RED, make_adapter(path, path / RED, 1)),)):
+        config = EngineConfig(str(path), kv_cache_bytes=2**22, adapters=adapters)
+        served = load_model(str(path), adapters=adapters)
+        embedder = Embedder(own_embedding_model(served, 512), 512)
+        core = build_engine(config, served, embedder=embedder)
+        core.add(request("one", text(5), 4, adapter=RED if adapters else None))
+        core.step()
+        asking = EmbeddingRequest("two", [text(9)], embedder.model.facts.dimensions)
+        embedder.add(asking)
+        embedder.step(alone=False)
+        vectors.append(asking.reply.result(0).vectors)
+    np.testing.assert_array_equal(vectors[0], vectors[1])
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - REFUSED.keys() - NOT_ADAPTED))
+def test_adapters_of_every_architecture_are_served(name: str, tmp_path: Path) -> None:
+    """When an adapter is loaded, its logits in mixed batches are compared with those of mlx-lm."""
+    if not is_installed(name) or ARCHITECTURES[name].cannot_run:
+        pytest.skip(ARCHITECTURES[name].cannot_run or "not in this version of mlx-lm")
+    path = make_architecture(tmp_path / "m", name)
+    load_model(str(path), adapters=[AdapterPath(RED, make_adapter(path, tmp_path / RED, 1))])
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
