@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models import DEMO_MODEL, AdapterPath, tool_parsers
@@ -63,11 +62,7 @@ class EngineConfig:
     retune: bool = False  # whether attention_tuning "auto" measures again
 
     def __post_init__(self) -> None:
-        try:
-            resolve_backend(self.attention_backend)
-        except ValueError as error:
-            raise ValueError(f"attention_backend: {error}") from None
-        self._check_tuning()
+        self._check_attention()
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
         self.scheduler_config(num_blocks=1)  # checks the scheduler's fields
@@ -98,7 +93,15 @@ class EngineConfig:
             if names.count(name) > 1:
                 raise ValueError(f"two adapters of a model cannot both be named {name!r} (--adapter)")
 
-    def _check_tuning(self) -> None:
+    def _check_attention(self) -> None:
+        if (self.attention_backend, self.attention_tuning) == ("auto", "auto"):
+            return  # without an import of mlx, for `mlxpaged serve --help`
+        from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
+
+        try:
+            resolve_backend(self.attention_backend)
+        except ValueError as error:
+            raise ValueError(f"attention_backend: {error}") from None
         try:
             forced = parse_tuning(self.attention_tuning)
         except ValueError as error:

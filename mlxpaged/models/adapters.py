@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_reduce, tree_unflatten
 from mlx_lm.tuner.utils import load_adapters as load_with_mlx_lm
 
 from mlxpaged.models.adapted_layers import AdapterLayer, PartsOf, StepAdapters, adapt_layers, adapter_layer
+from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.errors import AdapterError, UnsupportedModelError
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layers import LayerSpec
@@ -28,13 +29,6 @@ logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS, WEIGHTS_OF_PEFT = "adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"
 MAX_REASON = 300
 """Characters of a message of mlx-lm, which names every layer that does not fit."""
-
-
-class AdapterPath(NamedTuple):
-    """An adapter that is to be served: its name in the API, and its directory."""
-
-    name: str
-    path: Path
 
 
 @dataclass(frozen=True)
