@@ -115,7 +115,11 @@ class Server:
         if name is None:
             models = self.started().models.values()
             name = next((each.name for each in models if each.config.only_embeds), None)
-        loaded = await self._load(await self.model(request, name))
+        model = await self.model(request, name)
+        if self.started().adapter_in(name) is not None:
+            message = f"{name!r} is an adapter, which makes no embeddings; use {model.name!r}"
+            raise bad_parameter("model", message, code="embeddings_not_supported")
+        loaded = await self._load(model)
         return loaded, loaded.require_ready()
 
     async def begin_load(self, request: Request, name: str | None) -> Load | None:
@@ -137,9 +141,10 @@ class Server:
             raise no_room(model.name, error) from None
 
     def names_for(self, request: Request) -> list[str]:
-        """The models that are served, and that the caller may use."""
+        """The names of the models that are served, and that the caller may use, with those of their adapters."""
         caller = caller_of(request)
-        return [name for name in (self.registry.models if self.registry else ()) if allows(caller, name)]
+        models = self.registry.models.values() if self.registry else ()
+        return [name for model in models if allows(caller, model.name) for name in model.names]
 
     def ignore(self, request: Request, field: str, reason: str) -> None:
         """Note a field of a body that the model cannot honour. Raises ApiError, with the reason, if the server is

@@ -101,6 +101,8 @@ class EngineCore:
         prompt, arrival_time = request.prompt_token_ids, request.arrival_time
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
+        sequence.adapter = request.adapter
+        sequence.cache_seed = self.served.adapters.cache_seed(request.adapter)
         parent_id = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         parent = None if parent_id is None else self.requests[parent_id]
         sequence.fork_of = None if parent is None else parent.sequence
