@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from mlxpaged.api.errors import ApiError, bad_parameter, model_not_found
 from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
+from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class Server:
         self.http = http
         self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None
         self.metrics = Metrics(lambda: self.engine.stats if self.engine else None)
+        self.refusals: deque[Refusal] = deque(maxlen=MAX_REFUSALS)
         self.engine = engine
         if engine is not None:
             engine.on_output = self._observe
@@ -125,6 +128,11 @@ class Server:
         self._compiling.release()
         if not compiled.cancelled():
             compiled.exception()  # marks it as retrieved: after a timeout nothing else reads it
+
+    @property
+    def now(self) -> float:
+        """Seconds on the clock of requests and outputs."""
+        return self._clock()
 
     @property
     def uptime(self) -> float:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.errors import RETRY
 from mlxpaged.api.metrics import CONTENT_TYPE
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import AsyncEngine, EngineState, SequenceState
+from mlxpaged.engine import AsyncEngine, EngineInfo, EngineState, EngineStatus, SequenceState
 
 
 async def health(request: Request) -> Response:
@@ -57,7 +57,11 @@ async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
     """Returns {} if the engine still loads its model, or is dead."""
     if engine.info is None or engine.state is EngineState.DEAD:
         return {}
-    found, model = await engine.status(), engine.info.embedding_model
+    return describe_engine(engine, engine.info, await engine.status())
+
+
+def describe_engine(engine: AsyncEngine, info: EngineInfo, found: EngineStatus) -> dict[str, Any]:
+    model = info.embedding_model
     blocks, swap = found.scheduler.blocks, found.scheduler.swap
     return {
         "steps": found.steps_total,
@@ -72,13 +76,13 @@ async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
         },
         "kv_cache": {
             "bytes": 0 if engine.stats is None else engine.stats.kv_cache_bytes,
-            "max_bytes": engine.info.kv_cache_bytes,
+            "max_bytes": info.kv_cache_bytes,
         },
         "swap": {"used": swap.used, "total": swap.used + swap.free},
-        "attention": {"backend": engine.info.backend, "metal_kernels_off": engine.info.kernels_off},
+        "attention": {"backend": info.backend, "metal_kernels_off": info.kernels_off},
         "states": {
-            "reserved_bytes": engine.info.states.nbytes,
-            "bytes_per_sequence": engine.info.states.bytes_per_state,
+            "reserved_bytes": info.states.nbytes,
+            "bytes_per_sequence": info.states.bytes_per_state,
             "checkpoints": found.scheduler.checkpoints,
             "max_checkpoints": found.scheduler.max_checkpoints,
         },

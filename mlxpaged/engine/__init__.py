@@ -25,7 +25,7 @@ from mlxpaged.engine.prompt_progress import PromptProgress
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.status import EngineStats, SequenceState
+from mlxpaged.engine.status import EngineSnapshot, EngineStats, EngineStatus, SequenceState
 from mlxpaged.engine.timeline import Timeline
 from mlxpaged.scheduler import Priority
 
@@ -40,8 +40,10 @@ __all__ = [
     "EngineConfig",
     "EngineCore",
     "EngineInfo",
+    "EngineSnapshot",
     "EngineState",
     "EngineStats",
+    "EngineStatus",
     "EngineUnavailableError",
     "GrammarError",
     "MinTokensError",

@@ -1,0 +1,175 @@
+"""Handles GET /v1/status/stream: what the page shows of the server, twice a second.
+
+All watchers get the same snapshot. Without a watcher nothing is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxpaged.api.phase_tracker import PhaseTracker
+from mlxpaged.api.recent_latencies import WINDOW_SECONDS
+from mlxpaged.api.server import Server
+from mlxpaged.api.status import describe, describe_engine
+from mlxpaged.api.streaming import EVENTS, EventStream, event
+from mlxpaged.engine import AsyncEngine, EngineBusyError, EngineState, EngineUnavailableError
+
+logger = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 0.5
+MAX_SHARE = 0.01
+"""Of the time that goes into snapshots. If a snapshot takes longer than this share of the period, the period grows."""
+MAX_CELLS = 8192
+"""Of the map of blocks. A larger pool has several blocks in a cell."""
+
+
+class EngineWatch:
+    """Makes the snapshots of one engine, and remembers what it needs of the previous ones."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self._phases = PhaseTracker()
+        self._counted: tuple[float, int] | None = None  # time and generated tokens of the last snapshot
+        self.busy_seconds = 0.0  # that the last snapshot took, without waiting
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Waits for the end of the step that runs. An engine that cannot answer is described by its state alone."""
+        engine, info = self.engine, self.engine.info
+        found: dict[str, Any] = {
+            "id": engine.config.served_model_name or engine.config.model if info is None else info.model,
+            "state": engine.state.value,
+            "reason": engine.reason,
+            "progress": None if engine.progress is None or info is not None else str(engine.progress),
+        }
+        self.busy_seconds = 0.0
+        if info is None or engine.stats is None:
+            return found
+        try:
+            seen = await engine.snapshot()
+        except (EngineUnavailableError, EngineBusyError) as error:
+            return found | {"reason": str(error)}
+        started = time.perf_counter()
+        status, stats = seen.status, engine.stats
+        listed = [*status.running, *status.waiting]
+        unfinished = status.scheduler.running + status.scheduler.waiting
+        self._phases.update(listed, all_listed=len(listed) == unfinished)
+        found |= describe_engine(engine, info, status)
+        found |= {
+            "running": status.scheduler.running,
+            "waiting": status.scheduler.waiting,
+            "requests": [each | {"segments": self._phases.segments(each["request_id"])} for each in describe(listed)],
+            "ended": [
+                each | {"segments": track.describe()} for track in self._phases.ended for each in describe([track.last])
+            ],
+            "map": block_map(seen.block_states),
+            "tokens_per_second": self._tokens_per_second(seen.now, stats.generated_tokens_total),
+            "prompt_tokens": stats.scheduler.prompt_tokens_total,
+            "prefix_hit_tokens": stats.scheduler.prefix_hit_tokens_total,
+            "preemptions": stats.scheduler.preemptions_total,
+        }
+        self.busy_seconds = seen.seconds + time.perf_counter() - started
+        return found
+
+    def _tokens_per_second(self, now: float, tokens: int) -> float | None:
+        """Since the previous snapshot, if that is not long ago."""
+        previous, self._counted = self._counted, (now, tokens)
+        if previous is None or not 0 < now - previous[0] < 10 * PERIOD_SECONDS:
+            return None
+        return (tokens - previous[1]) / (now - previous[0])
+
+
+def block_map(states: bytes) -> dict[str, Any]:
+    """states: as `BlockPool.states`. Returns the cells in base64, each with the largest state of its blocks."""
+    per_cell = -(-len(states) // MAX_CELLS)
+    if per_cell > 1:
+        padded = np.zeros(-(-len(states) // per_cell) * per_cell, np.uint8)
+        padded[: len(states)] = np.frombuffer(states, np.uint8)
+        states = padded.reshape(-1, per_cell).max(axis=1).tobytes()
+    return {"blocks_per_cell": per_cell, "cells": base64.b64encode(states).decode()}
+
+
+class StatusStream:
+    """One per app. A task makes the snapshots while there is a watcher."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._watches: dict[AsyncEngine, EngineWatch] = {}
+        self._watchers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._latest: str | None = None
+        self._changed = asyncio.Event()  # of the latest event; each event has its own
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Yields the events from the next one on. A slow watcher misses some, and delays no other."""
+        self._watchers += 1
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+        try:
+            while await self._changed.wait() and self._latest is not None:
+                yield self._latest
+        finally:
+            self._watchers -= 1
+            if self._watchers == 0 and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    async def _run(self) -> None:
+        self._watches = {}  # what happened while nobody watched is not known
+        try:
+            while not self._is_over():
+                text, busy_seconds = await self._event()
+                self._publish(text)
+                await asyncio.sleep(max(PERIOD_SECONDS, busy_seconds / MAX_SHARE))
+        except Exception:
+            logger.exception("the status stream failed")
+        self._task = None
+        self._publish(None)
+
+    def _is_over(self) -> bool:
+        """A server that shuts down waits for its streams."""
+        engine = self._server.engine
+        return engine is not None and engine.state is EngineState.DRAINING and engine.num_unfinished == 0
+
+    def _publish(self, text: str | None) -> None:
+        self._latest = text
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _event(self) -> tuple[str, float]:
+        """Returns the event, and the seconds that its computation took."""
+        server = self._server
+        engines = [] if server.engine is None else [server.engine]
+        self._watches = {engine: self._watches.get(engine) or EngineWatch(engine) for engine in engines}
+        models = [await watch.snapshot() for watch in self._watches.values()]
+        started = time.perf_counter()
+        rates = [found.get("tokens_per_second") for found in models]
+        text = event(
+            {
+                "time": time.time(),
+                "uptime_seconds": server.uptime,
+                "models": models,
+                "rates": {
+                    "tokens_per_second": sum(rate for rate in rates if rate is not None),
+                    "window_seconds": WINDOW_SECONDS,
+                    **server.metrics.recent.quantiles(server.now),
+                },
+                "refusals": [asdict(refusal) for refusal in reversed(server.refusals)],
+            }
+        )
+        busy_seconds = sum(watch.busy_seconds for watch in self._watches.values())
+        return text, busy_seconds + time.perf_counter() - started
+
+
+async def stream(request: Request) -> Response:
+    events: StatusStream = request.app.state.status_stream
+    return EventStream(events.events(), lambda: None, EVENTS)
