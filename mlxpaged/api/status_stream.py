@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.5
 MAX_SHARE = 0.01
-"""Of the time that goes into snapshots. If a snapshot takes longer than this share of the period, the period grows."""
+"""Of the CPU time that goes into snapshots. If one takes more than this share of the period, the period grows."""
 MAX_CELLS = 8192
 """Of the map of blocks. A larger pool has several blocks in a cell."""
 
@@ -58,7 +58,7 @@ class EngineWatch:
             seen = await engine.snapshot()
         except (EngineUnavailableError, EngineBusyError) as error:
             return found | {"reason": str(error)}
-        started = time.perf_counter()
+        started = time.thread_time()
         status, stats = seen.status, engine.stats
         listed = [*status.running, *status.waiting]
         unfinished = status.scheduler.running + status.scheduler.waiting
@@ -77,7 +77,7 @@ class EngineWatch:
             "prefix_hit_tokens": stats.scheduler.prefix_hit_tokens_total,
             "preemptions": stats.scheduler.preemptions_total,
         }
-        self.busy_seconds = seen.seconds + time.perf_counter() - started
+        self.busy_seconds = seen.seconds + time.thread_time() - started
         return found
 
     def _tokens_per_second(self, now: float, tokens: int) -> float | None:
@@ -126,10 +126,13 @@ class StatusStream:
     async def _run(self) -> None:
         self._watches = {}  # what happened while nobody watched is not known
         try:
+            previous = 0.0
             while not self._is_over():
                 text, busy_seconds = await self._event()
                 self._publish(text)
-                await asyncio.sleep(max(PERIOD_SECONDS, busy_seconds / MAX_SHARE))
+                # The smaller one of two, because the first snapshot takes longer.
+                await asyncio.sleep(max(PERIOD_SECONDS, min(previous, busy_seconds) / MAX_SHARE))
+                previous = busy_seconds
         except Exception:
             logger.exception("the status stream failed")
         self._task = None
@@ -151,7 +154,7 @@ class StatusStream:
         engines = [] if server.engine is None else [server.engine]
         self._watches = {engine: self._watches.get(engine) or EngineWatch(engine) for engine in engines}
         models = [await watch.snapshot() for watch in self._watches.values()]
-        started = time.perf_counter()
+        started = time.thread_time()
         rates = [found.get("tokens_per_second") for found in models]
         text = event(
             {
@@ -167,7 +170,7 @@ class StatusStream:
             }
         )
         busy_seconds = sum(watch.busy_seconds for watch in self._watches.values())
-        return text, busy_seconds + time.perf_counter() - started
+        return text, busy_seconds + time.thread_time() - started
 
 
 async def stream(request: Request) -> Response:

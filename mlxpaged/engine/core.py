@@ -175,9 +175,9 @@ class EngineCore:
         return engine_status(self.scheduler, sequences, self._num_steps, self.clock(), max_waiting)
 
     def snapshot(self) -> EngineSnapshot:
-        started = time.perf_counter()
+        started = time.thread_time()
         status, states = self.status(MAX_WAITING_WATCHED), self.scheduler.pool.states()
-        return EngineSnapshot(status, states, self.clock(), time.perf_counter() - started)
+        return EngineSnapshot(status, states, self.clock(), time.thread_time() - started)
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -63,8 +63,8 @@ class EngineStatus:
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """What a watcher sees. block_states: as `BlockPool.states`. now: on the engine's clock. seconds: of the engine
-    thread, to make it."""
+    """What a watcher sees. block_states: as `BlockPool.states`. now: on the engine's clock. seconds: CPU time of
+    the engine thread, to make it."""
 
     status: EngineStatus
     block_states: bytes

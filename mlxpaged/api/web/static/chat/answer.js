@@ -15,7 +15,7 @@ export async function receive(body, message, { signal, changed }) {
     message.stats = {
       ttft: first === null ? null : (first - started) / 1000,
       tokens,
-      perSecond: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null,
+      perSecond: tokens >= 8 && seconds > 0.02 ? (tokens - 1) / seconds : null,
       promptTokens: usage?.prompt_tokens ?? null,
       cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? 0,
     };

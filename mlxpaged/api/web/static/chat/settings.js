@@ -6,7 +6,7 @@ const NUMBERS = [
   ["temperature", "Temperature", { min: 0, max: 2, step: 0.05 }],
   ["top_p", "Top p", { min: 0.01, max: 1, step: 0.01 }],
   ["top_k", "Top k", { min: 0, step: 1 }],
-  ["max_tokens", "Most tokens of an answer", { min: 1, step: 1 }],
+  ["max_tokens", "Max tokens", { min: 1, step: 1 }],
   ["seed", "Seed", { min: 0, step: 1 }],
 ];
 const THINKING = [
