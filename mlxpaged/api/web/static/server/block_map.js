@@ -2,13 +2,7 @@
 import { h } from "../lib/dom.js";
 import { count, plural } from "../lib/format.js";
 
-const KINDS = [
-  ["free", "--cell-free"],
-  ["cached", "--cell-cached"],
-  ["one request", "--cell-used"],
-  ["2 or 3 share it", "--cell-shared"],
-  ["4 or more", "--cell-shared-more"],
-];
+const KINDS = ["free", "cached", "one request", "2 or 3 share it", "4 or more"];
 
 /** state: 0 free, 1 cached, else 1 + the number of references. */
 function kindOf(state) {
@@ -20,18 +14,15 @@ export class BlockMap {
   constructor() {
     this.canvas = h("canvas", { role: "img" });
     this.text = h("p", { class: "soft" });
-    this.legend = h(
-      "ul",
-      { class: "legend" },
-      ...KINDS.map(([text], index) => h("li", {}, h("i", { class: `key cell-${index}` }), text)),
-    );
+    this.keys = KINDS.map((_, index) => h("i", { class: `key cell-${index}` }));
+    const legend = h("ul", { class: "legend" }, ...KINDS.map((text, index) => h("li", {}, this.keys[index], text)));
     this.element = h(
       "section",
       { class: "card map" },
       h("h2", {}, "KV blocks"),
       this.text,
       h("div", { class: "canvas" }, this.canvas),
-      this.legend,
+      legend,
     );
     this.cells = null;
     new ResizeObserver(() => this.draw()).observe(this.canvas.parentElement);
@@ -40,10 +31,9 @@ export class BlockMap {
 
   show(model) {
     const { blocks, map } = model;
-    this.perCell = map.blocks_per_cell;
     this.cells = Uint8Array.from(atob(map.cells), (char) => char.charCodeAt(0));
     const shared = this.cells.reduce((sum, state) => sum + (state > 2), 0);
-    const each = this.perCell > 1 ? ` A cell is ${this.perCell} blocks.` : "";
+    const each = map.blocks_per_cell > 1 ? ` A cell is ${map.blocks_per_cell} blocks.` : "";
     const more = blocks.max_total > blocks.total ? ` The pool can grow to ${count(blocks.max_total)}.` : "";
     this.text.textContent =
       `${plural(blocks.total, "block")}: ${count(blocks.used)} used, ${count(blocks.cached)} cached, ` +
@@ -67,8 +57,7 @@ export class BlockMap {
     this.canvas.style.height = `${rows * size}px`;
     const context = this.canvas.getContext("2d");
     context.scale(ratio, ratio);
-    const style = getComputedStyle(this.canvas);
-    const colours = KINDS.map(([, name]) => style.getPropertyValue(name));
+    const colours = this.keys.map((each) => getComputedStyle(each).backgroundColor);
     const gap = size > 4 ? 1 : 0.5;
     for (const [kind, colour] of colours.entries()) {
       context.fillStyle = colour;

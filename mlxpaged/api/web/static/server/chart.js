@@ -6,26 +6,24 @@ const WIDTH = 300;
 const HEIGHT = 84;
 
 export class Chart {
-  /** series: [{name, text, format}]. stacked: areas on top of each other. least: the scale's smallest upper end. */
+  /** series: [{name, text, format, look}]. look: its class. stacked: areas on top of each other. least: the scale's smallest upper end. */
   constructor(title, series, { stacked = false, least = 1, area = false } = {}) {
     this.title = title;
     this.series = series;
     this.stacked = stacked;
     this.least = least;
-    this.shapes = series.map((_, index) =>
-      svg("path", { class: stacked || area ? `area series-${index + 1}` : `line series-${index + 1}` }),
-    );
+    this.filled = stacked || area;
+    this.shapes = series.map(({ look }) => svg("path", { class: `${this.filled ? "area" : "line"} ${look}` }));
     this.svg = svg(
       "svg",
       { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": title },
       svg("path", { class: "grid", d: `M0 ${HEIGHT - 0.5}H${WIDTH}M0 ${HEIGHT / 2}H${WIDTH}M0 .5H${WIDTH}` }),
       ...this.shapes,
     );
-    this.filled = stacked || area;
     this.scale = h("span", { class: "scale", "aria-hidden": "true" });
     this.values = series.map(() => h("dd", {}, "–"));
-    const legend = series.map(({ text }, index) =>
-      h("div", {}, h("dt", {}, h("i", { class: `key series-${index + 1}` }), text), this.values[index]),
+    const legend = series.map(({ text, look }, index) =>
+      h("div", {}, h("dt", {}, h("i", { class: `key ${look}` }), text), this.values[index]),
     );
     this.element = h(
       "section",
@@ -53,9 +51,7 @@ export class Chart {
     const y = (value) => (HEIGHT * (1 - value / top)).toFixed(1);
     const below = points.map(() => 0);
     this.series.forEach(({ name }, index) => {
-      const path = this.filled
-        ? areaPath(points, name, below, this.stacked, x, y)
-        : linePath(points, name, x, y);
+      const path = this.filled ? areaPath(points, name, below, this.stacked, x, y) : linePath(points, name, x, y);
       set(this.shapes[index], { d: path });
     });
   }

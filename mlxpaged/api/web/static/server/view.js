@@ -14,20 +14,33 @@ export class ServerView {
   constructor() {
     this.history = new History();
     this.charts = [
-      new Chart("Tokens per second", [{ name: "tokens", text: "now", format: rate }], { area: true, least: 10 }),
-      new Chart("Time to first token", pair("ttft"), { least: 0.05 }),
-      new Chart("Between tokens", pair("itl"), { least: 0.01 }),
-      new Chart("Requests", [
-        { name: "running", text: "running", format: count },
-        { name: "waiting", text: "waiting", format: count },
-      ], { stacked: true, least: 4 }),
-      new Chart("KV blocks", [
-        { name: "used", text: "used", format: count },
-        { name: "cached", text: "cached", format: count },
-        { name: "free", text: "free", format: count },
-      ], { stacked: true }),
-      new Chart("Prefix hit rate", [{ name: "hitRate", text: "of prompt tokens", format: percent }], { area: true }),
-      new Chart("Swap", [{ name: "swap", text: "blocks", format: count }], { area: true, least: 10 }),
+      new Chart("Tokens per second", [{ name: "tokens", text: "now", format: rate, look: "first" }], {
+        area: true,
+        least: 10,
+      }),
+      new Chart("Time to first token", quantiles("ttft"), { least: 0.05 }),
+      new Chart("Between tokens", quantiles("itl"), { least: 0.01 }),
+      new Chart(
+        "Requests",
+        [
+          { name: "running", text: "running", format: count, look: "first" },
+          { name: "waiting", text: "waiting", format: count, look: "second" },
+        ],
+        { stacked: true, least: 4 },
+      ),
+      new Chart(
+        "KV blocks",
+        [
+          { name: "used", text: "used", format: count, look: "cell-2" },
+          { name: "cached", text: "cached", format: count, look: "cell-1" },
+          { name: "free", text: "free", format: count, look: "cell-0" },
+        ],
+        { stacked: true },
+      ),
+      new Chart("Prefix hit rate", [{ name: "hitRate", text: "of prompt tokens", format: percent, look: "first" }], {
+        area: true,
+      }),
+      new Chart("Swap", [{ name: "swap", text: "blocks", format: count, look: "first" }], { area: true, least: 10 }),
     ];
     this.swap = this.charts.at(-1);
     this.map = new BlockMap();
@@ -109,6 +122,9 @@ export class ServerView {
   }
 }
 
-function pair(name) {
-  return [50, 99].map((part) => ({ name: `${name}${part}`, text: `p${part}`, format: seconds }));
+function quantiles(name) {
+  return [
+    { name: `${name}50`, text: "p50", format: seconds, look: "first" },
+    { name: `${name}99`, text: "p99", format: seconds, look: "second" },
+  ];
 }
