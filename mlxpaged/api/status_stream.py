@@ -105,23 +105,23 @@ class StatusStream:
         self._server = server
         self._watches: dict[AsyncEngine, EngineWatch] = {}
         self._watchers = 0
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None  # while there is a watcher
         self._latest: str | None = None
         self._changed = asyncio.Event()  # of the latest event; each event has its own
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yields the events from the next one on. A slow watcher misses some, and delays no other."""
         self._watchers += 1
-        if self._task is None:
-            self._task = asyncio.ensure_future(self._run())
+        if self.task is None:
+            self.task = asyncio.ensure_future(self._run())
         try:
             while await self._changed.wait() and self._latest is not None:
                 yield self._latest
         finally:
             self._watchers -= 1
-            if self._watchers == 0 and self._task is not None:
-                self._task.cancel()
-                self._task = None
+            if self._watchers == 0 and self.task is not None:
+                self.task.cancel()
+                self.task = None
 
     async def _run(self) -> None:
         self._watches = {}  # what happened while nobody watched is not known
@@ -135,7 +135,7 @@ class StatusStream:
                 previous = busy_seconds
         except Exception:
             logger.exception("the status stream failed")
-        self._task = None
+        self.task = None
         self._publish(None)
 
     def _is_over(self) -> bool:
