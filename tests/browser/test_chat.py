@@ -55,6 +55,7 @@ def test_a_chat_is_streamed_to_its_end(visit: Start, scripted: RunningServer, pi
     expect(answer.locator("ol li")).to_have_count(2)
     expect(answer.locator(".stats")).to_contain_text("tokens/s")
     expect(answer.locator(".stats")).to_contain_text("first token after")
+    expect(tab.page.get_by_label("Message")).to_be_focused()
     thinking = answer.locator("details.thinking")
     assert not thinking.evaluate("each => each.open")
     expect(thinking.locator("strong")).to_be_hidden()
@@ -62,7 +63,6 @@ def test_a_chat_is_streamed_to_its_end(visit: Start, scripted: RunningServer, pi
     expect(thinking.locator("strong")).to_have_text("Markdown")
     thinking.locator("summary").click()
     expect(tab.page.locator("#announcer")).to_contain_text("The answer:")
-    expect(tab.page.get_by_label("Message")).to_be_focused()
     picture(tab.page, "chat")
     tab.check_accessible()
     tab.page.emulate_media(color_scheme="dark")
@@ -85,7 +85,7 @@ def test_nothing_that_a_model_writes_runs_or_loads(visit: Start, scripted: Runni
     tab.open()
     tab.say("Attack!")
     answer = tab.answered()
-    text = answer.locator(".markdown")
+    text = answer.locator(".answer")
     expect(text).to_contain_text("<script>window.hacked = 1</script>")
     expect(text).to_contain_text("<b>code</b>")
     expect(text.locator("sub")).to_have_text("2")
@@ -109,9 +109,9 @@ def test_an_answer_is_stopped_and_made_again(visit: Start, scripted: RunningServ
     expect(answer).to_contain_text("word word")
     button(tab.page, "Stop").click()
     expect(answer.locator(".note")).to_have_text("Stopped.")
-    length = len(answer.locator(".markdown").inner_text())
+    length = len(answer.locator(".answer").inner_text())
     scripted.wait_idle()
-    assert len(answer.locator(".markdown").inner_text()) == length < 5000
+    assert len(answer.locator(".answer").inner_text()) == length < 5000
     button(answer, "Regenerate").click()
     expect(answer).to_have_count(1)
     expect(answer).to_contain_text("word word")
@@ -182,8 +182,8 @@ def test_conversations_stay_in_the_browser_and_are_renamed_exported_and_deleted(
     expect(tab.answered()).to_contain_text("A right answer.")
     tab.page.get_by_label("Actions of Right question").click()
     button(tab.page, "Rename").click()
-    tab.page.get_by_label("Name").fill("Renamed")
-    tab.page.get_by_label("Name").press("Enter")
+    tab.page.get_by_role("textbox", name="Name").fill("Renamed")
+    tab.page.get_by_role("textbox", name="Name").press("Enter")
     expect(tab.page.get_by_role("heading", level=1)).to_have_text("Renamed")
     tab.page.get_by_label("Actions of Renamed").click()
     with tab.page.expect_download() as download:
@@ -217,7 +217,7 @@ def test_a_wrong_key_is_refused_and_the_right_one_is_kept_for_the_tab(
     field.press("Enter")
     expect(dialog).to_be_hidden()
     tab.say("What is 17 + 25?")
-    expect(tab.answered().locator(".markdown")).to_have_text("42")
+    expect(tab.answered().locator(".answer")).to_have_text("42")
     stored = "() => [sessionStorage.getItem('mlxpaged-key'), localStorage.getItem('mlxpaged-key')]"
     assert tab.page.evaluate(stored) == [key, None]
     assert key not in tab.page.url

@@ -56,6 +56,7 @@ export class AnswerMessage {
     this.message = message;
     this.actions = actions;
     this.markdown = new Markdown();
+    this.markdown.element.classList.add("answer");
     this.reasoning = new Markdown();
     this.summary = h("summary", {});
     this.thinking = h("details", { class: "thinking", hidden: true }, this.summary, this.reasoning.element);
