@@ -100,12 +100,13 @@ class Row {
   }
 
   async end(id) {
-    this.cancel.disabled = true;
+    if (this.cancel.hasAttribute("aria-disabled")) return;
+    this.cancel.setAttribute("aria-disabled", "true"); // a button that is disabled would lose the focus
     try {
       await remove(`v1/requests/${inPath(id)}`);
       announce(`${id} is cancelled`);
     } catch (error) {
-      this.cancel.disabled = false;
+      this.cancel.removeAttribute("aria-disabled");
       if (!(error instanceof ApiError)) throw error;
       if (error.status !== 404) this.facts.textContent = error.message; // 404: it has just ended
     }
