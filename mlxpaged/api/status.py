@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from typing import Any
 
 from starlette.requests import Request
@@ -95,7 +95,7 @@ def describe_engine(engine: AsyncEngine, info: EngineInfo, found: EngineStatus) 
 
 def describe(sequences: Sequence[SequenceState]) -> list[dict[str, Any]]:
     return [
-        asdict(sequence)
+        vars(sequence)  # asdict would copy each value: 25 us a sequence
         | {
             "status": sequence.status.value,
             "phase": None if sequence.phase is None else sequence.phase.value,

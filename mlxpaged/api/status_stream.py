@@ -10,7 +10,6 @@ import base64
 import logging
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -128,7 +127,7 @@ class StatusStream:
         try:
             previous = 0.0
             while not self._is_over():
-                text, busy_seconds = await self._event()
+                text, busy_seconds = await self.event()
                 self._publish(text)
                 # The smaller one of two, because the first snapshot takes longer.
                 await asyncio.sleep(max(PERIOD_SECONDS, min(previous, busy_seconds) / MAX_SHARE))
@@ -148,8 +147,8 @@ class StatusStream:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def _event(self) -> tuple[str, float]:
-        """Returns the event, and the seconds that its computation took."""
+    async def event(self) -> tuple[str, float]:
+        """Returns an event, and the CPU seconds that it took."""
         server = self._server
         engines = [] if server.engine is None else [server.engine]
         self._watches = {engine: self._watches.get(engine) or EngineWatch(engine) for engine in engines}
@@ -166,7 +165,7 @@ class StatusStream:
                     "window_seconds": WINDOW_SECONDS,
                     **server.metrics.recent.quantiles(server.now),
                 },
-                "refusals": [asdict(refusal) for refusal in reversed(server.refusals)],
+                "refusals": [vars(refusal) for refusal in reversed(server.refusals)],
             }
         )
         busy_seconds = sum(watch.busy_seconds for watch in self._watches.values())
