@@ -53,7 +53,8 @@ async def measure(streams: int, snapshots: int) -> None:
     stream = StatusStream(server)
     with engine.reserve(streams):
         submitted = engine.submit(requests(streams))
-    await asyncio.sleep(3.0)  # the prompts are computed
+    while (await engine.status()).scheduler.running < streams:
+        await asyncio.sleep(0.1)
     costs, steps, sizes = [], [], []
     for number in range(snapshots + 2):
         before, started = (await engine.status()).steps_total, time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
 from mlxpaged.engine import EngineConfig, memory_pressure
 from tests.support import RunningServer, running_server
+
+collect_ignore = [] if find_spec("playwright") else ["browser"]
+"""`make test-page` installs Playwright."""
 
 
 @pytest.fixture(scope="session", autouse=True)
