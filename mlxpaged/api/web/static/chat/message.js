@@ -103,13 +103,14 @@ export class AnswerMessage {
 
   showCalls() {
     const { toolCalls, running } = this.message;
-    const drawn = JSON.stringify([toolCalls, running]);
+    const waiting = toolCalls.map((call) => !running && this.actions.waitsFor(call));
+    const drawn = JSON.stringify([toolCalls, waiting]);
     if (drawn === this.drawnCalls) return;
     this.drawnCalls = drawn;
     this.calls.replaceChildren(
-      ...toolCalls.map((call) => {
+      ...toolCalls.map((call, index) => {
         const result = h("textarea", { rows: 2, class: "code" });
-        const waits = !running && this.actions.waitsFor(call);
+        const waits = waiting[index];
         return h(
           "section",
           { class: "call", "aria-label": `Call of ${call.function.name}` },
