@@ -18,6 +18,7 @@ from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.cli.serve import listen
 from mlxpaged.engine import AsyncEngine, EngineConfig
 from mlxpaged.engine.status import EngineStats
+from mlxpaged.registry import Registry
 
 CLIENTS = Path(__file__).with_name("delivery_clients.py")
 POLL_SECONDS = 0.02
@@ -49,12 +50,14 @@ def delivery_seconds(config: EngineConfig, streams: int, steps: int) -> tuple[fl
 
 async def served(config: EngineConfig, streams: int, steps: int) -> tuple[float, float]:
     listener = listen("127.0.0.1", 0)
-    engine = AsyncEngine(config)
-    server = HttpServer(create_app(engine), [listener], drain_timeout=0)
+    registry = Registry.of(config)
+    server = HttpServer(create_app(registry), [listener], drain_timeout=0)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(POLL_SECONDS)
-    await engine.wait_loaded()
+    await registry.wait_loaded()
+    engine = registry.default.engine
+    assert engine is not None
     assert engine.info is not None
     arguments = (listener.getsockname()[1], engine.info.model, streams, steps + ENDING_STEPS)
     client = await asyncio.create_subprocess_exec(sys.executable, str(CLIENTS), *map(str, arguments))

@@ -95,8 +95,10 @@ def scripted_server(
 
 
 def follow(server: RunningServer, script: Mapping[str, str]) -> None:
-    runner = server.core.runner
-    forward, tokenizer = runner.forward, server.core.served.tokenizer.reader
+    """From now on, the script decides instead of the model, which does not run: it would take most of a step's time. So
+    nothing is written to KV blocks, and what the prefix cache has of them is of no use for the model."""
+    served = server.core.served
+    tokenizer = served.tokenizer.reader
 
     answers: dict[int, list[int]] = {}  # by sequence
 
@@ -109,11 +111,12 @@ def follow(server: RunningServer, script: Mapping[str, str]) -> None:
         return answers[sequence.sequence_id]
 
     def scripted(batch: Any, *args: Any) -> mx.array:
-        logits = np.zeros(forward(batch, *args).shape, dtype=np.float32)
         rows = [row for row in batch.rows if row.samples]
+        num_logits = max(1, len(rows)) + sum(len(row.prompt_logprobs) for row in batch.rows)
+        logits = np.zeros((num_logits, served.vocab_size), dtype=np.float32)
         for i, row in enumerate(rows):
             tokens, position = answer_to(row.sequence), row.context_len - row.sequence.num_prompt_tokens
             logits[i, tokens[min(position, len(tokens) - 1)]] = 100.0
         return mx.array(logits)
 
-    runner.forward = scripted  # type: ignore[method-assign]
+    server.core.runner.forward = scripted  # type: ignore[method-assign]

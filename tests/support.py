@@ -30,7 +30,9 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.serve import listen
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineCore, EngineState, Request, SamplingParams
+from mlxpaged.engine.engine_thread import Core
 from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.registry import Model, Registry
 from mlxpaged.scheduler import BlockMoves
 
 Result = TypeVar("Result")
@@ -172,18 +174,31 @@ class RunningServer:
 
     @property
     def engine(self) -> AsyncEngine:
-        engine: AsyncEngine = self.app.state.server.engine
+        """Of the default model."""
+        engine: AsyncEngine = self.registry.default.engine
         return engine
+
+    @property
+    def registry(self) -> Registry:
+        registry: Registry = self.app.state.server.registry
+        return registry
 
     @property
     def core(self) -> EngineCore:
         """The engine's inside. Only the engine thread may change it."""
-        core: EngineCore = self.app.state.core
+        core = self.core_of(self.registry.default.name)
+        assert isinstance(core, EngineCore)
         return core
+
+    def core_of(self, model: str) -> Core:
+        engine = self.registry.models[model].engine
+        assert engine is not None
+        assert engine.slot.core is not None
+        return engine.slot.core
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine on the server's event loop."""
-        loop = self.engine.loop
+        loop = self.registry.loop
         assert loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
@@ -197,16 +212,14 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(
-    config: EngineConfig | None,
+    config: EngineConfig | Registry | None,
     wait_loaded: bool = True,
     clock: Callable[[], float] = time.monotonic,
     http: HttpConfig | None = None,
     data_dir: Path | None = None,
 ) -> Iterator[RunningServer]:
-    engine = None if config is None else AsyncEngine(config, clock)
-    app = create_app(engine, clock, http, data_dir)
-    if engine is not None:
-        keep_core(engine, app)
+    registry = Registry.of(config, clock) if isinstance(config, EngineConfig) else config
+    app = create_app(registry, clock, http, data_dir)
     with listen("127.0.0.1", 0) as listener:
         uvicorn_config = uvicorn.Config(
             app,
@@ -222,9 +235,9 @@ def running_server(
         thread.start()
         try:
             wait_until(lambda: server.started or not thread.is_alive())
-            if engine is not None and wait_loaded:
-                wait_until(lambda: engine.state is not EngineState.LOADING, 60)
-                assert engine.state is EngineState.READY, engine.reason
+            if registry is not None and wait_loaded:
+                wait_until(lambda: registry.loop is not None and registry.state is not EngineState.LOADING, 60)
+                assert registry.state is EngineState.READY, registry.reason
             yield RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", app)
         finally:
             server.should_exit = True
@@ -232,15 +245,13 @@ def running_server(
             assert not thread.is_alive()
 
 
-def keep_core(engine: AsyncEngine, app: Starlette) -> None:
-    """Let tests reach the EngineCore, which otherwise only the engine thread knows."""
-    callbacks = engine.thread.callbacks
-
-    def on_ready(core: EngineCore) -> None:
-        app.state.core = core
-        callbacks.on_ready(core)
-
-    engine.thread.callbacks = dataclasses.replace(callbacks, on_ready=on_ready)
+def with_embeddings(config: EngineConfig, path: Path, name: str = "vectors") -> Registry:
+    """A registry of the configuration's model, and of one that only makes embeddings."""
+    registry = Registry.of(config)
+    embeds = dataclasses.replace(config, model=str(path), served_model_name=name, only_embeds=True)
+    registry.models[name] = Model(name, embeds)
+    registry.num_at_start = 2
+    return registry
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: float = 0.005) -> None:

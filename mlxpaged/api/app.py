@@ -1,4 +1,4 @@
-"""Builds the Starlette application: routes, middleware and error handlers. The engine starts and ends with it."""
+"""Builds the Starlette application: routes, middleware and error handlers. The engine thread ends with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlxpaged.api.openai.responses.store import ResponseStore
 from mlxpaged.api.request_id import RequestIds
 from mlxpaged.api.server import Server
 from mlxpaged.api.status_stream import StatusStream
-from mlxpaged.engine import AsyncEngine
+from mlxpaged.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -38,28 +38,29 @@ EXPOSED_HEADERS = (
 
 
 def create_app(
-    engine: AsyncEngine | None,
+    registry: Registry | None,
     clock: Callable[[], float] = time.monotonic,
     http: HttpConfig | None = None,
     data_dir: Path | None = None,
 ) -> Starlette:
-    """Returns an ASGI app whose lifespan stops the engine, and starts it if it has not started yet.
+    """Returns an ASGI app whose lifespan stops the engine thread, and starts it if it has not started yet.
 
-    engine: None for a server without a model. clock: seconds. data_dir: the directory of files and batches; None for a
-    server without them.
+    registry: None for a server without a model. clock: seconds. data_dir: the directory of files and batches; None for
+    a server without them.
 
     Raises KeyFileError; DataDirInUseError, OSError or ValueError if the directory cannot be used.
     """
-    server = Server(engine, clock, http or HttpConfig())
+    server = Server(registry, clock, http or HttpConfig())
     store = None if data_dir is None else Store(data_dir)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         runner = None
-        if engine is not None:
-            if engine.loop is None:
-                engine.start()
-            runner = app.state.batch_runner = None if store is None else BatchRunner(app, engine, store)
+        if registry is not None:
+            if registry.loop is None:
+                registry.start()
+            registry.watch()
+            runner = app.state.batch_runner = None if store is None else BatchRunner(app, registry, store)
         yield
         logger.info("HTTP closed; stopping the engine thread")
         if runner is not None:

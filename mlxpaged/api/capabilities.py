@@ -1,20 +1,19 @@
-"""Says what a served model can do, for the APIs that list models."""
+"""Says what a loaded model can do, for the APIs that list models."""
 
 from __future__ import annotations
 
-from mlxpaged.engine import EngineInfo
+from mlxpaged.engine import EmbeddingInfo, EngineInfo
 
 
-def capabilities(info: EngineInfo, name: str) -> dict[str, bool]:
-    """name: of a served model. Tools and thinking are derived from its chat template and vocabulary."""
-    tags = info.tokenizer.tags
-    generates = name == info.model
+def capabilities(info: EngineInfo | EmbeddingInfo) -> dict[str, bool]:
+    """Tools and thinking are derived from the chat template and the vocabulary."""
+    generates = isinstance(info, EngineInfo)
     chats = generates and info.tokenizer.has_chat_template
     return {
         "chat": chats,
         "completions": generates,
-        "rerank": generates and info.reranker is not None,
-        "embeddings": info.embedding_model is not None and info.embedding_model.name == name,
+        "rerank": isinstance(info, EngineInfo) and info.reranker is not None,
+        "embeddings": info.embedding_model is not None,
         "tools": chats and (info.tokenizer.shows_tools or info.tokenizer.takes_system),
-        "thinking": chats and bool(tags.think_start),
+        "thinking": chats and bool(info.tokenizer.tags.think_start),
     }

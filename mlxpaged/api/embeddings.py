@@ -10,11 +10,11 @@ from functools import partial
 from starlette.requests import Request
 
 from mlxpaged.api.access.caller import caller_of
-from mlxpaged.api.errors import bad_parameter, model_not_found
+from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request_context import choose_id
 from mlxpaged.api.server import Server, server_of
-from mlxpaged.engine import EmbeddingRequest, EngineInfo, RequestCancelledError, Vectors
-from mlxpaged.models import EmbeddingModel
+from mlxpaged.engine import EmbeddingInfo, EmbeddingRequest, EngineInfo, RequestCancelledError, Vectors
+from mlxpaged.models import EmbeddingFacts
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ MAX_SLICE = 100_000
 class Embeddings:
     """vectors: [inputs, dimensions]. seconds: from the request's arrival to its end."""
 
-    model: EmbeddingModel
+    model: EmbeddingFacts
     vectors: Vectors
     num_tokens: int
     seconds: float
@@ -45,8 +45,8 @@ async def embed(
     """name: of the model, None for any. dimensions: None for the model's own. timeout: seconds, None for the server's
     default. truncate: whether to cut texts that are too long. Raises ApiError and the engine's errors."""
     server = server_of(request)
-    engine, info = server.ready(None)
-    model = embedding_model(server, info, name)
+    engine, info = await server.embedder(request, name)
+    model = embedding_model(server, info)
     size = check_dimensions(model, dimensions)
     opened = server.open_requests.open(choose_id(request, "embd"), 1, caller_of(request))
     try:
@@ -67,24 +67,17 @@ async def embed(
     return Embeddings(model, vectors, num_tokens, seconds)
 
 
-def embedding_model(server: Server, info: EngineInfo, name: str | None) -> EmbeddingModel:
-    """Raises ApiError with the reason if the model of that name makes no embeddings."""
-    model = info.embedding_model
-    if model is not None and name in (None, model.name):
-        return model
-    if name not in (None, info.model):
-        raise model_not_found(name or "", server.model_names)
-    if model is not None:
-        message = f"{info.model!r} generates text; use {model.name!r} for embeddings"
-    else:
-        message = (
-            f"{info.model!r} cannot be used for embeddings, because {info.no_embeddings_because}; start the server "
-            "with --embedding-model to load a second model for them"
-        )
+def embedding_model(server: Server, info: EngineInfo | EmbeddingInfo) -> EmbeddingFacts:
+    """Raises ApiError with the reason if the model makes no embeddings."""
+    if info.embedding_model is not None:
+        return info.embedding_model
+    others = [repr(model.name) for model in server.started().models.values() if model.config.only_embeds]
+    remedy = f"use {' or '.join(others)}" if others else "start the server with --embedding-model to have one for them"
+    message = f"{info.model!r} cannot be used for embeddings, because {info.no_embeddings_because}; {remedy}"
     raise bad_parameter("model", message, code="embeddings_not_supported")
 
 
-def check_dimensions(model: EmbeddingModel, asked: int | None) -> int:
+def check_dimensions(model: EmbeddingFacts, asked: int | None) -> int:
     """Raises ApiError if the model was not trained for embeddings of this size."""
     if asked is None or asked == model.dimensions:
         return model.dimensions
@@ -99,7 +92,7 @@ def check_dimensions(model: EmbeddingModel, asked: int | None) -> int:
 
 
 async def tokens_of(
-    server: Server, model: EmbeddingModel, inputs: list[str] | list[list[int]], truncate: bool
+    server: Server, model: EmbeddingFacts, inputs: list[str] | list[list[int]], truncate: bool
 ) -> list[list[int]]:
     """Raises ApiError for a text that is too long, if possible before it is tokenized."""
     if truncate:
@@ -125,12 +118,12 @@ def slices(inputs: Sequence[str | list[int]]) -> Iterator[Sequence[str | list[in
     yield inputs[start:]
 
 
-def encode(model: EmbeddingModel, inputs: Sequence[str | list[int]], truncate: bool) -> list[list[int]]:
+def encode(model: EmbeddingFacts, inputs: Sequence[str | list[int]], truncate: bool) -> list[list[int]]:
     tokens = [each if isinstance(each, list) else model.tokenizer.encode(model.spec.prompt + each) for each in inputs]
     return [shortened(model, each) for each in tokens] if truncate else tokens
 
 
-def shortened(model: EmbeddingModel, tokens: list[int]) -> list[int]:
+def shortened(model: EmbeddingFacts, tokens: list[int]) -> list[int]:
     """Returns at most as many tokens as the model takes. The end token that its tokenizer adds stays: the embedding can
     be the state of this token."""
     if len(tokens) <= model.max_tokens:
@@ -140,7 +133,7 @@ def shortened(model: EmbeddingModel, tokens: list[int]) -> list[int]:
     return tokens[: model.max_tokens - len(kept)] + kept
 
 
-def check_tokens(model: EmbeddingModel, inputs: Sequence[Sequence[int]]) -> None:
+def check_tokens(model: EmbeddingFacts, inputs: Sequence[Sequence[int]]) -> None:
     """Raises ApiError for an input that the model does not accept."""
     for index, tokens in enumerate(inputs):
         check_length(model, index, len(tokens))
@@ -151,7 +144,7 @@ def check_tokens(model: EmbeddingModel, inputs: Sequence[Sequence[int]]) -> None
             raise bad_parameter("input", message)
 
 
-def check_length(model: EmbeddingModel, index: int, num_tokens: int, about: str = "") -> None:
+def check_length(model: EmbeddingFacts, index: int, num_tokens: int, about: str = "") -> None:
     if num_tokens > model.max_tokens:
         limit = f"the limit of {model.name!r} is {model.max_tokens} (--embedding-max-model-len or its context length)"
         message = f"the input at index {index} has {about}{num_tokens} tokens; {limit}"

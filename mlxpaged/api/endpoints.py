@@ -31,9 +31,11 @@ from mlxpaged.api.tokenize import (
 get, post, delete = (partial(Endpoint, method) for method in ("GET", "POST", "DELETE"))
 
 
-def reads(path: str, respond: Respond[Model], summary: str, body: type[Model], **options: Any) -> Endpoint:
+def reads(
+    path: str, respond: Respond[Model], summary: str, body: type[Model], streams: str | None = None, **options: Any
+) -> Endpoint:
     """Returns an endpoint that reads a body. Its work ends when the client leaves."""
-    return post(path, handler(body, respond), summary, body, **options)
+    return post(path, handler(body, respond, streams), summary, body, streams=streams, **options)
 
 
 generates = partial(reads, streams=EVENTS, cancellable=True)
@@ -75,8 +77,10 @@ ENDPOINTS = (
         answer=rerank.ScoreResponse,
         cancellable=True,
     ),
-    get("/v1/models", models.list_models, "The models that are served"),
+    get("/v1/models", models.list_models, "The models that are served or on this machine"),
     get("/v1/models/{model:path}", models.get_model, "One model"),
+    post("/v1/models/{model:path}/load", models.load, "Load a model", access=Access.ADMIN),
+    post("/v1/models/{model:path}/unload", models.unload, "Unload a model that runs nothing", access=Access.ADMIN),
     reads("/tokenize", tokenize.tokenize, "The tokens of a prompt or a chat", TokenizeRequest, answer=TokenizeResponse),
     reads("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizeRequest, answer=DetokenizeResponse),
     get("/tokenizer_info", tokenize.tokenizer_info, "The tokenizer's tokens and template", answer=TokenizerInfo),
@@ -104,7 +108,7 @@ ENDPOINTS = (
     get("/api/ps", ollama_models.ps, "The models that are loaded"),
     reads("/api/show", ollama_models.show, "One model", ollama_schema.OllamaShowRequest),
     get("/api/version", ollama_models.version, "The version of Ollama's API"),
-    post("/api/pull", ollama_models.refuse, "Always refused: models are chosen when the server starts"),
+    post("/api/pull", ollama_models.refuse, "Always refused: use `mlxpaged pull`"),
     post("/api/push", ollama_models.refuse, "Always refused"),
     post("/api/create", ollama_models.refuse, "Always refused"),
     post("/api/copy", ollama_models.refuse, "Always refused"),

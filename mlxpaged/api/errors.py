@@ -23,6 +23,7 @@ from mlxpaged.api.error_format import format_of
 from mlxpaged.api.refusals import Refusal
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.models.tokenizer import ChatTemplateError
+from mlxpaged.registry import NoRoomError
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,17 @@ def model_not_found(model: str, served: Sequence[str]) -> ApiError:
     return ApiError(404, f"model: {model!r} does not exist; {known}", param="model", code="model_not_found")
 
 
+def load_failed(model: str, error: Exception) -> ApiError:
+    message = f"model: {model!r} cannot be loaded: {error}"
+    return ApiError(500, message, "server_error", "model", "load_failed", NO_RETRY)
+
+
+def no_room(model: str, error: NoRoomError) -> ApiError:
+    """507 is "Insufficient Storage" (RFC 4918, 11.5). The message has the numbers."""
+    message = f"model: {model!r} does not fit: {error}"
+    return ApiError(507, message, "server_error", "model", "insufficient_memory", RETRY if error.for_now else NO_RETRY)
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Returns the most specific of pydantic's errors, with the field's path as `param`."""
     worst = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
@@ -192,8 +204,14 @@ ENDED = {"deadline_exceeded", "generation_failed"}
 
 
 def answer_of(error: ApiError, scope: Scope) -> JSONResponse:
-    """Returns the response to a request that is refused, and notes it in the log, the metrics and `server.refusals`.
-    The note has no text of the client's beyond the path and the names of fields."""
+    """Returns the response to a request that is refused, and notes it."""
+    note_refusal(error, scope)
+    return render(error, scope["path"], scope["state"]["request_id"])
+
+
+def note_refusal(error: ApiError, scope: Scope) -> None:
+    """Note a refused request in the log, the metrics and `server.refusals`. The note has no text of the client's
+    beyond the path and the names of fields."""
     if error.status != CLIENT_CLOSED_REQUEST and error.code not in ENDED:
         server = scope["app"].state.server
         refusal = Refusal(
@@ -217,7 +235,6 @@ def answer_of(error: ApiError, scope: Scope) -> JSONResponse:
             refusal.code,
             refusal.reason,
         )
-    return render(error, scope["path"], scope["state"]["request_id"])
 
 
 async def handle_api_error(request: Request, error: Exception) -> Response:

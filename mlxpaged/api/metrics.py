@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mlxpaged.api.recent_latencies import RecentLatencies
+from mlxpaged.cache import BlockUsage
 from mlxpaged.engine import EngineStats, Request, RequestOutput
 from mlxpaged.scheduler import FinishReason
 
@@ -19,10 +20,73 @@ LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 
 INTER_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
 
-class Metrics(Collector):
-    """One registry per server. `observe` is called for every output of every request, on the event loop."""
+Read = Callable[[EngineStats], float]
 
-    def __init__(self, snapshot: Callable[[], EngineStats | None]) -> None:
+USAGES: tuple[tuple[str, str, Callable[[EngineStats], BlockUsage], tuple[str, ...]], ...] = (
+    ("kv_blocks", "KV blocks by state", lambda stats: stats.scheduler.blocks, ("used", "cached", "free")),
+    ("swap_blocks", "Swap space blocks by state", lambda stats: stats.scheduler.swap, ("used", "free")),
+)
+GAUGES: tuple[tuple[str, str, Read], ...] = (
+    ("requests_running", "Sequences in the running batch", lambda stats: stats.scheduler.running),
+    ("requests_waiting", "Waiting sequences", lambda stats: stats.scheduler.waiting),
+    ("max_kv_blocks", "Most KV blocks that the pool can have", lambda stats: stats.scheduler.max_blocks),
+    ("kv_cache_bytes", "Bytes of the KV pools", lambda stats: stats.kv_cache_bytes),
+    ("max_kv_cache_bytes", "Most bytes of the KV pools", lambda stats: stats.max_kv_cache_bytes),
+    (
+        "state_checkpoints",
+        "Checkpoints of recurrent states in the prefix cache",
+        lambda stats: stats.scheduler.checkpoints,
+    ),
+    ("max_state_checkpoints", "Most checkpoints of recurrent states", lambda stats: stats.scheduler.max_checkpoints),
+    ("state_reserved_bytes", "Bytes reserved for recurrent states", lambda stats: stats.state_bytes),
+    ("embedding_inputs_waiting", "Inputs that wait for their embeddings", lambda stats: stats.embeddings.waiting),
+)
+COUNTERS: tuple[tuple[str, str, Read], ...] = (
+    ("embedding_requests", "Requests whose embeddings were made", lambda stats: stats.embeddings.requests_total),
+    ("embedding_tokens", "Tokens of inputs that were embedded", lambda stats: stats.embeddings.tokens_total),
+    ("embedding_steps", "Forward passes for embeddings", lambda stats: stats.embeddings.steps_total),
+    (
+        "prefix_hit_tokens",
+        "Prompt tokens taken from the prefix cache",
+        lambda stats: stats.scheduler.prefix_hit_tokens_total,
+    ),
+    ("prompt_tokens", "Prompt tokens of admitted requests", lambda stats: stats.scheduler.prompt_tokens_total),
+    ("generated_tokens", "Tokens generated", lambda stats: stats.generated_tokens_total),
+    ("preemptions", "Sequences preempted", lambda stats: stats.scheduler.preemptions_total),
+    (
+        "starvation_admissions",
+        "Admissions at the starvation bound",
+        lambda stats: stats.scheduler.starvation_admissions_total,
+    ),
+    ("kv_blocks_copied", "KV blocks copied before a write", lambda stats: stats.scheduler.blocks_copied_total),
+    (
+        "kv_blocks_swapped_out",
+        "KV blocks moved to swap space",
+        lambda stats: stats.scheduler.blocks_swapped_out_total,
+    ),
+    (
+        "kv_blocks_swapped_in",
+        "KV blocks moved back from swap space",
+        lambda stats: stats.scheduler.blocks_swapped_in_total,
+    ),
+    ("engine_steps", "Steps of the engine", lambda stats: stats.steps_total),
+    ("model_calls", "Forward passes of the model", lambda stats: stats.model_calls_total),
+    (
+        "attention_calls",
+        "Attention calls, one per layer and forward pass",
+        lambda stats: stats.attention_calls_total,
+    ),
+)
+"""Name, text and value of each metric. A counter's name gets _total."""
+
+
+class Metrics(Collector):
+    """One registry per server. `observe` is called for every output of every request, on the event loop.
+
+    snapshot: the latest statistics of each loaded model, by its name.
+    """
+
+    def __init__(self, snapshot: Callable[[], Mapping[str, EngineStats]]) -> None:
         self._snapshot = snapshot
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -40,49 +104,20 @@ class Metrics(Collector):
         self.recent = RecentLatencies()
 
     def collect(self) -> Iterator[Metric]:
-        """Reads the engine's latest snapshot at each scrape, so that the step loop does no work for metrics."""
-        stats = self._snapshot()
-        if stats is None:
-            return
-        scheduler = stats.scheduler
-        yield GaugeMetricFamily("mlxpaged_requests_running", "Sequences in the running batch", scheduler.running)
-        yield GaugeMetricFamily("mlxpaged_requests_waiting", "Waiting sequences", scheduler.waiting)
-        for name, text, usage, states in (
-            ("kv_blocks", "KV blocks by state", scheduler.blocks, ("used", "cached", "free")),
-            ("swap_blocks", "Swap space blocks by state", scheduler.swap, ("used", "free")),
-        ):
-            gauge = GaugeMetricFamily(f"mlxpaged_{name}", text, labels=["state"])
-            for state in states:
-                gauge.add_metric([state], getattr(usage, state))
+        """Reads the engines' latest snapshots at each scrape, so that the step loop does no work for metrics."""
+        models = self._snapshot()
+        for name, text, read_usage, states in USAGES:
+            gauge = GaugeMetricFamily(f"mlxpaged_{name}", text, labels=["model", "state"])
+            for model, stats in models.items():
+                for state in states:
+                    gauge.add_metric([model, state], getattr(read_usage(stats), state))
             yield gauge
-        for name, text, value in (
-            ("max_kv_blocks", "Most KV blocks that the pool can have", scheduler.max_blocks),
-            ("kv_cache_bytes", "Bytes of the KV pools", stats.kv_cache_bytes),
-            ("max_kv_cache_bytes", "Most bytes of the KV pools", stats.max_kv_cache_bytes),
-            ("state_checkpoints", "Checkpoints of recurrent states in the prefix cache", scheduler.checkpoints),
-            ("max_state_checkpoints", "Most checkpoints of recurrent states", scheduler.max_checkpoints),
-            ("state_reserved_bytes", "Bytes reserved for recurrent states", stats.state_bytes),
-        ):
-            yield GaugeMetricFamily(f"mlxpaged_{name}", text, value)
-        inputs = stats.embeddings.waiting
-        yield GaugeMetricFamily("mlxpaged_embedding_inputs_waiting", "Inputs that wait for their embeddings", inputs)
-        for name, text, value in (
-            ("embedding_requests", "Requests whose embeddings were made", stats.embeddings.requests_total),
-            ("embedding_tokens", "Tokens of inputs that were embedded", stats.embeddings.tokens_total),
-            ("embedding_steps", "Forward passes for embeddings", stats.embeddings.steps_total),
-            ("prefix_hit_tokens", "Prompt tokens taken from the prefix cache", scheduler.prefix_hit_tokens_total),
-            ("prompt_tokens", "Prompt tokens of admitted requests", scheduler.prompt_tokens_total),
-            ("generated_tokens", "Tokens generated", stats.generated_tokens_total),
-            ("preemptions", "Sequences preempted", scheduler.preemptions_total),
-            ("starvation_admissions", "Admissions at the starvation bound", scheduler.starvation_admissions_total),
-            ("kv_blocks_copied", "KV blocks copied before a write", scheduler.blocks_copied_total),
-            ("kv_blocks_swapped_out", "KV blocks moved to swap space", scheduler.blocks_swapped_out_total),
-            ("kv_blocks_swapped_in", "KV blocks moved back from swap space", scheduler.blocks_swapped_in_total),
-            ("engine_steps", "Steps of the engine", stats.steps_total),
-            ("model_calls", "Forward passes of the model", stats.model_calls_total),
-            ("attention_calls", "Attention calls, one per layer and forward pass", stats.attention_calls_total),
-        ):
-            yield CounterMetricFamily(f"mlxpaged_{name}", text, value)
+        for family, values in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, text, read in values:
+                metric = family(f"mlxpaged_{name}", text, labels=["model"])
+                for model, stats in models.items():
+                    metric.add_metric([model], read(stats))
+                yield metric
 
     def observe(self, request: Request, output: RequestOutput) -> None:
         if output.token_ids:

@@ -34,11 +34,11 @@ async def cancel_all(request: Request) -> Response:
 async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str, Any]]:
     """End the unfinished ones of these requests, and describe them. A request whose prompt is still being tokenized
     never reaches the engine."""
-    if not requests or server.engine is None:
+    if not requests or server.registry is None:
         return []
     for request in requests:
         request.cancelled = True
-    ended = await server.engine.cancel([name for request in requests for name in request.names])
+    ended = await server.registry.cancel([name for request in requests for name in request.names])
     choices = {each.request_id: each for each in ended}
     descriptions = []
     for request in requests:

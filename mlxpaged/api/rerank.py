@@ -156,7 +156,7 @@ async def judge(
     """pairs: a query and a document each. param: the client's field that has the documents. Raises ApiError and the
     engine's errors."""
     server = server_of(request)
-    _, info = server.ready(body.model)
+    _, info = await server.ready(request, body.model)
     reranker = info.reranker
     if reranker is None:
         message = f"{info.model!r} is no reranker: {info.no_reranker_because}"

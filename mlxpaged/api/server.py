@@ -1,4 +1,4 @@
-"""Holds what the endpoints share: the engine, the metrics, and the threads for bodies, the tokenizer and grammars."""
+"""Holds what the endpoints share: the models, the metrics, and the threads for bodies, the tokenizer and grammars."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from mlxpaged import engine
+from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.access.key_ring import KeyRing
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.api.errors import ApiError, bad_parameter, model_not_found
+from mlxpaged.api.errors import ApiError, bad_parameter, load_failed, model_not_found, no_room
 from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
+from mlxpaged.registry import LoadFailedError, Model, ModelUnknownError, NoRoomError, Registry
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +30,23 @@ Result = TypeVar("Result")
 LARGE_BODY_BYTES = 64 * 1024
 """Larger bodies are parsed on a thread. A smaller one takes at worst 15 ms, if every few bytes are an object; an
 ordinary one takes less than the switch to a thread and back."""
+LOOPBACK = ("127.0.0.1", "::1")
 COMPILE_SECONDS = 10.0
 """Time limit for a grammar. Almost all take less than a second, or the compiler gives up."""
 
 
 class Server:
-    """One per app. `engine` is None on a server without a model, `keys` on one without API keys."""
+    """One per app. `registry` is None on a server without a model, `keys` on one without API keys."""
 
-    def __init__(self, engine: engine.AsyncEngine | None, clock: Callable[[], float], http: HttpConfig) -> None:
+    def __init__(self, registry: Registry | None, clock: Callable[[], float], http: HttpConfig) -> None:
         """Raises KeyFileError."""
         self.http = http
         self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None
-        self.metrics = Metrics(lambda: self.engine.stats if self.engine else None)
+        self.metrics = Metrics(self._stats)
         self.refusals: deque[Refusal] = deque(maxlen=MAX_REFUSALS)
-        self.engine = engine
-        if engine is not None:
-            engine.on_output = self._observe
+        self.registry = registry
+        if registry is not None:
+            registry.observe(self._observe)
         self.open_requests = OpenRequests()
         self.ignored_fields = IgnoredFields()
         self._clock = clock
@@ -70,17 +73,76 @@ class Server:
                 output.time - request.arrival_time,
             )
 
-    def ready(self, model: str | None) -> tuple[engine.AsyncEngine, engine.EngineInfo]:
-        """The engine, if it generates text with `model` (None: any). Raises ApiError or EngineUnavailableError."""
-        if self.engine is None:
+    def _stats(self) -> dict[str, engine.EngineStats]:
+        """The latest statistics of the engines that are or were loaded, by the model's name."""
+        models = self.registry.models.values() if self.registry else ()
+        return {model.name: model.engine.stats for model in models if model.engine and model.engine.stats}
+
+    def started(self) -> Registry:
+        """Raises ApiError or EngineUnavailableError if the server takes no requests."""
+        if self.registry is None:
             raise ApiError(503, "this server was started without a model", "server_error", code="no_model")
-        info = self.engine.require_ready()
-        if model is not None and model != info.model:
-            if info.second_model is not None and model == info.second_model.name:
-                message = f"{model!r} makes embeddings; use {info.model!r} to generate text"
-                raise bad_parameter("model", message, code="generation_not_supported")
-            raise model_not_found(model, self.model_names)
-        return self.engine, info
+        self.registry.require_started()
+        return self.registry
+
+    async def model(self, request: Request, name: str | None) -> Model:
+        """The model that a request names; None: the default one. Raises ApiError or EngineUnavailableError."""
+        registry, caller = self.started(), caller_of(request)
+        is_local = request.client is not None and request.client.host in LOOPBACK
+        try:
+            model = await registry.find(name, any_directory=is_local and (caller is None or caller.admin))
+        except ModelUnknownError:
+            raise model_not_found(name or "", self.names_for(request)) from None
+        if not allows(caller, model.name):
+            message = f"model: {model.name!r} is not allowed for the key {caller.name!r}" if caller else ""
+            raise ApiError(403, message, "permission_error", param="model", code="model_not_allowed")
+        return model
+
+    async def ready(self, request: Request, name: str | None) -> tuple[engine.AsyncEngine, engine.EngineInfo]:
+        """The engine of the model that a request names, if it generates text; None: the default one. It is loaded if it
+        is not. Raises ApiError or EngineUnavailableError."""
+        model = await self.model(request, name)
+        loaded = await self._load(model)
+        info = loaded.require_ready()
+        if not isinstance(info, engine.EngineInfo):
+            others = [each.name for each in self.started().models.values() if not each.config.only_embeds]
+            use = f"; use {others[0]!r} to generate text" if others else ""
+            raise bad_parameter("model", f"{model.name!r} makes embeddings{use}", code="generation_not_supported")
+        return loaded, info
+
+    async def embedder(
+        self, request: Request, name: str | None
+    ) -> tuple[engine.AsyncEngine, engine.EngineInfo | engine.EmbeddingInfo]:
+        """The engine of the model that is to make embeddings. None: the first one that only makes embeddings, else the
+        default one. Raises ApiError or EngineUnavailableError."""
+        if name is None:
+            models = self.started().models.values()
+            name = next((each.name for each in models if each.config.only_embeds), None)
+        loaded = await self._load(await self.model(request, name))
+        return loaded, loaded.require_ready()
+
+    async def begin_load(self, request: Request, name: str | None) -> Load | None:
+        """Begin to load the model that a request names. Returns None if it is loaded already. Raises ApiError or
+        EngineUnavailableError."""
+        model = await self.model(request, name)
+        if not self.started().must_load(model):
+            return None
+        task = asyncio.ensure_future(self._load(model))
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # if the stream has left
+        return Load(model, task)
+
+    async def _load(self, model: Model) -> engine.AsyncEngine:
+        try:
+            return await self.started().ready(model)
+        except LoadFailedError as error:
+            raise load_failed(model.name, error) from None
+        except NoRoomError as error:
+            raise no_room(model.name, error) from None
+
+    def names_for(self, request: Request) -> list[str]:
+        """The models that are served, and that the caller may use."""
+        caller = caller_of(request)
+        return [name for name in (self.registry.models if self.registry else ()) if allows(caller, name)]
 
     def ignore(self, request: Request, field: str, reason: str) -> None:
         """Note a field of a body that the model cannot honour. Raises ApiError, with the reason, if the server is
@@ -139,18 +201,35 @@ class Server:
         """Seconds."""
         return self._clock() - self._started
 
-    @property
-    def model_names(self) -> list[str]:
-        if self.engine is None or self.engine.info is None or self.engine.state is engine.EngineState.DEAD:
-            return []
-        info = self.engine.info
-        return [info.model, *([info.second_model.name] if info.second_model else [])]
-
     async def close(self) -> None:
         for threads in (self._body_threads, self._tokenizer_thread):
             threads.shutdown(wait=False, cancel_futures=True)
-        if self.engine is not None and await self.engine.stop(timeout=10.0 if self.engine.info else 1.0):
+        if self.registry is not None and await self.registry.stop(timeout=10.0 if self.registry.loaded else 1.0):
             logger.info("engine thread stopped")
+
+
+class Load:
+    """A load that a stream waits for. It goes on if the stream ends."""
+
+    def __init__(self, model: Model, task: asyncio.Future[engine.AsyncEngine]) -> None:
+        self._model = model
+        self._task = task
+
+    @property
+    def done(self) -> bool:
+        return self._task.done()
+
+    @property
+    def progress(self) -> str:
+        loading = self._model.engine
+        return str(loading.progress) if loading is not None and loading.progress is not None else "loading"
+
+    async def wait(self, seconds: float) -> None:
+        await asyncio.wait([self._task], timeout=seconds)
+
+    def raise_if_failed(self) -> None:
+        """Raises ApiError."""
+        self._task.result()
 
 
 def in_daemon_thread(function: Callable[[], Result]) -> Future[Result]:

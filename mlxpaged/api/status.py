@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 from starlette.requests import Request
@@ -12,26 +12,31 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.errors import RETRY
 from mlxpaged.api.metrics import CONTENT_TYPE
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import AsyncEngine, EngineInfo, EngineState, EngineStatus, SequenceState
+from mlxpaged.engine import AsyncEngine, EngineInfo, EngineState, SequenceState
+from mlxpaged.engine.status import EngineStatus
+from mlxpaged.registry import Model
 
 
 async def health(request: Request) -> Response:
     """200 if the server takes requests; 503 while it loads, with how far it is, and with the reason while it drains and
-    if the engine is dead."""
-    engine = server_of(request).engine
-    if engine is None:
+    if the engine of the default model is dead. running, waiting: of all models."""
+    registry = server_of(request).registry
+    if registry is None:
         return JSONResponse({"status": "ok", "model": None})
-    body: dict[str, object] = {"status": engine.state.value, "model": engine.info.model if engine.info else None}
-    if engine.state is EngineState.READY and engine.stats is not None:
-        scheduler = engine.stats.scheduler
-        if engine.info is not None and engine.info.kernels_off is not None:
-            body["metal_kernels_off"] = engine.info.kernels_off
-        return JSONResponse(body | {"running": scheduler.running, "waiting": scheduler.waiting})
-    if engine.state is EngineState.LOADING and engine.progress is not None:
-        body["progress"] = str(engine.progress)
-    if engine.reason is not None:
-        body["reason"] = engine.reason
-    return JSONResponse(body, status_code=503, headers=None if engine.state is EngineState.DEAD else RETRY)
+    state, default = registry.state, registry.default.engine
+    info = None if default is None else default.info
+    body: dict[str, object] = {"status": state.value, "model": registry.default.name if registry.is_started else None}
+    if state is EngineState.READY:
+        if isinstance(info, EngineInfo) and info.kernels_off is not None:
+            body["metal_kernels_off"] = info.kernels_off
+        found = [engine.stats.scheduler for engine in registry.engines if engine.stats is not None]
+        counts = {"running": sum(each.running for each in found), "waiting": sum(each.waiting for each in found)}
+        return JSONResponse(body | counts)
+    if state is EngineState.LOADING and registry.progress is not None:
+        body["progress"] = str(registry.progress)
+    if registry.reason is not None:
+        body["reason"] = registry.reason
+    return JSONResponse(body, status_code=503, headers=None if state is EngineState.DEAD else RETRY)
 
 
 async def metrics(request: Request) -> Response:
@@ -39,34 +44,50 @@ async def metrics(request: Request) -> Response:
 
 
 async def status(request: Request) -> Response:
-    """The engine answers between two steps. The status code is 200 in every state: load balancers use /health."""
+    """The engines answer between two steps. The status code is 200 in every state: load balancers use /health. The
+    fields of the default model stand at the top, too."""
     server = server_of(request)
-    engine = server.engine
+    registry = server.registry
+    state = EngineState.READY if registry is None else registry.state
     found: dict[str, Any] = {
-        "state": EngineState.READY.value if engine is None else engine.state.value,
-        "reason": None if engine is None else engine.reason,
-        "model": None if engine is None or engine.info is None else engine.info.model,
+        "state": state.value,
+        "reason": None if registry is None else registry.reason,
+        "model": registry.default.name if registry is not None and registry.is_started else None,
         "uptime_seconds": server.uptime,
     }
-    if engine is not None and engine.state is EngineState.LOADING and engine.progress is not None:
-        found["progress"] = str(engine.progress)
-    return JSONResponse(found | (await running_engine(engine) if engine is not None else {}))
+    if registry is None:
+        return JSONResponse(found | {"models": []})
+    if state is EngineState.LOADING and registry.progress is not None:
+        found["progress"] = str(registry.progress)
+    models = {model: await running_engine(model.engine) for model in registry.loaded if model.engine is not None}
+    found |= models.get(registry.default, {})
+    return JSONResponse(found | {"models": [model_fields(model) | fields for model, fields in models.items()]})
+
+
+def model_fields(model: Model) -> dict[str, Any]:
+    kind = "embeddings" if model.config.only_embeds else "generate"
+    return {"id": model.name, "state": model.state.value, "kind": kind, "memory_bytes": model.memory_bytes}
 
 
 async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
-    """Returns {} if the engine still loads its model, or is dead."""
-    if engine.info is None or engine.state is EngineState.DEAD:
-        return {}
-    return describe_engine(engine, engine.info, await engine.status())
-
-
-def describe_engine(engine: AsyncEngine, info: EngineInfo, found: EngineStatus) -> dict[str, Any]:
-    model = info.embedding_model
-    blocks, swap = found.scheduler.blocks, found.scheduler.swap
-    return {
+    """Returns what a loaded model has at work."""
+    found, info = await engine.status(), engine.info
+    assert info is not None
+    fields = {
         "steps": found.steps_total,
         "running": {"total": found.scheduler.running, "sequences": describe(found.running)},
         "waiting": {"total": found.scheduler.waiting, "sequences": describe(found.waiting)},
+        "embeddings": {
+            "model": None if info.embedding_model is None else info.embedding_model.name,
+            "inputs_waiting": 0 if engine.stats is None else engine.stats.embeddings.waiting,
+        },
+    }
+    return fields | (memory_of(engine, found, info) if isinstance(info, EngineInfo) else {})
+
+
+def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dict[str, Any]:
+    blocks, swap = found.scheduler.blocks, found.scheduler.swap
+    return {
         "blocks": {
             "used": blocks.used,
             "cached": blocks.cached,
@@ -86,16 +107,12 @@ def describe_engine(engine: AsyncEngine, info: EngineInfo, found: EngineStatus) 
             "checkpoints": found.scheduler.checkpoints,
             "max_checkpoints": found.scheduler.max_checkpoints,
         },
-        "embeddings": {
-            "model": None if model is None else model.name,
-            "inputs_waiting": 0 if engine.stats is None else engine.stats.embeddings.waiting,
-        },
     }
 
 
 def describe(sequences: Sequence[SequenceState]) -> list[dict[str, Any]]:
     return [
-        vars(sequence)  # asdict would copy each value: 25 us a sequence
+        asdict(sequence)
         | {
             "status": sequence.status.value,
             "phase": None if sequence.phase is None else sequence.phase.value,
@@ -106,6 +123,8 @@ def describe(sequences: Sequence[SequenceState]) -> list[dict[str, Any]]:
 
 
 async def clear_cache(request: Request) -> Response:
-    """Running requests keep their blocks."""
-    engine, _ = server_of(request).ready(None)
-    return JSONResponse({"dropped_blocks": await engine.clear_cache()})
+    """Empties the prefix caches of all models. Running requests keep their blocks."""
+    registry = server_of(request).started()
+    registry.require_ready()
+    dropped = [await model.engine.clear_cache() for model in registry.loaded if model.engine is not None]
+    return JSONResponse({"dropped_blocks": sum(dropped)})

@@ -14,7 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from mlxpaged.api import ignored_fields
 from mlxpaged.api.body import read_json
-from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST
+from mlxpaged.api.error_format import format_of
+from mlxpaged.api.errors import CLIENT_CLOSED_REQUEST, ApiError, from_engine, note_refusal
+from mlxpaged.api.server import Load, server_of
 
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
@@ -22,6 +24,9 @@ Respond = Callable[[Request, Model], Coroutine[Any, Any, Response]]
 
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 """Media types of streams: server-sent events, and lines of JSON."""
+
+LOADING_SECONDS = 1.0
+"""A stream that waits for its model says this often how far the load is."""
 
 
 async def disconnected(receive: Receive) -> None:
@@ -43,12 +48,22 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-def handler(model: type[Model], respond: Respond[Model]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Returns a route that reads a body and responds to it. Its work ends when the client leaves."""
+def handler(
+    model: type[Model], respond: Respond[Model], streams: str | None = None
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Returns a route that reads a body and responds to it. Its work ends when the client leaves. streams: the media
+    type of a stream, if the body may ask for one. A stream for a model that is not loaded begins before the load."""
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, model)
-        response = await unless_disconnected(request.receive, respond(request, body))
+        response: Response | None = None
+        if streams is not None and wants_stream(body):
+            load = await server_of(request).begin_load(request, getattr(body, "model", None))
+            if load is not None:
+                work = respond(request, body)
+                response = EventStream(after_loading(request, load, work, streams), work.close, streams)
+        if response is None:
+            response = await unless_disconnected(request.receive, respond(request, body))
         if response is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         response.headers.update(ignored_fields.header(request))
@@ -75,6 +90,45 @@ def comment(text: str) -> str:
 def named_event(data: dict[str, Any]) -> str:
     """Returns an event whose name is its type."""
     return f"event: {data['type']}\n{event(data)}"
+
+
+def wants_stream(body: BaseModel) -> bool:
+    """Ollama's requests stream unless they say otherwise, or ask to unload the model."""
+    return not getattr(body, "unloads", False) and bool(getattr(body, "streams", getattr(body, "stream", False)))
+
+
+async def after_loading(
+    request: Request, load: Load, respond: Coroutine[Any, Any, Response], media_type: str
+) -> AsyncGenerator[str, None]:
+    """Yields comments that say how far the load is, then the events of the response. Lines have no comments."""
+    try:
+        while not load.done:
+            if media_type == EVENTS:
+                yield comment(load.progress)
+            await load.wait(LOADING_SECONDS)
+        load.raise_if_failed()
+        response = await respond
+    except Exception as error:
+        yield error_event(from_engine(error), request, media_type)
+        return
+    if not isinstance(response, EventStream):  # a request that only loads the model
+        yield f"{bytes(response.body).decode()}\n"
+        return
+    try:
+        async for text in response.events:
+            yield text
+    finally:
+        await response.aclose()
+
+
+def error_event(error: ApiError, request: Request, media_type: str) -> str:
+    """The end of a stream that failed before its first event, in the API's format."""
+    note_refusal(error, request.scope)
+    form = format_of(request.url.path)
+    body = error.body() if form is None else form.body(error, request.state.request_id)
+    if media_type == LINES:
+        return line(body)
+    return named_event(body) if "type" in body else event(body)
 
 
 class Silence:
@@ -116,18 +170,21 @@ class EventStream(Response):
         """close: called at the end, in any case."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
-        self._events = events
+        self.events = events
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_disconnected(receive, self._send(send))
         finally:
-            await self._events.aclose()
-            self._close()
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        await self.events.aclose()
+        self._close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for text in self._events:
+        async for text in self.events:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -78,7 +78,7 @@ class TokenizerInfo(Body):
 
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     server = server_of(request)
-    _, info = server.ready(body.model)
+    _, info = await server.ready(request, body.model)
     messages = await server.prepare(request, lambda: [message.for_template() for message in body.messages or ()])
     if sum(len(message["content"]) for message in messages) > MAX_CHARS:
         raise bad_parameter("messages", f"have more than {MAX_CHARS} characters")
@@ -97,7 +97,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     server = server_of(request)
-    _, info = server.ready(body.model)
+    _, info = await server.ready(request, body.model)
     largest = await server.prepare(request, lambda: max(body.tokens, default=0))
     if largest >= info.vocab_size:
         raise bad_parameter("tokens", f"token id {largest} is not in the vocabulary of {info.vocab_size} tokens")
@@ -106,7 +106,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    _, info = server_of(request).ready(None)
+    _, info = await server_of(request).ready(request, None)
     reader = info.tokenizer.reader
     template = reader.chat_template
     found = TokenizerInfo(

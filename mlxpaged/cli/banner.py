@@ -6,10 +6,16 @@ import json
 from collections import Counter
 
 from mlxpaged import __version__
-from mlxpaged.engine import EngineConfig, EngineInfo
+from mlxpaged.engine import EngineInfo
+from mlxpaged.registry import Registry
 
 
-def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool, ollama_url: str | None = None) -> str:
+def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None = None) -> str:
+    """The registry's default model must be loaded."""
+    engine = registry.default.engine
+    assert engine is not None
+    info, config = engine.info, engine.config
+    assert isinstance(info, EngineInfo)
     body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
     weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)
@@ -32,8 +38,12 @@ def banner(info: EngineInfo, config: EngineConfig, url: str, needs_key: bool, ol
         one, total = megabytes(states.bytes_per_state), megabytes(states.nbytes)
         extra += f"  states    {one} for each sequence: {states.max_num_seqs} sequences and "
         extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
-    if (model := info.embedding_model) is not None:
-        extra += f"  embedding {model.name}: {model.dimensions} dimensions, inputs up to {model.max_tokens} tokens\n"
+    for model in registry.loaded:
+        if model.engine is None or model.engine.info is None or (made := model.engine.info.embedding_model) is None:
+            continue
+        extra += f"  embedding {made.name}: {made.dimensions} dimensions, inputs up to {made.max_tokens} tokens\n"
+    if later := [model.name for model in registry.models.values() if model.engine is None]:
+        extra += f"  on use    {', '.join(later)}\n"
     ollama = "" if ollama_url is None else f"  ollama    {ollama_url}\n"
     return f"""
 mlxpaged {__version__}

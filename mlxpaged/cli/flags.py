@@ -47,6 +47,12 @@ class Flags:
         default = os.environ.get(variable("model")) or default
         either.add_argument("--model", default=default, metavar="MODEL", help=same)
 
+    def models(self, default: str, help: str, more: str) -> None:
+        """Add the names of models: one as MODEL, and further ones as --model. `models_of` collects them."""
+        self._parser.add_argument("model", nargs="?", metavar="MODEL", help=help)
+        self.values("--model", str, f"a further MODEL, or the first one (default {default}); {more}", "models")
+        self._parser.set_defaults(default_model=default)
+
     def field(self, flag: str, kind: Kind, help: str, otherwise: str = "", dest: str | None = None) -> None:
         """Add a flag that sets a field of the configuration, by default the one of the same name."""
         dest = dest or flag.lstrip("-").replace("-", "_")
@@ -102,6 +108,12 @@ class Append(argparse.Action):
         setattr(namespace, self.dest, (values,) if before is self.default else (*before, values))
 
 
+def models_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The models of the command line, or else those of the variable; MODEL is the first one."""
+    first = () if args.model is None else (args.model,)
+    return (*first, *args.models) or (args.default_model,)
+
+
 def from_flags(config: type[Config], args: argparse.Namespace, **fields: Any) -> Config:
     """Makes a configuration of `fields`, and of the flags whose `dest` is the name of a field. Raises ValueError."""
     names = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
@@ -143,6 +155,17 @@ def or_zero(parse: Kind, zero: Any) -> Kind:
     """Returns a parser that also takes 0, which means `zero`. So the command line can turn off what a variable sets."""
     return lambda text: zero if text.strip() == "0" else parse(text)
 
+
+def duration(text: str) -> float:
+    """Seconds of "90", "90s", "10m", "1.5h" or "1d"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", text.lower())
+    found = float(match[1]) * UNIT_SECONDS[match[2] or "s"] if match else 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a time such as 90s, 10m or 1h, got {text!r}")
+    return found
+
+
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 positive_int = fitting(int, "a whole number of at least 1", lambda value: value >= 1)
 natural_int = fitting(int, "a whole number of at least 0", lambda value: value >= 0)

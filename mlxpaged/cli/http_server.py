@@ -25,7 +25,8 @@ from mlxpaged.cli.banner import banner
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.start_display import StartDisplay
 from mlxpaged.cpu import blas
-from mlxpaged.engine import AsyncEngine, EngineUnavailableError
+from mlxpaged.engine import EngineUnavailableError
+from mlxpaged.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +38,16 @@ GRACE_SECONDS = 2.0
 
 
 def run_server(
-    engine: AsyncEngine | None,
+    registry: Registry | None,
     listeners: Sequence[socket.socket],
     http: HttpConfig,
     data_dir: Path | None,
     drain_timeout: float,
 ) -> int:
-    """Serve until a signal. engine: None for a server without a model. listeners: as for `HttpServer`. Returns the exit
-    status, 1 with a message if the file of API keys or `data_dir` cannot be used."""
+    """Serve until a signal. registry: None for a server without a model. listeners: as for `HttpServer`. Returns the
+    exit status, 1 with a message if the file of API keys or `data_dir` cannot be used."""
     try:
-        app = create_app(engine, http=http, data_dir=data_dir)
+        app = create_app(registry, http=http, data_dir=data_dir)
     except (KeyFileError, DataDirInUseError, OSError, ValueError) as error:
         for listener in listeners:
             listener.close()
@@ -74,7 +75,7 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=int(drain_timeout + 2 * GRACE_SECONDS),
             )
         )
-        self._engine: AsyncEngine | None = app.state.server.engine
+        self._registry: Registry | None = app.state.server.registry
         self._needs_key = app.state.server.keys is not None
         self._listeners = list(listeners)
         self._drain_timeout = drain_timeout
@@ -85,9 +86,9 @@ class HttpServer(uvicorn.Server):
         self.servers = []  # uvicorn sets it at its start; a signal can come earlier
 
     def run_until_signal(self) -> int:
-        """Run on the event loop with which the engine was started. Returns the exit status: 0 after a signal, 1 if the
+        """Run on the event loop with which the models were started. Returns the exit status: 0 after a signal, 1 if the
         model cannot be served."""
-        loop = uvloop.new_event_loop() if self._engine is None else self._engine.loop
+        loop = uvloop.new_event_loop() if self._registry is None else self._registry.loop
         assert isinstance(loop, uvloop.Loop)
         uvloop.run(self.serve(sockets=self._listeners), loop_factory=lambda: loop)
         logger.info("bye")
@@ -108,19 +109,19 @@ class HttpServer(uvicorn.Server):
     def _on_signal(self, name: str) -> None:
         if self.should_exit:
             logger.warning("%s again: not waiting for running requests", name)
-            if self._engine is not None:
-                self._engine.end_all("the server is shutting down")
+            if self._registry is not None:
+                self._registry.end_all("the server is shutting down")
             return
         for server in self.servers:  # at once: uvicorn looks at `should_exit` ten times a second
             server.close()
-        running = self._engine.num_unfinished if self._engine else 0
+        running = self._registry.num_unfinished if self._registry else 0
         logger.info("%s: no new requests; %d running ones have up to %.0f s", name, running, self._drain_timeout)
         self.should_exit = True
         self._tasks.append(asyncio.ensure_future(self._drain()))
 
     async def _drain(self) -> None:
         """End the running requests, then close the other connections, for example one with half a body."""
-        if self._engine is not None and await self._engine.drain(self._drain_timeout):
+        if self._registry is not None and await self._registry.drain(self._drain_timeout):
             logger.info("drained: no request is running")
         await asyncio.sleep(GRACE_SECONDS)
         for task in self.server_state.tasks:
@@ -130,17 +131,17 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         urls = " and ".join(map(url_of, self._listeners))
         logger.info("listening on %s, BLAS: %s", urls, blas.describe())
-        if self._engine is None:
+        if self._registry is None:
             print(f"mlxpaged {__version__} without a model at {urls}", flush=True)
         else:
-            self._tasks.append(asyncio.ensure_future(self._announce(self._engine)))
+            self._tasks.append(asyncio.ensure_future(self._announce(self._registry)))
 
-    async def _announce(self, engine: AsyncEngine) -> None:
+    async def _announce(self, registry: Registry) -> None:
         display = StartDisplay(sys.stderr)
-        loaded = asyncio.ensure_future(engine.wait_loaded())
+        loaded = asyncio.ensure_future(registry.wait_loaded())
         while not loaded.done():
             await asyncio.wait([loaded], timeout=DISPLAY_SECONDS)
-            display.show(engine.progress)
+            display.show(registry.progress)
         display.end()
         try:
             loaded.result()
@@ -152,8 +153,8 @@ class HttpServer(uvicorn.Server):
             return
         gc.collect()
         gc.freeze()  # a full collection of the libraries' 100,000 objects would block every stream
-        if engine.info is not None and not self.should_exit:
-            print(banner(engine.info, engine.config, self.url, self._needs_key, self._ollama_url), flush=True)
+        if not self.should_exit:
+            print(banner(registry, self.url, self._needs_key, self._ollama_url), flush=True)
 
 
 def url_of(listener: socket.socket) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import ipaddress
 import resource
 import socket
@@ -19,9 +20,11 @@ from mlxpaged.cli import flags
 from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority, size
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.logs import set_up
-from mlxpaged.engine import AsyncEngine, EngineConfig
+from mlxpaged.engine import EngineConfig
 from mlxpaged.models import tool_parsers
+from mlxpaged.models.device_memory import limit_memory
 from mlxpaged.models.generation_config import LIMITS
+from mlxpaged.registry import Catalog, Limits, Model, Registry, registry_of
 
 NO_MODEL = "none"
 BACKLOG = 2048
@@ -37,19 +40,32 @@ def add_parser(commands: Any) -> None:
         "environment variable in brackets.",
     )
     groups = flags.Flags(parser)
-    groups.model(
-        DEFAULTS.model, "model directory or hub repository; 'demo' is the bundled model, 'none' serves without a model"
-    )
+    what = "model directory or hub repository; 'demo' is the bundled model, 'none' serves without a model"
+    more = "NAME=MODEL serves it as NAME; the first model is loaded at the start, and the others on first use"
+    groups.models(DEFAULTS.model, what, more)
 
     model = groups.group("model", DEFAULTS)
-    model.field("--served-model-name", str, "name of the model in the API", "MODEL as given")
+    model.field("--served-model-name", str, "name of the first model in the API", "MODEL as given")
     parsers = tool_parsers()
     formats = f"tool call format: {', '.join(parsers)}"
     model.field("--tool-parser", flags.one_of(*parsers), formats, "by the chat template")
     model.switch("--reranker", "MODEL is a reranker like Qwen3-Reranker, for /v1/rerank, whatever its name is")
-    model.field("--embedding-model", str, "second model, for /v1/embeddings", "MODEL, if it makes embeddings")
-    model.field("--served-embedding-model-name", str, "name of the embedding model in the API", "as given")
+    embeds = "model for /v1/embeddings, loaded at the start"
+    model.value("--embedding-model", str, None, embeds, "MODEL, if it makes embeddings")
+    model.value("--served-embedding-model-name", str, None, "name of the embedding model in the API", "as given")
     model.field("--embedding-max-model-len", flags.positive_int, "longest input for embeddings, in tokens")
+
+    several = groups.group("several models")
+    several.values("--alias", named, "NAME=MODEL: another name of a model that is served", "aliases")
+    several.values("--pin", str, "name of a model that is never unloaded to make room for another", "pinned")
+    found = "directory whose subdirectories are models; a request names one by its path in DIR"
+    several.values("--model-dir", flags.directory, found, "model_dirs")
+    most = "models that are loaded at once; an idle one is unloaded for another"
+    several.value("--max-loaded-models", flags.positive_int, None, most, "as many as fit")
+    idle = "unload a model after this time without a request, for example 10m or 1h; 0: never"
+    several.value("--idle-unload", flags.or_zero(flags.duration, None), None, idle, "never")
+    all_memory = "most memory of all models together: weights, KV caches and states"
+    several.value("--memory", size, None, all_memory, "what leaves a desktop usable")
 
     network = groups.group("network", HttpConfig())
     network.value("--host", str, "127.0.0.1", "address to listen on")
@@ -97,21 +113,65 @@ def add_sampling_flags(sampling: flags.Flags) -> None:
         sampling.field(f"--default-{name.replace('_', '-')}", kind, text, "the model's")
 
 
-def server_config(args: argparse.Namespace) -> EngineConfig | None:
+@flags.checked
+def named(text: str) -> tuple[str, str]:
+    name, equals, model = text.partition("=")
+    if not (name and equals and model):
+        raise ValueError(f"must be NAME=MODEL, got {text!r}")
+    return name, model
+
+
+def server_models(args: argparse.Namespace) -> Registry | None:
     """Returns None for a server without a model. Raises ValueError if flags contradict each other."""
-    if args.model != NO_MODEL:
-        return engine_config(args, generation_config=not args.no_generation_config)
+    names = flags.models_of(args)
+    if NO_MODEL in names:
+        for flag, given in (("--embedding-model", args.embedding_model), ("--swap-space", args.swap_space_bytes)):
+            if given:
+                raise ValueError(f"{flag} needs a MODEL; it cannot be used with {NO_MODEL!r}")
+        if len(names) > 1:
+            raise ValueError(f"{NO_MODEL!r} cannot be served together with other models")
+        return None
+    if args.served_embedding_model_name is not None and args.embedding_model is None:
+        raise ValueError("--served-embedding-model-name needs --embedding-model")
+    first, *others = names
+    own_name, path = name_and_path(first)
+    options = {"generation_config": not args.no_generation_config}
+    name = args.served_model_name or own_name
+    base = engine_config(args, **options, model=path, served_model_name=name)
+    plain = dataclasses.replace(base, tool_parser=None, reranker=False)
+    models = [Model(name, base)]
     if args.embedding_model is not None:
-        raise ValueError(f"--embedding-model needs a MODEL; it cannot be used with {NO_MODEL!r}")
-    if args.swap_space_bytes:
-        raise ValueError(f"--swap-space needs a MODEL; it cannot be used with {NO_MODEL!r}")
-    return None
+        name = args.served_embedding_model_name or args.embedding_model
+        models.append(Model(name, of(plain, args.embedding_model, name, only_embeds=True)))
+    num_at_start = len(models)
+    for other in others:
+        name, path = name_and_path(other)
+        models.append(Model(name, of(plain, path, name)))
+    return registry_of(
+        models,
+        plain,
+        num_at_start=num_at_start,
+        aliases=dict(args.aliases),
+        pinned=args.pinned,
+        limits=Limits(args.max_loaded_models, args.idle_unload),
+        catalog=Catalog(args.model_dirs),
+    )
+
+
+def of(config: EngineConfig, model: str, name: str, **fields: Any) -> EngineConfig:
+    return dataclasses.replace(config, model=model, served_model_name=name, **fields)
+
+
+def name_and_path(model: str) -> tuple[str, str]:
+    """A directory that exists may have an equals sign in its name."""
+    name, equals, path = model.partition("=")
+    return (model, model) if not (name and equals and path) or Path(model).exists() else (name, path)
 
 
 def run(args: argparse.Namespace) -> int:
     set_up(args.log_level)
     try:
-        config = server_config(args)
+        registry = server_models(args)
     except ValueError as error:
         args.parser.error(str(error))
     listeners: list[socket.socket] = []
@@ -129,16 +189,16 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     allow_open_files(args.max_connections + OTHER_FILES)
     http = flags.from_flags(HttpConfig, args, ollama_port=addresses[1][1] if len(addresses) > 1 else None)
-    engine = None if config is None else AsyncEngine(config)
+    limit_memory(args.memory)
     status = 0
     with contextlib.suppress(KeyboardInterrupt):  # a SIGINT before the server handles it
-        if engine is not None:
-            engine.start(uvloop.new_event_loop())  # tokens reach clients sooner than with asyncio's loop
+        if registry is not None:
+            registry.start(uvloop.new_event_loop())  # tokens reach clients sooner than with asyncio's loop
         # Imported only now: this takes a second, in which the engine thread reads weights.
         from mlxpaged.cli.http_server import run_server
 
-        status = run_server(engine, listeners, http, args.data_dir, args.drain_timeout)
-    return exit_status(engine, status)
+        status = run_server(registry, listeners, http, args.data_dir, args.drain_timeout)
+    return exit_status(status, has_engine=registry is not None)
 
 
 def allow_open_files(count: int) -> None:

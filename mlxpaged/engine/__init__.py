@@ -6,6 +6,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput, Thinking, ToolCallForm
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
+from mlxpaged.engine.embedding_core import EmbeddingInfo
 from mlxpaged.engine.errors import (
     DeadlineExceededError,
     DuplicateRequestError,
@@ -35,6 +36,7 @@ __all__ = [
     "ConstraintKind",
     "DeadlineExceededError",
     "DuplicateRequestError",
+    "EmbeddingInfo",
     "EmbeddingRequest",
     "EngineBusyError",
     "EngineConfig",

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 from mlxpaged.cache import BlockUsage
 from mlxpaged.engine import errors
+from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
-from mlxpaged.engine.engine_thread import Callbacks, EngineThread
+from mlxpaged.engine.embedding_core import EmbeddingInfo
+from mlxpaged.engine.engine_thread import Callbacks, Core, EngineThread, Failure, ModelSlot
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.progress import Progress
@@ -35,17 +37,20 @@ REPLY_SECONDS = 30.0
 
 
 class AsyncEngine:
-    """Belongs to the event loop that `start` got. All its other methods are called there.
+    """One model. Belongs to the event loop that `start` got. All its other methods are called there.
 
-    clock: seconds. Arrival times, deadlines and the times of outputs refer to it.
+    clock: seconds. Arrival times, deadlines and the times of outputs refer to it. thread: that of the other models;
+    None for an engine alone.
     """
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: EngineConfig, clock: Callable[[], float] = time.monotonic, thread: EngineThread | None = None
+    ) -> None:
         self.config = config
         self.clock = clock
         self.state = EngineState.LOADING
         self.reason: str | None = None
-        self.info: EngineInfo | None = None
+        self.info: EngineInfo | EmbeddingInfo | None = None
         self.stats: EngineStats | None = None
         self.on_output: Callable[[Request, RequestOutput], None] | None = None
         """Called with every output and its request, for metrics."""
@@ -55,26 +60,33 @@ class AsyncEngine:
         self._embedding = 0  # requests that wait for embeddings
         self.loop: asyncio.AbstractEventLoop | None = None
         self._loaded = asyncio.Event()  # set when the model is loaded or failed to load
+        self._ended = asyncio.Event()  # set when the engine thread holds nothing of it any more
+        self.lacks_memory = False  # whether the model failed to load only because too little memory was free
         self._idle = asyncio.Event()
         self._idle.set()
+        self.idle_since = clock()
         self._ended_all = False
         self._reserved = 0
         self.progress: Progress | None = None
         callbacks = Callbacks(
             lambda progress: self._hand_over(self._note_progress, progress),
-            lambda core: self._hand_over(self._become_ready, EngineInfo(core, config), core.stats()),
+            lambda core: self._hand_over(self._become_ready, info_of(core, config), core.stats()),
             lambda outputs, stats: self._hand_over(self._dispatch, outputs, stats),
-            lambda reason: self._hand_over(self._become_dead, reason),
+            lambda failure: self._hand_over(self._become_dead, failure),
         )
-        self.thread = EngineThread(config, callbacks, clock)
+        self.thread = thread or EngineThread(clock)
+        self.slot = ModelSlot(lambda report: load_core(config, clock, report), callbacks)
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Start the engine thread. The model loads in the background, and `progress` says how far it is.
+        """Start the engine thread if it does not run. The model loads in the background, and `progress` says how far it
+        is.
 
         loop: an event loop that will run later; None: the running one.
         """
         self.loop = loop or asyncio.get_running_loop()
-        self.thread.start()
+        if self.thread.ident is None:
+            self.thread.start()
+        self.thread.load(self.slot)
 
     async def wait_loaded(self) -> None:
         """Wait until the model is loaded. Raises EngineUnavailableError if loading failed."""
@@ -86,7 +98,12 @@ class AsyncEngine:
     def num_unfinished(self) -> int:
         return len(self._streams) + self._embedding
 
-    def require_ready(self) -> EngineInfo:
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is unfinished or about to be submitted."""
+        return not self.num_unfinished and not self._reserved
+
+    def require_ready(self) -> EngineInfo | EmbeddingInfo:
         """Raises EngineUnavailableError if the engine takes no requests now."""
         if self.state is EngineState.READY and self.info is not None:
             return self.info
@@ -120,6 +137,7 @@ class AsyncEngine:
         Raises EngineUnavailableError, PromptTooLongError, MinTokensError or DuplicateRequestError.
         """
         info, limited_requests = self.require_ready(), []
+        assert isinstance(info, EngineInfo)
         for request in requests:
             max_tokens = info.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
             if request.request_id in self._streams:
@@ -135,7 +153,7 @@ class AsyncEngine:
         ]
         self._streams.update((stream.request.request_id, stream) for stream in streams)
         self._idle.clear()
-        self.thread.send(lambda core: core.submit(limited_requests))
+        self._command(lambda core: core.submit(limited_requests))
         return streams
 
     async def embed(self, request: EmbeddingRequest, arrival_time: float, timeout: float | None) -> Vectors:
@@ -149,7 +167,7 @@ class AsyncEngine:
         self._replies.add(waiter)
         self._embedding += 1
         self._idle.clear()
-        self.thread.send(lambda core: core.embed(request))
+        self.thread.send(self.slot, lambda core: core.embed(request))
         try:
             left = None if timeout is None else max(0.0, arrival_time + timeout - self.clock())
             output = await asyncio.wait_for(waiter, left)
@@ -167,11 +185,16 @@ class AsyncEngine:
 
     def _note_idle(self) -> None:
         if not self.num_unfinished:
+            self.idle_since = self.clock()
             self._idle.set()
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
-            self.thread.send(lambda core: core.abort(request_id))
+            self._command(lambda core: core.abort(request_id))
+
+    def _command(self, command: Callable[[EngineCore], list[RequestOutput]]) -> None:
+        """Send a command of a model that generates text."""
+        self.thread.send(self.slot, command)  # type: ignore[arg-type]
 
     async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
         """Cancel requests: their streams raise RequestCancelledError. Returns those that had not ended yet. All that
@@ -191,14 +214,18 @@ class AsyncEngine:
         EngineBusyError."""
         return await self._ask(lambda core: (core.clear_cache(), []))
 
-    async def _ask(self, ask: Callable[[EngineCore], tuple[Reply, list[RequestOutput]]]) -> Reply:
+    async def give_back(self) -> int:
+        """Free the memory of the KV pools that no running request needs. Returns the bytes."""
+        return await self._ask(lambda core: (core.give_back(), []))
+
+    async def _ask(self, ask: Callable[[Core], tuple[Reply, list[RequestOutput]]]) -> Reply:
         """Call `ask` on the engine thread, even if this task is cancelled. Returns the first part of its result. The
         outputs in the second part go to their streams."""
         if self.info is None or self.state is EngineState.DEAD:
             self.require_ready()
         reply: Future[Reply] = Future()
 
-        def command(core: EngineCore) -> list[RequestOutput]:
+        def command(core: Core) -> list[RequestOutput]:
             awaited = reply.set_running_or_notify_cancel()
             try:
                 answer, outputs = ask(core)
@@ -212,7 +239,7 @@ class AsyncEngine:
 
         waiter = asyncio.wrap_future(reply)
         self._replies.add(waiter)
-        self.thread.send(command)
+        self.thread.send(self.slot, command)
         try:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes with the reply.
             done, _ = await asyncio.wait([waiter], timeout=REPLY_SECONDS)
@@ -239,11 +266,19 @@ class AsyncEngine:
     def end_all(self, error: str) -> None:
         """End every request with an error."""
         self._ended_all = self.num_unfinished > 0
-        self.thread.send(lambda core: core.abort_all(error))
+        self.thread.send(self.slot, lambda core: core.abort_all(error))
+
+    async def unload(self) -> None:
+        """Free what the model holds, also while it loads. Its requests end with an error. Other models go on."""
+        if self.state is not EngineState.DEAD:
+            self.state = EngineState.DRAINING
+            self.reason = "the model is being unloaded"
+        self.thread.unload(self.slot)
+        await self._ended.wait()
 
     async def stop(self, timeout: float = 10.0) -> bool:
-        """End the engine thread. Returns False if it does not end within `timeout` seconds."""
-        self.thread.send(None)
+        """End the engine thread, with all its models. Returns False if it does not end within `timeout` seconds."""
+        self.thread.end()
         await asyncio.to_thread(self.thread.join, timeout)
         ended = not self.thread.is_alive()
         if not ended:
@@ -264,7 +299,7 @@ class AsyncEngine:
     def _note_progress(self, progress: Progress) -> None:
         self.progress = progress
 
-    def _become_ready(self, info: EngineInfo, stats: EngineStats) -> None:
+    def _become_ready(self, info: EngineInfo | EmbeddingInfo, stats: EngineStats) -> None:
         self.info, self.stats = info, stats
         if self.state is EngineState.LOADING:
             self.state = EngineState.READY
@@ -289,9 +324,10 @@ class AsyncEngine:
                 logger.exception("the metrics could not be updated for an output of %s", output.request_id)
         self._note_idle()
 
-    def _become_dead(self, reason: str | None) -> None:
+    def _become_dead(self, failure: Failure | None) -> None:
         self.state = EngineState.DEAD
-        self.reason = reason or "the engine was stopped"
+        self.reason = "the engine was stopped" if failure is None else failure.reason
+        self.lacks_memory = failure is not None and failure.lacks_memory
         for waiter in self._replies:
             if not waiter.done():
                 waiter.set_exception(EngineUnavailableError(self.state, f"the engine is dead: {self.reason}"))
@@ -306,3 +342,8 @@ class AsyncEngine:
             scheduler = dataclasses.replace(last, running=0, waiting=0, blocks=blocks, swap=swap, checkpoints=0)
             self._dispatch(ends, dataclasses.replace(self.stats, scheduler=scheduler))
         self._loaded.set()
+        self._ended.set()
+
+
+def info_of(core: Core, config: EngineConfig) -> EngineInfo | EmbeddingInfo:
+    return EngineInfo(core, config) if isinstance(core, EngineCore) else EmbeddingInfo(core)

@@ -1,4 +1,4 @@
-"""Assembles an engine: sizes the memory, checks the kernels, tunes the attention, and makes the parts."""
+"""Loads a model and assembles its engine: sizes memory, checks kernels, tunes the attention, and makes the parts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mlxpaged.cache import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
+from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
@@ -22,9 +23,19 @@ from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.prompt_logits import max_prompt_logits
 from mlxpaged.engine.sampler import Sampler
-from mlxpaged.models import ServedModel, UnsupportedModelError, load_embedding_model, own_embedding_model
+from mlxpaged.engine.step_memory import measure_step
+from mlxpaged.models import (
+    EmbeddingModel,
+    Reserved,
+    ServedModel,
+    Turns,
+    UnsupportedModelError,
+    load_embedding_model,
+    load_model,
+    own_embedding_model,
+)
 from mlxpaged.models.cache_groups import cache_layout, one_group
-from mlxpaged.models.device_memory import unused_memory
+from mlxpaged.models.device_memory import free_device_memory, unused_memory
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.scheduler import Scheduler
 
@@ -103,20 +114,43 @@ def build_engine(
     )
 
 
-def build_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder | None, str]:
-    """Make the embedder, for the embedding model if there is one, else for the model that generates. Returns None and
-    the reason if that model's directory does not state that it makes embeddings.
+def load_core(config: EngineConfig, clock: Callable[[], float], report: Report) -> EngineCore | EmbeddingCore:
+    """Load a model and make its engine, on the thread that will run it. report: called while the model loads, and as
+    `build_engine` calls it. Raises ModelNotFoundError, UnsupportedModelError and the errors of `build_engine`."""
+    turns, name = Turns(reporter(Stage.LOADING, report)), config.served_model_name
+    if config.only_embeds:
+        step = Reserved(step=least_step())
+        model = load_embedding_model(config.model, name, config.embedding_max_model_len, turns, step)
+        check_room(model)
+        return EmbeddingCore(make_embedder(model, config))
+    reserved = Reserved(config.kv_cache_bytes or 0, least_step())
+    served = load_model(config.model, name, config.tool_parser, turns, config.max_model_len, reserved, config.reranker)
+    turns.take()
+    step_bytes = measure_step(served, config)
+    turns.take()
+    return build_engine(config, served, clock, *build_embedder(config, served), report, step_bytes)
 
-    Raises ModelNotFoundError or UnsupportedModelError if an embedding model is configured and cannot be loaded.
-    """
-    longest = config.embedding_max_model_len
-    if config.embedding_model is not None:
-        model = load_embedding_model(config.embedding_model, config.served_embedding_model_name, longest)
-    else:
-        try:
-            model = own_embedding_model(served, longest)
-        except UnsupportedModelError as error:
-            return None, str(error)
+
+def check_room(model: EmbeddingModel) -> None:
+    """Raises MemoryError if the keys and values of the longest input do not fit."""
+    free = free_device_memory()
+    if model.kv_bytes > free:
+        raise MemoryError(
+            f"{model.name}: the longest input takes {model.kv_bytes / 1e6:.1f} MB, but only {free / 1e6:.1f} MB are "
+            "free (--embedding-max-model-len)"
+        )
+
+
+def build_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder | None, str]:
+    """Make the embedder of a model that generates. Returns None and the reason if its directory does not state that it
+    makes embeddings."""
+    try:
+        return make_embedder(own_embedding_model(served, config.embedding_max_model_len), config), ""
+    except UnsupportedModelError as error:
+        return None, str(error)
+
+
+def make_embedder(model: EmbeddingModel, config: EngineConfig) -> Embedder:
     logger.info(
         "embeddings by %s: %d dimensions, %s pooling, inputs up to %d tokens; %.1f MB are reserved for one input",
         model.name,
@@ -125,4 +159,4 @@ def build_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder 
         model.max_tokens,
         model.kv_bytes / 1e6,
     )
-    return Embedder(model, config.max_num_batched_tokens), ""
+    return Embedder(model, config.max_num_batched_tokens)

@@ -23,8 +23,7 @@ class EngineConfig:
     served_model_name: str | None = None  # name in the API; None: same as `model`
     tool_parser: str | None = None  # one of mlx-lm's; None: mlx-lm finds it in the chat template
     reranker: bool = False  # whether `model` is a reranker like Qwen3-Reranker, also if its name does not say so
-    embedding_model: str | None = None  # a second model for embeddings, named as `model` is
-    served_embedding_model_name: str | None = None  # name in the API; None: same as `embedding_model`
+    only_embeds: bool = False  # whether `model` is used for embeddings only
     embedding_max_model_len: int = 8192  # tokens of the longest input for embeddings, at most the model's context
 
     max_model_len: int | None = None  # most tokens of a prompt and its answer; None: the model's context length
@@ -70,7 +69,6 @@ class EngineConfig:
         self.scheduler_config(num_blocks=1)  # checks the scheduler's fields
         if self.tool_parser not in (None, *tool_parsers()):
             raise ValueError(f"tool_parser must be one of {', '.join(tool_parsers())}, got {self.tool_parser!r}")
-        self._check_embedding_model()
         for name in ("embedding_max_model_len", "max_model_len", "kv_cache_bytes", "request_timeout", "ttft_timeout"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
@@ -84,13 +82,6 @@ class EngineConfig:
                 raise ValueError(f"default_{name} must be {limits}, got {default}")
         if self.swap_dir is not None and not self.swap_space_bytes:
             raise ValueError("swap_dir needs swap_space_bytes (--swap-space)")
-
-    def _check_embedding_model(self) -> None:
-        if self.embedding_model is None and self.served_embedding_model_name is not None:
-            raise ValueError("served_embedding_model_name needs embedding_model (--embedding-model)")
-        name = self.served_embedding_model_name or self.embedding_model
-        if name == (self.served_model_name or self.model):
-            raise ValueError(f"two models cannot both be named {name!r} (--served-embedding-model-name)")
 
     def _check_tuning(self) -> None:
         try:

@@ -6,8 +6,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
 
 from mlxpaged.engine import recovery
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
@@ -28,13 +29,23 @@ from mlxpaged.engine.status import (
     EngineStatus,
     engine_status,
 )
-from mlxpaged.engine.step import HostError, InFlightStep
+from mlxpaged.engine.step import HostError, InFlightStep, PromptResult
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import state_bytes
-from mlxpaged.scheduler import Batch, FinishReason, ScheduledSequence, Scheduler, Sequence, SequenceStatus
+from mlxpaged.scheduler import Batch, FinishReason, Priority, ScheduledSequence, Scheduler, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS = {Priority.HIGH: 4.0, Priority.NORMAL: 2.0, Priority.LOW: 1.0}
+"""A model gets device time in proportion to these while others have work."""
+
+
+@dataclass
+class DeviceClock:
+    """Of the models that share a device. read_at: time at which the result of the last step of any of them was read."""
+
+    read_at: float = -math.inf
 
 
 class EngineCore:
@@ -78,7 +89,7 @@ class EngineCore:
         self._sequence_of: dict[str, int] = {}
         self._deadlines = Deadlines(scheduler)
         self._log = StepLog()
-        self._read_at = -math.inf  # time at which the tokens of the last step were read
+        self.device = DeviceClock()
         self._num_steps = 0
         self._num_generated_tokens = 0
 
@@ -206,6 +217,27 @@ class EngineCore:
     def embeds(self) -> bool:
         return self.embedder is not None and self.embedder.has_work()
 
+    @property
+    def step_bytes(self) -> int:
+        """Memory of the largest step."""
+        return self.resizer.step_bytes
+
+    @property
+    def weight(self) -> float:
+        """Its share of the device while other models have work too, by the highest priority among its requests."""
+        highest = min((running.request.priority for running in self.requests.values()), default=Priority.NORMAL)
+        return WEIGHTS[highest]
+
+    def give_back(self) -> int:
+        """Shrink the pool to what running requests and the pool's least size need. Returns the bytes that are freed."""
+        try:
+            self._finish_in_flight()
+        except DeviceError as error:
+            self._rebuild_pools(error)
+        before = self.runner.kv_cache_bytes
+        self.resizer.shrink_to_least()
+        return before - self.runner.kv_cache_bytes
+
     def close(self) -> None:
         """Release the swap space, which may be a file."""
         if self.runner.swap is not None:
@@ -321,8 +353,8 @@ class EngineCore:
         try:
             running = {each.sequence_id for each in self.scheduler.running} if self.runner.is_recurrent else set()
             logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens, running)
-            tops = [self.requests[row.sequence.sequence_id].num_top for row in batch.rows if row.prompt_logprobs]
-            step = InFlightStep(batch, started, logits, max(tops, default=0))
+            tops = (self.requests[row.sequence.sequence_id].num_top for row in batch.rows if row.prompt_logprobs)
+            step = InFlightStep(batch, started, logits, max(tops, default=None))
         except DeviceError:
             raise
         except Exception as error:
@@ -361,8 +393,8 @@ class EngineCore:
         tokens, invalid, prompt_logprobs = step.read()
         now = self.clock()
         # The device began the step when it was launched, or when the previous step was done if that was later.
-        self.scheduler.observe(step.batch, now - max(step.started, self._read_at))
-        self._read_at = now
+        self.scheduler.observe(step.batch, now - max(step.started, self.device.read_at))
+        self.device.read_at = now
         discarded: set[int] = set()
         for sequence_id in invalid & self.requests.keys():
             preempted = self.fail(self.requests[sequence_id].sequence, "the model's logits are not finite")
@@ -374,19 +406,27 @@ class EngineCore:
             if row.sequence.status is SequenceStatus.SWAPPED:  # it may have shared blocks with one that failed
                 self.scheduler.recompute(row.sequence)
         self.scheduler.update(Batch(step.rows), {sequence_id: token.token_id for sequence_id, token in tokens.items()})
-        # What a sequence computed in this step is discarded too if a failure of the previous step preempted it.
-        valid = {row.sequence.sequence_id for row in step.rows} & self.requests.keys() - discarded
-        for sequence_id, (positions, rows) in prompt_logprobs.items():
-            if sequence_id in valid:
-                self.requests[sequence_id].add_prompt_logprobs(positions, rows)
+        # A step that only decodes samples every row, and pays nothing for prompts.
+        self._prompt_chunks = ()
+        if prompt_logprobs or len(tokens) < len(step.rows):
+            self._process_prompts(step.rows, prompt_logprobs, discarded)
         for sequence_id, token in tokens.items():
             if sequence_id in self.requests:
                 self._outputs.append(self._output_of(self.requests[sequence_id], token))
-        for row in step.rows:
+
+    def _process_prompts(
+        self, rows: ListOf[ScheduledSequence], prompt_logprobs: Mapping[int, PromptResult], discarded: set[int]
+    ) -> None:
+        """Commit what a step computed of prompts, except for sampled tokens. discarded: ids of preempted sequences."""
+        self._prompt_chunks = prompt_chunks(rows)
+        # What a sequence computed in this step is discarded too if a failure of the previous step preempted it.
+        valid = {row.sequence.sequence_id for row in rows} & self.requests.keys() - discarded
+        for sequence_id, (positions, computed) in prompt_logprobs.items():
+            if sequence_id in valid:
+                self.requests[sequence_id].add_prompt_logprobs(positions, computed)
+        for row in rows:
             if row.ends_sequence and row.sequence.sequence_id in valid:
                 self._outputs.append(self._end(row.sequence.sequence_id, FinishReason.LENGTH, None))
-        # A step that only decodes samples every row, and pays nothing for the progress of prompts.
-        self._prompt_chunks = () if len(tokens) == len(step.rows) else prompt_chunks(step.rows)
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []

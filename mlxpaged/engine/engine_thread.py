@@ -1,115 +1,309 @@
-"""The only thread that uses MLX, from loading the weights to the last sample, and the queue of its commands."""
+"""The only thread that uses MLX: it loads and unloads models, runs their commands, and lets them take turns."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from mlxpaged.engine.builder import build_embedder, build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.memory import least_step, limit_freed_buffers, prepare_device_memory
-from mlxpaged.engine.progress import Report, Stage, reporter
+import mlx.core as mx
+
+from mlxpaged.engine.core import DeviceClock, EngineCore
+from mlxpaged.engine.embedding_core import EmbeddingCore
+from mlxpaged.engine.memory import limit_freed_buffers, prepare_device_memory
+from mlxpaged.engine.pool_resizer import REST_SECONDS
+from mlxpaged.engine.progress import Progress, Report
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.status import EngineStats
-from mlxpaged.engine.step_memory import measure_step
 from mlxpaged.engine.swap_space import SwapSpaceError
-from mlxpaged.models import ModelNotFoundError, Reserved, UnsupportedModelError, load_model
+from mlxpaged.models import ModelNotFoundError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
-
-Command = Callable[[EngineCore], list[RequestOutput]]
+Core = EngineCore | EmbeddingCore
+Command = Callable[[Core], list[RequestOutput]]
 """Runs between two steps. Returns the last outputs of the requests that it ended."""
+
+
+EXPECTED = (ModelNotFoundError, UnsupportedModelError, MemoryError, SwapSpaceError)
+"""The errors of loading a model that say all in their message."""
+
+
+UNLOADED = "the model was unloaded"
+
+
+class LoadCancelled(BaseException):
+    """The model that is being loaded is not wanted any more. No library catches it, as it would an Exception."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """lacks_memory: whether the model could be loaded if more memory were free."""
+
+    reason: str
+    lacks_memory: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        known = isinstance(error, EXPECTED)
+        return cls(str(error) if known else f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
 
 
 @dataclass(frozen=True)
 class Callbacks:
     """Called on the engine thread. on_progress: while the model loads and kernels are compiled. on_step: once per step,
-    with all its outputs. on_end: last, with the reason if the thread ended unexpectedly, else None."""
+    with all its outputs. on_end: last, with the failure that ended the model, or None if it was unloaded."""
 
     on_progress: Report
-    on_ready: Callable[[EngineCore], None]
+    on_ready: Callable[[Core], None]
     on_step: Callable[[list[RequestOutput], EngineStats], None]
-    on_end: Callable[[str | None], None]
+    on_end: Callable[[Failure | None], None]
+
+
+@dataclass(eq=False)
+class ModelSlot:
+    """One model on the engine thread. load: makes its core, and reports how far it is; other models take turns in each
+    report. Only the engine thread uses the other fields.
+
+    virtual_time: seconds of steps, divided by the model's weight. The model with the least of it takes the next turn
+    (start-time fair queueing, Goyal et al. 1996).
+    """
+
+    load: Callable[[Report], Core]
+    callbacks: Callbacks
+    core: Core | None = None
+    is_unwanted: bool = False
+    has_ended: bool = False
+    outputs: list[RequestOutput] = field(default_factory=list)
+    virtual_time: float = 0.0
+    had_work: bool = False
 
 
 class EngineThread(threading.Thread):
     """Runs commands between steps, and steps while there is work. Without work it waits for commands, and looks about
     once a second whether it is to give back memory."""
 
-    def __init__(self, config: EngineConfig, callbacks: Callbacks, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         # A daemon: a step or a download must not delay an interpreter that quits.
         super().__init__(name="mlxpaged-engine", daemon=True)
-        self._config = config
-        self.callbacks = callbacks
         self._clock = clock
-        self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._slots: list[ModelSlot] = []  # of the loaded models
+        self._to_load: deque[ModelSlot] = deque()
+        self._loading: ModelSlot | None = None
+        self._virtual_time = 0.0  # of the model that took the last turn, at its start
+        self._last: ModelSlot | None = None  # which took the last turn
+        self._device = DeviceClock()
+        self._ending = False
 
-    def send(self, command: Command | None) -> None:
-        """None ends the thread. Running requests end with an error."""
-        self.commands.put(command)
+    # -- on any thread -----------------------------------------------------------------------------------------------
+
+    def load(self, slot: ModelSlot) -> None:
+        """Load a model after those that were asked for before."""
+        self.commands.put(lambda: self._to_load.append(slot))
+
+    def send(self, slot: ModelSlot, command: Command) -> None:
+        """Run a command for a model. It has no effect if the model is not loaded."""
+        self.commands.put(lambda: self._run_command(slot, command))
+
+    def unload(self, slot: ModelSlot) -> None:
+        """Free what a model holds, also if it is still loading. Its running requests end with an error."""
+        self.commands.put(lambda: self._unload(slot))
+
+    def end(self) -> None:
+        """End the thread. Running requests end with an error."""
+        self.commands.put(self._end)
+
+    # -- on this thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        prepare_device_memory()
+        while not self._ending:
+            self._take_turn(self._pause())
+            if self._to_load and not self._ending:
+                self._load(self._to_load.popleft())
+        for slot in [*self._slots, *self._to_load]:
+            self._end_slot(slot, why="the server was shut down")
+
+    def _pause(self) -> float:
+        """Seconds for which nothing is to be done if no command arrives."""
+        if self._to_load:
+            return 0.0
+        return min((core.pause() for _, core in self._loaded()), default=REST_SECONDS)
+
+    def _loaded(self) -> list[tuple[ModelSlot, Core]]:
+        return [(slot, slot.core) for slot in self._slots if slot.core is not None]
+
+    def _take_turn(self, pause: float) -> None:
+        """Run the commands, waiting up to `pause` seconds for the first one, and a step of one model."""
+        while (pause or not self.commands.empty()) and not self._ending:
+            try:
+                command = self.commands.get(timeout=pause)
+            except queue.Empty:
+                break
+            pause = 0.0
+            command()
+            if self.commands.empty():
+                self._deliver_outputs()
+        for slot, core in self._loaded():
+            with self._guarded(slot):
+                slot.outputs += core.expire()
+        self._deliver_outputs()  # before the step, so that clients do not wait for it
+        if not self._ending:
+            self._step()
+
+    def _step(self) -> None:
+        """Run a step of the model whose turn it is. The idle ones give back memory."""
+        working = []
+        for slot, core in self._loaded():
+            has_work = core.has_work() or core.embeds()
+            if has_work:
+                if not slot.had_work:  # an idle time gives no claim to later turns
+                    slot.virtual_time = max(slot.virtual_time, self._virtual_time)
+                working.append(slot)
+            else:
+                with self._guarded(slot):
+                    if core.rest():
+                        self._deliver(slot)
+            slot.had_work = has_work
+        for slot in sorted(working, key=self._order):
+            self._virtual_time, started = slot.virtual_time, self._clock()
+            with self._guarded(slot):
+                self._step_of(slot, alone=len(working) == 1)
+            if slot.core is not None:
+                slot.virtual_time += (self._clock() - started) / slot.core.weight
+                if slot.core.waits_for_memory:
+                    continue  # it has run nothing: the next one takes the turn too
+            return
+
+    def _order(self, slot: ModelSlot) -> tuple[bool, float]:
+        """Streams must not wait for two steps of embeddings in a row."""
+        return slot is self._last and not isinstance(slot.core, EngineCore), slot.virtual_time
+
+    def _step_of(self, slot: ModelSlot, alone: bool) -> None:
+        """Run a step. The step of another model that is in flight is finished after the launch of this one, so that the
+        device always has work. alone: whether no other model has work."""
+        last, self._last = self._last, slot
+        core = slot.core
+        assert core is not None
+        if isinstance(core, EngineCore) and core.has_work():
+            slot.outputs += core.logged_step()
+            self._deliver(slot)
+            if self._loading is not None:  # which measures times and memory
+                self._finish_step(slot)
+        if last is not None and last is not slot:
+            self._finish_step(last)
+        if core.embedder is not None and core.embeds():
+            # An embedding waits for the device anyway, and its time must not count as that of the step in flight.
+            self._finish_step(slot)
+            core.embedder.step(alone=alone and not core.has_work())
+            self._device.read_at = self._clock()
+            self._deliver(slot)
+
+    def _finish_step(self, slot: ModelSlot) -> None:
+        """Process the step of a model that is in flight, if there is one."""
+        if isinstance(slot.core, EngineCore):
+            with self._guarded(slot):
+                slot.outputs += slot.core.finish_in_flight_step()
+            if slot.outputs and slot.core is not None:
+                self._deliver(slot)
+
+    def _run_command(self, slot: ModelSlot, command: Command) -> None:
+        if slot.core is not None:
+            with self._guarded(slot):
+                slot.outputs += command(slot.core)
+
+    def _deliver_outputs(self) -> None:
+        for slot in self._slots:
+            if slot.outputs:
+                self._deliver(slot)
+
+    def _deliver(self, slot: ModelSlot) -> None:
+        assert slot.core is not None
+        outputs, slot.outputs = slot.outputs, []
+        slot.callbacks.on_step(outputs, slot.core.stats())
+
+    @contextlib.contextmanager
+    def _guarded(self, slot: ModelSlot) -> Iterator[None]:
+        """End the model if its engine fails. The others go on."""
         try:
-            prepare_device_memory()
-            config, report = self._config, self.callbacks.on_progress
-            reserved = Reserved(config.kv_cache_bytes or 0, least_step())
-            loading = reporter(Stage.LOADING, report)
-            names = config.model, config.served_model_name, config.tool_parser
-            served = load_model(*names, loading, config.max_model_len, reserved, config.reranker)
-            step_bytes = measure_step(served, config)
-            limit_freed_buffers(step_bytes)
-            embedder = build_embedder(config, served)
-            core = build_engine(config, served, self._clock, *embedder, report, step_bytes)
-            with contextlib.closing(core):
-                self.callbacks.on_ready(core)
-                self._serve(core)
-        except (ModelNotFoundError, UnsupportedModelError, MemoryError, SwapSpaceError) as error:
-            logger.critical("%s", error)
-            self.callbacks.on_end(str(error))
+            yield
         except BaseException as error:
-            logger.critical("the engine thread failed", exc_info=error)
-            self.callbacks.on_end(f"{type(error).__name__}: {error}")
+            logger.critical("the engine of a model failed", exc_info=error)
+            self._end_slot(slot, error)
+
+    # -- loading and unloading ---------------------------------------------------------------------------------------
+
+    def _load(self, slot: ModelSlot) -> None:
+        def report(progress: Progress) -> None:
+            slot.callbacks.on_progress(progress)
+            self._take_turn(0.0)
+            if slot.is_unwanted or self._ending:
+                raise LoadCancelled
+
+        self._loading = slot
+        try:
+            slot.core = slot.load(report)
+        except LoadCancelled:
+            self._end_slot(slot)
+        except EXPECTED as error:
+            logger.critical("%s", error)
+            self._end_slot(slot, error)
+        except BaseException as error:
+            logger.critical("a model could not be loaded", exc_info=error)
+            self._end_slot(slot, error)
         else:
-            logger.info("engine stopped; KV blocks: %s", core.stats().scheduler.blocks)
-            self.callbacks.on_end(None)
+            if isinstance(slot.core, EngineCore):
+                slot.core.device = self._device
+            self._slots.append(slot)
+            slot.callbacks.on_ready(slot.core)
+        self._loading = None
+        if slot.core is None:
+            free_garbage()
+        self._limit_freed_buffers()
 
-    def _serve(self, core: EngineCore) -> None:
-        while True:
-            outputs: list[RequestOutput] = []
-            pause = core.pause()
-            while pause or not self.commands.empty():
-                try:
-                    command = self.commands.get(timeout=pause)
-                except queue.Empty:
-                    break
-                pause = 0.0
-                if command is None:
-                    self._deliver(core, outputs + core.abort_all("the server was shut down"))
-                    return
-                outputs += command(core)
-                if outputs and self.commands.empty():
-                    self._deliver(core, outputs)
-                    outputs = []
-            outputs += core.expire()
-            if outputs:  # delivered before the step, so that clients do not wait for it
-                self._deliver(core, outputs)
-            if core.has_work():
-                self._deliver(core, core.logged_step())
-            elif core.rest():
-                self._deliver(core, [])
-            if core.embedder is not None and core.embeds():
-                # An embedding waits for the device anyway, and its time must not count as that of the step in flight.
-                if outputs := core.finish_in_flight_step():
-                    self._deliver(core, outputs)
-                core.embedder.step(alone=not core.has_work())
-                self._deliver(core, [])
+    def _unload(self, slot: ModelSlot) -> None:
+        slot.is_unwanted = True
+        if slot is not self._loading:  # otherwise the load ends at its next report
+            self._end_slot(slot)
+            free_garbage()
+            self._limit_freed_buffers()
 
-    def _deliver(self, core: EngineCore, outputs: list[RequestOutput]) -> None:
-        self.callbacks.on_step(outputs, core.stats())
+    def _limit_freed_buffers(self) -> None:
+        if loaded := self._loaded():
+            limit_freed_buffers(max(core.step_bytes for _, core in loaded))
+
+    def _end(self) -> None:
+        self._ending = True
+
+    def _end_slot(self, slot: ModelSlot, error: BaseException | None = None, why: str = UNLOADED) -> None:
+        """End a model and its requests. error: the reason if it failed. why: otherwise the reason."""
+        if slot.has_ended:
+            return
+        slot.has_ended = True
+        for slots in (self._slots, self._to_load):
+            if slot in slots:
+                slots.remove(slot)
+        core, slot.core = slot.core, None
+        if core is not None:
+            if error is None:
+                slot.callbacks.on_step(slot.outputs + core.abort_all(why), core.stats())
+            logger.info("a model was unloaded; KV blocks: %s", core.stats().scheduler.blocks)
+            core.close()
+        # Not the error itself: its traceback refers to the model's weights.
+        slot.callbacks.on_end(None if error is None else Failure.of(error))
+
+
+def free_garbage() -> None:
+    """Free the memory of an unloaded model: its objects refer to each other. Objects that were frozen after the start
+    can be among them. The collection takes about 0.2 s, in which the other models wait."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    mx.clear_cache()

@@ -6,7 +6,6 @@ import time
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.models import EmbeddingModel
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
 
@@ -39,15 +38,10 @@ class EngineInfo:
         self.kernels_off = core.kernels_off  # why the Metal kernels are not used although they could run here
         self.created = int(time.time())  # Unix time
         self.grammars = core.grammars
-        self.embedding_model = None if core.embedder is None else core.embedder.model
+        self.embedding_model = None if core.embedder is None else core.embedder.model.facts
         self.reranker = served.reranker
         self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
-
-    @property
-    def second_model(self) -> EmbeddingModel | None:
-        """The embedding model, unless it is the model that generates."""
-        return None if self.embedding_model is None or self.embedding_model.name == self.model else self.embedding_model
 
     @property
     def max_tokens_in_pool(self) -> int:

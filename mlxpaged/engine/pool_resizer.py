@@ -70,7 +70,7 @@ class PoolResizer:
         self._runner = runner
         self._bytes_per_block = bytes_per_block
         self._free_memory = free_memory
-        self._step_bytes = step_bytes
+        self.step_bytes = step_bytes
         self._clock = clock
         self._pressure = pressure
         self._least = self._size.num_blocks  # it never shrinks below its size at the start
@@ -134,7 +134,7 @@ class PoolResizer:
         if self._bytes_per_block:
             # A step and the copy of a layer never run at the same time, so they need the same memory.
             copied = max((pool.nbytes for pool in self._runner.pools), default=0)
-            target = min(target, present + (free - max(self._step_bytes, copied)) // self._bytes_per_block)
+            target = min(target, present + (free - max(self.step_bytes, copied)) // self._bytes_per_block)
         if target > present:
             self._resize_to(target)
         else:
@@ -203,6 +203,15 @@ class PoolResizer:
         running = sum(self._scheduler.blocks.room_left_for(sequence) for sequence in self._scheduler.running)
         used = self._scheduler.pool.usage().used + running
         return min(present, max(keep, self._least, math.ceil(used / FULL)))
+
+    def shrink_to_least(self) -> None:
+        """Give back at once what no running sequence needs, for another model. No step may be in flight. Raises as
+        `shrink` does."""
+        keep = self._size_to_keep(MemoryPressure.CRITICAL, self._clock(), rests=True)
+        if keep < self._size.num_blocks:
+            self.shrink(keep)
+        while self.is_resizing:
+            self.advance()
 
     def shrink(self, num_blocks: int) -> None:
         """Give back blocks: evict cached ones, and move those that are kept down. `advance` frees the memory. No step

@@ -21,30 +21,35 @@ class HostError(Exception):
     """The host could not build a step. The cause is the original exception. The KV pools are intact."""
 
 
+PromptResult = tuple[range, PromptRows]
+"""Positions of prompt tokens, and what a step computed for them."""
+
+
 class StepResult(NamedTuple):
     """tokens: the sampled tokens by sequence id. invalid: ids of sequences whose logits are not finite.
-    prompt_logprobs: by sequence id, the positions of prompt tokens and what was computed for them."""
+    prompt_logprobs: by sequence id."""
 
     tokens: dict[int, SampledToken]
     invalid: set[int]
-    prompt_logprobs: Mapping[int, tuple[range, PromptRows]] = MappingProxyType({})
+    prompt_logprobs: Mapping[int, PromptResult] = MappingProxyType({})
 
 
 class InFlightStep:
     """A step that is launched and whose tokens are not read yet.
 
     batch: what the forward pass computes. started: seconds on the engine's clock. logits[R + P, V]: as
-    `ModelRunner.forward` returns them. top: the most likely tokens to report for each of the P prompt tokens.
+    `ModelRunner.forward` returns them. top: the most likely tokens to report for each of the P prompt tokens; None if P
+    is 0.
     """
 
-    def __init__(self, batch: Batch, started: float, logits: mx.array, top: int = 0) -> None:
+    def __init__(self, batch: Batch, started: float, logits: mx.array, top: int | None = None) -> None:
         self.batch = batch
         self.started = started
         self.rows: ListOf[ScheduledSequence] = batch.rows
         self.sampled_ids: list[int] = []
         self._prompt_logprobs: StepLogprobs | None = None
-        projected = max(1, sum(row.samples for row in batch.rows))
-        if logits.shape[0] > projected:
+        if top is not None:
+            projected = max(1, sum(row.samples for row in batch.rows))
             self._prompt_logprobs = StepLogprobs(batch, logits[projected:], top)
             logits = logits[mx.arange(projected)]  # a copy: a slice would keep all rows until the sampler has run
         self.logits: mx.array | None = logits

@@ -19,6 +19,21 @@ SYSTEM_SHARE = 0.5
 """Share of the system's free memory that the server takes by default if there is no GPU with a working-set limit."""
 
 
+_limit: int | None = None
+
+
+def limit_memory(limit: int | None) -> None:
+    """Let all models together take at most so many bytes; None: no limit. It holds for the process, as MLX's own
+    allocator does."""
+    global _limit
+    _limit = limit
+
+
+def below_limit(free: int) -> int:
+    """Free bytes, or those that the limit leaves if that is less."""
+    return free if _limit is None else max(0, min(free, _limit - int(mx.get_active_memory())))
+
+
 def default_working_set(total: int, working_set: int) -> int:
     """Bytes of a Mac that the whole server takes by default. total: of the machine. working_set: the GPU's limit."""
     return max(0, min(working_set, total - max(DESKTOP_LEAST, int(DESKTOP_SHARE * total))))
@@ -29,8 +44,8 @@ def default_device_memory() -> int:
     if mx.metal.is_available():
         info = mx.device_info()
         total, limit = int(info["memory_size"]), int(info["max_recommended_working_set_size"])
-        return max(0, default_working_set(total, limit) - int(mx.get_active_memory()))
-    return int(SYSTEM_SHARE * system_free_memory())
+        return below_limit(max(0, default_working_set(total, limit) - int(mx.get_active_memory())))
+    return below_limit(int(SYSTEM_SHARE * system_free_memory()))
 
 
 def unused_memory() -> int:
@@ -42,8 +57,8 @@ def free_device_memory() -> int:
     """Free bytes on the device that runs the model: of a GPU's working set, or of the system's memory."""
     if mx.metal.is_available():
         limit = int(mx.device_info()["max_recommended_working_set_size"])
-        return max(0, limit - int(mx.get_active_memory()))
-    return system_free_memory()
+        return below_limit(max(0, limit - int(mx.get_active_memory())))
+    return below_limit(system_free_memory())
 
 
 CGROUP_MEMORY = (

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_reduce
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
@@ -63,13 +64,11 @@ class EmbeddingSpec:
 
 
 @dataclass(frozen=True)
-class EmbeddingModel:
-    """decode: tokens [B, T] and a cache of `make_cache` or None -> states [B, T, dimensions]. context_length: of the
-    model. max_tokens: limit of an input. kv_bytes: keys and values of the longest input."""
+class EmbeddingFacts:
+    """What the API knows of an embedding model, without its weights. context_length: of the model. max_tokens: limit of
+    an input. kv_bytes: keys and values of the longest input."""
 
     name: str
-    decode: Callable[[mx.array, list[Any] | None], mx.array]
-    make_cache: Callable[[], list[Any]]
     tokenizer: Tokenizer
     spec: EmbeddingSpec
     dimensions: int
@@ -77,6 +76,19 @@ class EmbeddingModel:
     context_length: int
     max_tokens: int
     kv_bytes: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class EmbeddingModel(EmbeddingFacts):
+    """decode: tokens [B, T] and a cache of `make_cache` or None -> states [B, T, dimensions]."""
+
+    decode: Callable[[mx.array, list[Any] | None], mx.array]
+    make_cache: Callable[[], list[Any]]
+
+    @property
+    def facts(self) -> EmbeddingFacts:
+        return EmbeddingFacts(**{field.name: getattr(self, field.name) for field in fields(EmbeddingFacts)})
 
 
 def embedding_spec(path: Path) -> EmbeddingSpec:
@@ -160,7 +172,7 @@ def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:
 
         return Decoder, args_class
 
-    model, config = load_model(path, model_config={"tie_word_embeddings": True}, get_model_classes=classes)
+    model, config = load_model(path, lazy=True, model_config={"tie_word_embeddings": True}, get_model_classes=classes)
     return model, config
 
 
@@ -203,7 +215,13 @@ def embedding_model(
         context_length=context,
         max_tokens=most,
         kv_bytes=most * sum(map(bytes_per_token, cache)),
+        weight_bytes=weight_bytes(model),
     )
+
+
+def weight_bytes(model: Module) -> int:
+    total: int = tree_reduce(lambda total, array: total + int(array.nbytes), model.parameters(), 0)
+    return total
 
 
 def bytes_per_token(cache: Any) -> int:

@@ -7,3 +7,7 @@ class ModelNotFoundError(Exception):
 
 class UnsupportedModelError(Exception):
     """The model exists but cannot be served, or cannot make embeddings. The message says why."""
+
+
+class InsufficientMemoryError(UnsupportedModelError, MemoryError):
+    """The model could be served if more memory were free. The message has both amounts."""

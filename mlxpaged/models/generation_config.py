@@ -69,8 +69,6 @@ def read_generation_config(directory: Path) -> GenerationConfig:
             sampling[name] = int(value) if limits.whole else float(value)
         elif value is not None:
             logger.warning("%s: %s is ignored: it must be %s, got %.40r", FILE, name, limits, value)
-    if found.get("do_sample") is False:
-        sampling["temperature"] = 0.0
     given = found.get("eos_token_id")
     end_tokens = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token) is int and token >= 0 for token in end_tokens):

@@ -14,14 +14,14 @@ import mlx_lm.tool_parsers
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten, tree_reduce
+from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.attention import ReportAmount, WindowMismatchError
 from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.device_memory import free_device_memory
-from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder
+from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.generation_config import read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
@@ -42,6 +42,7 @@ from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ def check_before_loading(name: str, directory: Path, sizes: FileSizes, reserved:
     try:
         check_directory(directory, sizes, free_device_memory(), reserved)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
+        raise type(error)(f"{name} cannot be loaded: {error}") from None
 
 
 def tool_parsers() -> list[str]:
@@ -148,19 +149,20 @@ def load_model(
     name: str,
     served_name: str | None = None,
     tool_parser: str | None = None,
-    report: ReportAmount = lambda done, total: None,
+    turns: Turns | None = None,
     max_model_len: int | None = None,
     reserved: Reserved = NOTHING,
     is_reranker: bool = False,
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
-    tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. report: called
-    with the bytes of weights that are loaded, and of all. max_model_len: None for the context length. reserved: memory
-    that is needed beside the weights. is_reranker: True if the user says so; False if the name decides. Call it on the
-    thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. turns: of other
+    models; they get the bytes of weights that are loaded, and of all. max_model_len: None for the context length.
+    reserved: memory that is needed beside the weights. is_reranker: True if the user says so, False if the name
+    decides. Call it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
-    path = resolve_model(name, reserved)
+    turns = turns or Turns()
+    path = turns.during(lambda: resolve_model(name, reserved))
     own_config, recommended = read_object(path / "config.json"), read_generation_config(path)
     limit = context_length(own_config)
     if max_model_len is not None and max_model_len > limit:
@@ -169,11 +171,11 @@ def load_model(
         )
     try:
         model, config = load_weights(path, lazy=True)
-        read_weights(model, report)
+        read_weights(model, turns.report)
         extra = {"tool_parser_type": tool_parser} if tool_parser else None
         # Not those of `config`, into which mlx-lm copies generation_config.json without checking it.
         end_tokens = recommended.end_tokens or own_config.get("eos_token_id")
-        wrapped = load_tokenizer(path, extra, eos_token_ids=end_tokens)
+        wrapped = turns.during(lambda: load_tokenizer(path, extra, eos_token_ids=end_tokens))
     except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
     model.eval()
@@ -181,8 +183,10 @@ def load_model(
     try:
         longest = context_length(config)
         reference = make_reference(model, longest)
+        turns.take()
         optimize_for_cpu(model)
-        layers, vocab_size = find_layers(model, reference), int(reference.logits.shape[1])
+        turns.take()
+        layers, vocab_size = find_layers(model, reference, turns), int(reference.logits.shape[1])
         rows = select_rows_before_head(model, vocab_size, lambda rows: selects_rows(model, layers, reference, rows))
     except UnsupportedModelError as error:
         kind = config.get("model_type", "this")
@@ -202,7 +206,7 @@ def load_model(
         vocab_size=vocab_size,
         context_length=longest,
         max_model_len=min(longest, max_model_len or longest),
-        weight_bytes=tree_reduce(lambda total, array: total + int(array.nbytes), model.parameters(), 0),
+        weight_bytes=weight_bytes(model),
         num_parameters=num_parameters,
         reranker=reranker,
         no_reranker_because=no_reranker_because,
@@ -238,17 +242,22 @@ def read_weights(model: Module, report: ReportAmount) -> None:
             report(done, total)
 
 
-def load_embedding_model(name: str, served_name: str | None, max_tokens: int) -> EmbeddingModel:
-    """Load a second model, for embeddings only. max_tokens: limit of an input, if the model's context is longer.
+def load_embedding_model(
+    name: str, served_name: str | None, max_tokens: int, turns: Turns | None = None, reserved: Reserved = NOTHING
+) -> EmbeddingModel:
+    """Load a model for embeddings only. max_tokens: limit of an input, if the model's context is longer.
 
     Call it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
-    path = resolve_model(name)
+    turns = turns or Turns()
+    path = turns.during(lambda: resolve_model(name, reserved))
     try:
         spec = embedding_spec(path)  # before gigabytes are loaded
         try:
             model, config = load_decoder(path)
-            tokenizer = Tokenizer(load_tokenizer(path, eos_token_ids=config.get("eos_token_id")))
+            read_weights(model, turns.report)
+            wrapped = turns.during(lambda: load_tokenizer(path, eos_token_ids=config.get("eos_token_id")))
+            tokenizer = Tokenizer(wrapped)
         except Exception as error:  # as in `load_model`
             raise UnsupportedModelError(f"it cannot be loaded: {error}") from error
         model.eval()
@@ -269,14 +278,14 @@ def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
     return embedding_model(served.name, served.model, served.tokenizer, spec, *sizes)
 
 
-def find_layers(model: Module, reference: Reference) -> list[LayerSpec]:
+def find_layers(model: Module, reference: Reference, turns: Turns) -> list[LayerSpec]:
     """What the model's layers keep, with which the paged batch reproduces the reference. Raises UnsupportedModelError.
 
     If it cannot take rows of many sequences, its attention, or all of it, is called once per sequence."""
     reason: UnsupportedModelError | None = None
     for way in Way:
         try:
-            layers = probe(model, layer_specs(model, way), reference)
+            layers = probe(model, layer_specs(model, way), reference, turns)
         except UnsupportedModelError as error:
             logger.debug("by %s: %s", way.value, error)
             if isinstance(error.__cause__, WindowMismatchError):

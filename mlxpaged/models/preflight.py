@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi, constants
 from mlx_lm import utils as mlx_lm_utils
 
-from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.errors import InsufficientMemoryError, UnsupportedModelError
 from mlxpaged.models.json_files import read_object
 
 WEIGHTS = "model*.safetensors"
@@ -84,6 +84,10 @@ def hub_file_sizes(repository: str) -> FileSizes | None:
     return {file.rfilename: file.size for file in siblings or []} or None
 
 
+def weight_files(sizes: FileSizes) -> FileSizes:
+    return {name: size for name, size in sizes.items() if fnmatch(name, WEIGHTS) and "/" not in name}
+
+
 def check_directory(directory: Path, sizes: FileSizes, free_bytes: int, reserved: Reserved = NOTHING) -> None:
     """`check_model` with the JSON files of `directory`. The weights do not need to be there."""
     config = read_object(directory / "config.json") if (directory / "config.json").is_file() else None
@@ -103,7 +107,7 @@ def check_model(
     config: None if there is no config.json. free_bytes: memory for the weights and what is `reserved`. If the size of a
     file of weights is not known, the memory is not checked.
     """
-    weights = {name: size for name, size in sizes.items() if fnmatch(name, WEIGHTS) and "/" not in name}
+    weights = weight_files(sizes)
     if not weights and any(name.lower().endswith(".gguf") for name in sizes):
         raise UnsupportedModelError(f"it has only GGUF files: {GGUF_ADVICE}")
     if config is None:
@@ -117,7 +121,7 @@ def check_model(
         parts = [f"its weights take {sum(known) / 1e9:.1f} GB"]
         parts += [f"--kv-cache-memory {reserved.kv_cache / 1e9:.1f} GB"] * bool(reserved.kv_cache)
         parts += [f"a step {reserved.step / 1e9:.1f} GB"] * bool(reserved.step)
-        raise UnsupportedModelError(
+        raise InsufficientMemoryError(
             f"{' and '.join(parts)}, but only {free_bytes / 1e9:.1f} GB of memory are free; use a smaller model, or a "
             "variant with fewer bits per weight"
         )

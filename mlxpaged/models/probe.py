@@ -35,6 +35,7 @@ from mlxpaged.models.probe_steps import (
 )
 from mlxpaged.models.reference import Reference, differences
 from mlxpaged.models.states import StateRow
+from mlxpaged.models.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,9 @@ class PagedRun:
         return tokens[row.start : row.start + row.num_tokens]
 
 
-def probe(model: Module, specs: Sequence[LayerSpec], reference: Reference) -> list[LayerSpec]:
+def probe(
+    model: Module, specs: Sequence[LayerSpec], reference: Reference, turns: Turns | None = None
+) -> list[LayerSpec]:
     """Run the reference's prompt in ragged steps. Returns the specs, completed with what this showed about the layers'
     attention. Raises UnsupportedModelError if the logits differ."""
     run = PagedRun(model, specs, reference)
@@ -114,6 +117,8 @@ def probe(model: Module, specs: Sequence[LayerSpec], reference: Reference) -> li
     planned = steps(len(reference.tokens), shares_blocks=not per_sequence)
     kinds: dict[str, list[float]] = defaultdict(list)
     for step in planned:
+        if turns is not None:
+            turns.take()
         for kind, values in differences_of(step, run(step), reference):
             kinds[kind] += values
     calls, wanted = run.caches.step.attention_calls, len(planned) * reference.attention_calls

@@ -8,6 +8,7 @@ import json
 import random
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ from typing import Any, TypeVar
 
 import httpx
 from openai import AsyncOpenAI
+from openai.types import CompletionChoice
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from mlxpaged.api.access.key_file import KeyEntry, KeyFile, make_key, write
 from mlxpaged.scheduler import SequenceStatus
@@ -113,6 +116,18 @@ def answer_text(server: RunningServer, body: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
+def legacy_logprobs(choice: CompletionChoice) -> list[tuple[str, Any, Any]]:
+    """The token, its log-probability and the most likely tokens, at each place of a completion. The offsets fit the
+    tokens."""
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
+    return list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))
+
+
 def stream_together(server: RunningServer, bodies: Sequence[dict[str, Any]]) -> list[str]:
     """The texts of all requests, streamed at the same time with the official asynchronous client."""
     known = {"model", "messages", "prompt", "temperature", "max_tokens", "seed", "stop"}
@@ -136,12 +151,19 @@ def stream_together(server: RunningServer, bodies: Sequence[dict[str, Any]]) -> 
 
 
 def metrics(server: RunningServer) -> dict[str, float]:
-    """Sample name, with its labels' values, -> value."""
+    """Sample name, with its labels' values, -> value; summed over the models."""
     with raw(server) as client:
         response = client.get("/metrics")
     assert response.status_code == 200
     samples = [sample for family in text_string_to_metric_families(response.text) for sample in family.samples]
-    return {"|".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+    found: dict[str, float] = defaultdict(float)
+    for sample in samples:
+        found[sample_name(sample)] += sample.value
+    return dict(found)
+
+
+def sample_name(sample: Sample) -> str:
+    return "|".join([sample.name, *(value for label, value in sample.labels.items() if label != "model")])
 
 
 @dataclass

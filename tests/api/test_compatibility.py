@@ -21,7 +21,7 @@ from mlxpaged.api.reading import Reading
 from mlxpaged.engine import EngineConfig
 from mlxpaged.models.reranker import Reranker
 from tests.api.helpers import ask, raw, run_on
-from tests.support import make_embedding_model, running_server
+from tests.support import make_embedding_model, running_server, with_embeddings
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 STATUS = dict.fromkeys(Outcome, 200) | {Outcome.MODEL: 400, Outcome.REFUSED: 400}
@@ -85,7 +85,7 @@ def outcome_of(table: Table, row: Row) -> Outcome:
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     second = make_embedding_model(tmp_path_factory.mktemp("models") / "m")
-    config = EngineConfig(kv_cache_bytes=16_000_000, embedding_model=str(second), served_embedding_model_name="vectors")
+    config = with_embeddings(EngineConfig(kv_cache_bytes=16_000_000), second)
     with running_server(config, data_dir=tmp_path_factory.mktemp("data")) as server, raw(server) as client:
         info = server.engine.info
         assert info is not None

@@ -9,7 +9,7 @@ import pytest
 from openai import OpenAI
 
 from mlxpaged.engine import EngineConfig
-from tests.api.helpers import answer_text, ask, post, random_tokens, run_on, stream_events, tokens_of
+from tests.api.helpers import answer_text, ask, legacy_logprobs, post, random_tokens, run_on, stream_events, tokens_of
 from tests.support import RunningServer, make_tiny_model, running_server
 
 
@@ -65,18 +65,12 @@ def test_sixteen_tokens_are_the_default(demo_server: RunningServer) -> None:
 
 def test_logprobs_have_the_legacy_format(client: OpenAI) -> None:
     answer = client.completions.create(model="demo", prompt="Once upon", temperature=0, max_tokens=6, logprobs=3)
-    choice = answer.choices[0]
-    logprobs = choice.logprobs
-    assert logprobs is not None
-    assert logprobs.tokens is not None
-    assert logprobs.token_logprobs is not None
-    assert logprobs.top_logprobs is not None
+    logprobs = legacy_logprobs(answer.choices[0])
     assert answer.usage is not None
-    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == answer.usage.completion_tokens
-    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+    assert len(logprobs) == answer.usage.completion_tokens
+    for token, logprob, top in logprobs:
         assert len(top) <= 3
         assert top[token] == logprob == max(top.values())
-    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
 
 
 def test_streamed_logprobs_continue_their_offsets(demo_server: RunningServer) -> None:

@@ -23,9 +23,10 @@ from mlx_lm.utils import load_model as load_plain_model
 from openai import AsyncOpenAI, OpenAI
 
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.engine import EngineConfig, EngineState
+from mlxpaged.engine import AsyncEngine, EngineConfig, EngineState
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.registry import Registry
 from tests.api.helpers import (
     DEADLINE,
     Background,
@@ -39,7 +40,14 @@ from tests.api.helpers import (
     tokens_of,
     write_keys,
 )
-from tests.support import RunningServer, make_embedding_model, running_server, wait_until, write_modules
+from tests.support import (
+    RunningServer,
+    make_embedding_model,
+    running_server,
+    wait_until,
+    with_embeddings,
+    write_modules,
+)
 
 TEXTS = ["blue river", "a passkey", "x", "blue river stone and much else besides"]
 PATH = "/v1/embeddings"
@@ -53,9 +61,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config(path: Path, **options: Any) -> EngineConfig:
+def config(path: Path, **options: Any) -> Registry:
     pool = {"kv_cache_bytes": 16_000_000}
-    return EngineConfig(embedding_model=str(path), served_embedding_model_name="vectors", **(pool | options))
+    return with_embeddings(EngineConfig(**(pool | options)), path)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +203,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "encoding": ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
     "dimensions": ({"input": "a", "dimensions": 0}, "dimensions", "must be at least 1"),
     "cut inputs": ({"input": "a", "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "never cut"),
-    "other model": ({"input": "a", "model": "demo"}, "model", "'demo' generates text; use 'vectors' for embeddings"),
+    "other model": ({"input": "a", "model": "demo"}, "model", "'demo' cannot be used for embeddings.*; use 'vectors'"),
 }
 
 
@@ -239,7 +247,8 @@ def test_a_model_that_states_its_pooling_serves_both(tmp_path: Path) -> None:
 def test_streams_go_on_beside_a_large_request_and_it_does_not_starve(server: RunningServer) -> None:
     """Between two of its steps every stream draws a token; none of its steps is longer than it may be."""
     steps: list[str] = []
-    embedder, runner = server.core.embedder, server.core.runner
+    embedder, runner = server.core_of("vectors").embedder, server.core.runner
+    assert embedder is not None
     decode, forward = embedder.model.decode, runner.forward
 
     def watching_decode(tokens: mx.array, cache: Any) -> mx.array:
@@ -275,29 +284,30 @@ def test_what_embeddings_take_is_not_learned_as_the_time_of_a_step_under_way(
 ) -> None:
     monkeypatch.setattr(ModelRunner, "overlaps", True)
     events: list[float | None] = []  # the seconds of a step, None for embeddings
-    embedder, scheduler = server.core.embedder, server.core.scheduler
+    embedder, scheduler = server.core_of("vectors").embedder, server.core.scheduler
+    assert embedder is not None
     step = embedder.step
 
     def slow(alone: bool) -> None:
         events.append(None)
-        time.sleep(0.2)
+        time.sleep(0.05)
         step(alone)
 
     monkeypatch.setattr(embedder, "step", slow)
     monkeypatch.setattr(scheduler, "observe", lambda batch, seconds: events.append(seconds))
-    stream = Background.post(server, "/v1/completions", run_on(random_tokens(5, 1), 50, stream=True))
+    stream = Background.post(server, "/v1/completions", run_on(random_tokens(5, 1), 300, stream=True))
     wait_until(lambda: len(events) > 0)
     body = {"model": "vectors", "input": [random_tokens(400, i) for i in range(5)]}
     assert Background.post(server, PATH, body).result().status_code == 200
     assert stream.text
     beside = [after for before, after in itertools.pairwise(events) if before is None and after is not None]
     assert len(beside) >= 4
-    assert sorted(beside)[len(beside) // 2] < 0.2
+    assert sorted(beside)[len(beside) // 2] < 0.05
 
 
 def hold(server: RunningServer) -> Any:
     """Make every embedding step take a while. Returns what undoes it."""
-    model = server.core.embedder.model
+    model = server.core_of("vectors").embedder.model
     decode = model.decode
 
     def slow(tokens: mx.array, cache: Any) -> mx.array:
@@ -311,9 +321,16 @@ def hold(server: RunningServer) -> Any:
 LARGE = {"model": "vectors", "input": [[7] * 500] * 200}
 
 
+def vectors(server: RunningServer) -> AsyncEngine:
+    """The engine of the embedding model."""
+    engine = server.registry.models["vectors"].engine
+    assert engine is not None
+    return engine
+
+
 def waiting(server: RunningServer) -> int:
-    assert server.engine.stats is not None
-    return server.engine.stats.embeddings.waiting
+    stats = vectors(server).stats
+    return 0 if stats is None else stats.embeddings.waiting
 
 
 def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
@@ -321,10 +338,10 @@ def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
     try:
         with raw_post(server, PATH, LARGE):
             wait_until(lambda: 0 < waiting(server) < 200)
-        before = server.engine.stats
+        before = vectors(server).stats
         wait_until(lambda: waiting(server) == 0, 3)
         assert before is not None
-        assert server.engine.stats.embeddings.requests_total == before.embeddings.requests_total
+        assert vectors(server).stats.embeddings.requests_total == before.embeddings.requests_total
     finally:
         undo()
 
@@ -335,7 +352,7 @@ def test_a_request_is_cancelled_by_its_id_and_by_its_timeout(server: RunningServ
         pending = Background.post(server, PATH, LARGE, X_Request_Id="mine")
         wait_until(lambda: 0 < waiting(server) < 200)
         with raw(server) as client:
-            status = client.get("/v1/status").json()["embeddings"]
+            status = client.get("/v1/status").json()["models"][1]["embeddings"]
             assert status["model"] == "vectors"
             assert 0 < status["inputs_waiting"] < 200
             assert client.delete("/v1/requests/mine").json()["cancelled"]
@@ -405,7 +422,7 @@ def test_a_stopping_server_ends_its_requests_with_an_error(model_path: Path) -> 
         hold(server)
         pending = Background.post(server, PATH, LARGE)
         wait_until(lambda: waiting(server) > 0)
-        server.engine.end_all("the server is shutting down")
+        server.registry.end_all("the server is shutting down")
         assert pending.result().status_code == 500
         assert "shutting down" in pending.result().json()["error"]["message"]
 
@@ -415,8 +432,8 @@ def test_a_draining_server_completes_them_and_takes_no_more(model_path: Path) ->
         undo = hold(server)
         pending = Background.post(server, PATH, {"model": "vectors", "input": [[7] * 500] * 8})
         wait_until(lambda: waiting(server) > 0)
-        drained = server.run(server.engine.drain(DEADLINE))
-        wait_until(lambda: server.engine.state is EngineState.DRAINING)
+        drained = server.run(server.registry.drain(DEADLINE))
+        wait_until(lambda: server.registry.state is EngineState.DRAINING)
         with raw(server) as client:
             refused = client.post(PATH, json={"model": "vectors", "input": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -426,6 +443,6 @@ def test_a_draining_server_completes_them_and_takes_no_more(model_path: Path) ->
 
 
 def test_a_second_model_that_makes_none_is_reported_at_the_start() -> None:
-    with running_server(EngineConfig(embedding_model=str(DEMO_PATH)), wait_loaded=False) as server:
-        wait_until(lambda: server.engine.state is EngineState.DEAD)
-        assert "cannot be used for embeddings: its directory has no modules.json" in (server.engine.reason or "")
+    with running_server(with_embeddings(EngineConfig(), DEMO_PATH), wait_loaded=False) as server:
+        wait_until(lambda: vectors(server).state is EngineState.DEAD, 30)
+        assert "cannot be used for embeddings: its directory has no modules.json" in (vectors(server).reason or "")

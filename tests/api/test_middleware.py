@@ -276,7 +276,7 @@ def test_a_page_can_read_that_the_server_failed(
         raise ZeroDivisionError("an unexpected error")
 
     monkeypatch.setattr(Server, "ready", fail)
-    monkeypatch.setattr(Server, "model_names", property(fail))
+    monkeypatch.setattr(Server, "names_for", fail)
     with raw(server) as client:
         headers = {"Origin": PAGE, "X-Request-Id": "mine"} | bearer(key)
         sent = {"model": "demo", "messages": [{"role": "user", "content": "x"}]} if "messages" in route else None

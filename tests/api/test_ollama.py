@@ -19,6 +19,7 @@ from mlxpaged.api.ollama import schema
 from mlxpaged.api.ollama.translation import messages_of, translate_chat
 from mlxpaged.api.reading import Reading
 from tests.api.helpers import StepGate, chat_tokens, raw, tokens_of, within_one_step, write_keys
+from tests.api.test_tools import WEATHER
 from tests.support import RunningServer
 
 REPLY = '{"city": "Rome", "degrees": 21}'
@@ -30,14 +31,6 @@ SCRIPT = {
     "Weather in Rome?": f"Let me see.\n{CALL}",
     "21 degrees": "It is 21 degrees in Rome.",
     "Describe Rome": REPLY,
-}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
 }
 SCHEMA = {
     "type": "object",
@@ -245,8 +238,8 @@ def test_a_way_of_sampling_that_is_missing_is_refused(options: dict[str, Any]) -
         ("/api/show", {}, 400, "model: "),
         ("/api/show", {"model": "other"}, 404, "'other' does not exist"),
         ("/api/embed", {"model": "scripted", "input": "x"}, 400, "cannot be used for embeddings"),
-        ("/api/pull", {"model": "llama3.2", "stream": True}, 400, "models are chosen when it starts"),
-        ("/api/create", {"model": "m", "from": "scripted"}, 400, "models are chosen when it starts"),
+        ("/api/pull", {"model": "llama3.2", "stream": True}, 400, "use `mlxpaged pull`"),
+        ("/api/create", {"model": "m", "from": "scripted"}, 400, "use `mlxpaged pull`"),
         ("/api/nothing", {}, 404, "nothing at /api/nothing"),
         ("/api/tags", {}, 405, "POST is not allowed at /api/tags"),
     ],
@@ -260,7 +253,10 @@ def test_errors_have_ollamas_form(
 
 
 @pytest.mark.parametrize(("keep_alive", "reason"), [(None, "load"), ("5m", "load"), (0, "unload"), ("0s", "unload")])
-def test_without_messages_or_a_prompt_nothing_is_generated(server: RunningServer, keep_alive: Any, reason: str) -> None:
+def test_without_messages_or_a_prompt_nothing_is_generated(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, keep_alive: Any, reason: str
+) -> None:
+    monkeypatch.setattr(server.registry.default, "pinned", True)  # the other tests need it
     fields = {"model": "scripted:latest", "keep_alive": keep_alive}
     with raw(server) as client:
         chat = client.post("/api/chat", json=fields | {"messages": []}).json()
@@ -311,7 +307,8 @@ def test_the_served_model_is_listed_shown_and_running(server: RunningServer) -> 
     assert model["details"]["family"] == "llama"
     assert model["details"]["quantization_level"] == "32.0 bits"
     assert {name: loaded[name] for name in model} == model
-    assert (loaded["size_vram"], loaded["context_length"]) == (info.weight_bytes, info.max_model_len)
+    taken = server.registry.default.memory_bytes
+    assert (loaded["size_vram"], loaded["context_length"]) == (taken, info.max_model_len)
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["llama.context_length"] == info.max_model_len
     assert "tools" in shown["template"]

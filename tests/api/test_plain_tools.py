@@ -49,6 +49,7 @@ def scripted(demo_server: RunningServer) -> Iterator[OpenAI]:
         yield client
     demo_server.wait_idle(DEADLINE)
     runner.forward = forward  # type: ignore[method-assign]
+    demo_server.run(demo_server.engine.clear_cache()).result(DEADLINE)  # the model has not filled its blocks
 
 
 def with_template(monkeypatch: pytest.MonkeyPatch, server: RunningServer, template: str) -> None:

@@ -12,7 +12,17 @@ from pydantic_core import to_json
 
 from mlxpaged.api.openai.renderer import completion_logprobs, prompt_logprobs
 from mlxpaged.engine import PromptLogprobs, TokenLogprobs
-from tests.api.helpers import ask, post, random_tokens, raw, run_on, stream_events, text_of, tokens_of
+from tests.api.helpers import (
+    ask,
+    legacy_logprobs,
+    post,
+    random_tokens,
+    raw,
+    run_on,
+    stream_events,
+    text_of,
+    tokens_of,
+)
 from tests.support import RunningServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -46,23 +56,14 @@ def test_the_first_token_has_none_and_offsets_go_on_into_the_answer(client: Open
     answer = client.completions.create(
         model="demo", prompt="Repeat: one two", echo=True, logprobs=2, max_tokens=4, temperature=0
     )
-    choice = answer.choices[0]
-    logprobs = choice.logprobs
-    assert logprobs is not None
-    assert logprobs.tokens is not None
-    assert logprobs.token_logprobs is not None
-    assert logprobs.top_logprobs is not None
+    logprobs = legacy_logprobs(answer.choices[0])
     assert answer.usage is not None
-    assert len(logprobs.tokens) == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
-    assert all(logprob <= 0 for logprob in logprobs.token_logprobs[1:])
-    for token, logprob, top in list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))[
-        1:
-    ]:
-        assert top[token] == logprob
+    assert len(logprobs) == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert logprobs[0][1:] == (None, None)
+    for token, logprob, top in logprobs[1:]:
+        assert top[token] == logprob <= 0
         assert 2 <= len(top) <= 3
-    assert choice.text == "".join(logprobs.tokens)
-    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
+    assert answer.choices[0].text == "".join(token for token, _, _ in logprobs)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5])

@@ -13,7 +13,7 @@ from mlxpaged.api.openai.completions import translate
 from mlxpaged.api.openai.schema import CompletionRequest
 from mlxpaged.api.reading import Reading
 from mlxpaged.engine import EngineConfig
-from tests.api.helpers import post, random_tokens, raw, run_on
+from tests.api.helpers import post, random_tokens, raw
 from tests.support import RunningServer, make_tiny_model, running_server
 
 RECOMMENDED = {"temperature": 1.5, "top_k": 1, "top_p": 0.95, "repetition_penalty": 1.1}
@@ -95,13 +95,6 @@ def test_the_end_tokens_of_the_file_end_an_answer(server: RunningServer) -> None
     for end in (0, END):
         answer = post(server, {"model": "tiny", "prompt": "Once", "max_tokens": 9, "logit_bias": {str(end): 100}})
         assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", 1)
-
-
-def test_the_demo_model_is_greedy(demo_server: RunningServer) -> None:
-    body = run_on(random_tokens(40, 3), 24)
-    texts = {post(demo_server, body)["choices"][0]["text"]}
-    del body["temperature"]
-    assert {post(demo_server, body)["choices"][0]["text"] for _ in range(2)} == texts
 
 
 def test_the_recommendation_can_be_turned_off() -> None:

@@ -70,25 +70,26 @@ def test_embeddings_are_refused_by_name(demo_server: RunningServer) -> None:
 
 
 def test_http_is_up_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxpaged.engine import engine_thread
+    from mlxpaged.engine import builder
 
     go_on = threading.Event()
-    load_model = engine_thread.load_model
+    load_model = builder.load_model
 
     def slow_load(*names: Any) -> Any:
-        report = names[3]
+        report = names[3].report
         report(3_240_000_000, 8_100_000_000)
         assert go_on.wait(DEADLINE)
         return load_model(*names)
 
-    monkeypatch.setattr(engine_thread, "load_model", slow_load)
+    monkeypatch.setattr(builder, "load_model", slow_load)
     with running_server(EngineConfig(kv_cache_bytes=8_000_000), wait_loaded=False) as server:
         try:
             wait_until(lambda: server.engine.progress is not None)
             health = get(server, "/health")
             assert (health.status_code, health.json()["status"]) == (503, "loading")
             assert health.json()["progress"] == get(server, "/v1/status").json()["progress"] == "loading 3.2 of 8.1 GB"
-            assert get(server, "/v1/models").json() == {"object": "list", "data": []}
+            [model] = get(server, "/v1/models").json()["data"]
+            assert (model["id"], model["state"], model["memory_bytes"]) == ("demo", "loading", None)
             assert get(server, "/metrics").status_code == 200
             with raw(server) as client:
                 for path, body in (("/v1/chat/completions", ask("x")), ("/v1/completions", run_on("x", 1))):
@@ -115,12 +116,11 @@ def test_the_server_says_that_the_metal_kernels_are_off_and_why(monkeypatch: pyt
         assert (health.status_code, health.json()["metal_kernels_off"]) == (200, reason)
         attention = get(server, "/v1/status").json()["attention"]
         assert attention == {"backend": choice.backend, "metal_kernels_off": reason}
-        info = server.engine.require_ready()
-        assert f"the Metal kernels are off: {reason}\n" in banner(info, server.engine.config, server.url, False)
+        assert f"the Metal kernels are off: {reason}\n" in banner(server.registry, server.url, False)
 
 
 def test_a_server_can_be_stopped_while_its_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxpaged.engine import engine_thread
+    from mlxpaged.engine import builder
 
     go_on = threading.Event()
 
@@ -128,7 +128,7 @@ def test_a_server_can_be_stopped_while_its_model_loads(monkeypatch: pytest.Monke
         go_on.wait(DEADLINE)
         raise ModelNotFoundError("no request waits for it")
 
-    monkeypatch.setattr(engine_thread, "load_model", stuck)
+    monkeypatch.setattr(builder, "load_model", stuck)
     before = set(threading.enumerate())
     with running_server(EngineConfig(kv_cache_bytes=8_000_000), wait_loaded=False) as server:
         assert get(server, "/health").json()["status"] == "loading"
@@ -199,7 +199,8 @@ def test_a_model_that_cannot_be_loaded_is_reported(caplog: pytest.LogCaptureFixt
         assert health.status_code == 503
         assert health.json()["status"] == "dead"
         assert "/does/not/exist" in health.json()["reason"]
-        assert get(server, "/v1/models").json()["data"] == []
+        [model] = get(server, "/v1/models").json()["data"]
+        assert (model["state"], "/does/not/exist" in model["error"]) == ("failed", True)
         with raw(server) as client:
             response = client.post("/v1/chat/completions", json=ask("x"))
         assert response.status_code == 503

@@ -84,6 +84,13 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
         "attention": {"backend": resolve_backend("auto"), "metal_kernels_off": None},
         "states": {"reserved_bytes": 0, "bytes_per_sequence": 0, "checkpoints": 0, "max_checkpoints": 0},
         "embeddings": {"model": None, "inputs_waiting": 0},
+        "models": status["models"],
+    }
+    [model] = status["models"]
+    assert (model["id"], model["state"], model["kind"]) == ("demo", "loaded", "generate")
+    assert model["memory_bytes"] == info.weight_bytes + stats.kv_cache_bytes
+    assert {name: model[name] for name in ("steps", "blocks", "running")} == {
+        name: status[name] for name in ("steps", "blocks", "running")
     }
 
 

@@ -154,7 +154,6 @@ def test_a_stream_of_several_answers_each_fits(client: OpenAI) -> None:
         response_format=schema_format(PERSON),  # type: ignore[arg-type]
         stream=True,
         seed=1,
-        temperature=1,
         n=3,
     )
     for chunk in stream:

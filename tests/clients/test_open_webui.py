@@ -79,7 +79,7 @@ class Page:
 @pytest.fixture(scope="module")
 def demo() -> Iterator[RunningServer]:
     """Open WebUI's tools take more than half of its context."""
-    config = EngineConfig(str(DEMO_PATH), served_model_name="demo", kv_cache_bytes=16_000_000)
+    config = EngineConfig(str(DEMO_PATH), served_model_name="demo", kv_cache_bytes=16_000_000, default_temperature=0.0)
     with running_server(config) as running:
         yield running
 

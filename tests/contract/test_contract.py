@@ -10,7 +10,7 @@ import pytest
 
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import raw
-from tests.support import make_embedding_model, running_server
+from tests.support import make_embedding_model, running_server, with_embeddings
 
 pytestmark = pytest.mark.contract
 
@@ -27,7 +27,7 @@ def test_the_description_is_valid() -> None:
 def test_no_body_that_fits_the_description_or_not_makes_the_server_fail_or_hang(tmp_path: Path) -> None:
     """The pool is small, so that no answer is long."""
     second = make_embedding_model(tmp_path / "second")
-    config = EngineConfig(kv_cache_bytes=200_000, embedding_model=str(second), served_embedding_model_name="vectors")
+    config = with_embeddings(EngineConfig(kv_cache_bytes=200_000), second)
     with running_server(config, data_dir=tmp_path / "data") as server:
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, build_engine, engine_thread, memory
+from mlxpaged.engine import EngineConfig, build_engine, builder, engine_thread, memory
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.memory import kv_blocks, parse_size, swap_slots
 from mlxpaged.models import ModelNotFoundError, device_memory, load_embedding_model, load_model
@@ -225,31 +228,41 @@ def test_the_engine_prepares_its_memory_before_it_loads_the_model(monkeypatch: p
         raise ModelNotFoundError("no such model")
 
     monkeypatch.setattr(engine_thread, "prepare_device_memory", lambda: order.append("wire"))
-    monkeypatch.setattr(engine_thread, "load_model", load_model)
-    callbacks = engine_thread.Callbacks(
-        lambda _: None, lambda _: None, lambda *_: None, lambda reason: order.append(str(reason))
-    )
-    thread = engine_thread.EngineThread(EngineConfig(), callbacks)
+    monkeypatch.setattr(builder, "load_model", load_model)
+    thread = engine_thread.EngineThread()
+
+    def on_end(failure: engine_thread.Failure | None) -> None:
+        assert failure is not None
+        order.append(failure.reason)
+        thread.end()
+
+    thread.load(slot(on_end))
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
     assert order == ["wire", "load", "no such model"]
 
 
-@pytest.mark.parametrize(("step_bytes", "limit"), [(190_000_000, 190_000_000), (2**40, memory.CACHE_LIMIT)])
+@pytest.mark.parametrize(("step_bytes", "limit"), [(190_000_000, 190_000_000), (2**31, memory.CACHE_LIMIT)])
 def test_mlx_keeps_the_freed_buffers_of_one_step(monkeypatch: pytest.MonkeyPatch, step_bytes: int, limit: int) -> None:
     kept: list[int] = []
-
-    def build_embedder(*_: object) -> None:
-        raise ModelNotFoundError("no such model")
-
     monkeypatch.setattr(mx, "set_cache_limit", kept.append)
-    monkeypatch.setattr(engine_thread, "load_model", lambda *_: None)
-    monkeypatch.setattr(engine_thread, "measure_step", lambda *_: step_bytes)
-    monkeypatch.setattr(engine_thread, "build_embedder", build_embedder)
-    callbacks = engine_thread.Callbacks(lambda _: None, lambda _: None, lambda *_: None, lambda _: None)
-    engine_thread.EngineThread(EngineConfig(), callbacks).run()
+    monkeypatch.setattr(builder, "measure_step", lambda *_: step_bytes)
+    thread = engine_thread.EngineThread()
+    loading = slot(lambda _: thread.end(), EngineConfig(kv_cache_bytes=4_000_000))
+    loading.callbacks = dataclasses.replace(loading.callbacks, on_ready=lambda _: thread.end())
+    thread.load(loading)
+    thread.run()
     assert kept == [memory.CACHE_LIMIT, limit]
+
+
+def slot(
+    on_end: Callable[[engine_thread.Failure | None], None], config: EngineConfig | None = None
+) -> engine_thread.ModelSlot:
+    callbacks = engine_thread.Callbacks(lambda _: None, lambda _: None, lambda *_: None, on_end)
+    return engine_thread.ModelSlot(
+        lambda report: builder.load_core(config or EngineConfig(), time.monotonic, report), callbacks
+    )
 
 
 @pytest.mark.parametrize("version", [2, 1])

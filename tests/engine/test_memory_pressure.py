@@ -60,7 +60,7 @@ def test_a_value_that_the_system_does_not_have_is_none() -> None:
     assert sysctl_int(b"no.such.value") is None
 
 
-def test_free_memory_of_a_mac_is_what_nobody_used_lately() -> None:
+def test_free_memory_of_a_mac_is_what_was_not_used_lately() -> None:
     assert free_in_vm_stat(VM_STAT) == 16384 * (5532 + 116201 + 1123)
     with pytest.raises(ValueError, match=r"not the output of vm_stat: 'vm_stat: error'"):
         free_in_vm_stat("vm_stat: error")

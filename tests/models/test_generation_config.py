@@ -28,10 +28,11 @@ def test_sampling_parameters_and_end_tokens_are_read(tmp_path: Path, caplog: pyt
     assert not caplog.records
 
 
-def test_a_model_that_does_not_sample_is_greedy(tmp_path: Path) -> None:
-    given = {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.05}
-    found = read_generation_config(write(tmp_path, given)).sampling
-    assert found == {"temperature": 0, "repetition_penalty": 1.05}
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_do_sample_has_no_effect(do_sample: bool, tmp_path: Path) -> None:
+    given = {"temperature": 0.6, "repetition_penalty": 1.05}
+    assert read_generation_config(write(tmp_path, given | {"do_sample": do_sample})).sampling == given
+    assert read_generation_config(write(tmp_path, {"do_sample": do_sample})).sampling == {}
 
 
 @pytest.mark.parametrize(

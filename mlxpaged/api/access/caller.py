@@ -17,6 +17,7 @@ class Caller:
     highest: Priority  # highest priority that its requests may ask for
     admin: bool  # may see and end the requests of all keys
     allowance: Allowance  # what is left of its limits
+    models: frozenset[str] | None = None  # names of the models that it may use; None: all
 
 
 def caller_of(request: Request) -> Caller | None:
@@ -29,6 +30,11 @@ def owner_of(request: Request) -> str | None:
     """Returns the owner of the files, batches and responses that the request creates."""
     caller = caller_of(request)
     return None if caller is None else caller.name
+
+
+def allows(caller: Caller | None, model: str) -> bool:
+    """Whether the caller may use the model of this name."""
+    return caller is None or caller.models is None or model in caller.models
 
 
 def may_use(request: Request, owner: str | None) -> bool:

@@ -51,6 +51,7 @@ class KeyEntry(BaseModel):
     admin: bool = False  # may see and end the requests of all keys
     requests_per_minute: PerMinute | None = None  # None: no limit
     tokens_per_minute: PerMinute | None = None
+    models: tuple[str, ...] | None = None  # names of the models that it may use; None: all
     created: str | None = None
 
     @model_validator(mode="after")

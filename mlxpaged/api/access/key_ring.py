@@ -75,7 +75,8 @@ class KeyRing:
         if before is not None and before.limits == allowance.limits:
             allowance = before
         default, highest = (Priority[tier.upper()] for tier in (entry.tier, entry.max_priority or entry.tier))
-        return Caller(entry.name, default, highest, entry.admin, allowance)
+        models = None if entry.models is None else frozenset(entry.models)
+        return Caller(entry.name, default, highest, entry.admin, allowance, models)
 
 
 def signature(state: os.stat_result) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """Names and origins that belong to this machine or its own network, so that no page of the internet can have them.
 
 A name is accepted by its form, never because it resolves to this machine. In DNS rebinding, the attacker's own name
-resolves to 127.0.0.1, so that is no proof of anything. The zones below do not exist in the public DNS, so nobody can
-register a name in them. `.local` belongs to mDNS: only a machine in the same network can answer for such a name. A page
+resolves to 127.0.0.1, so that is no proof of anything. The zones below do not exist in the public DNS, so no name can
+be registered in them. `.local` belongs to mDNS: only a machine in the same network can answer for such a name. A page
 from there can read with GET, for which browsers send no Origin; all else is stopped by its Origin (see `Origins`).
 """
 

@@ -20,14 +20,14 @@ from mlxpaged.api.server import server_of
 
 
 async def respond(request: Request, body: MessagesRequest) -> Response:
-    _, info = server_of(request).ready(body.model)
+    _, info = await server_of(request).ready(request, body.model)
     with anthropics_length_errors():
         answers = await start(request, lambda: translate(body, info.tokenizer), "msg")
     return await reply(answers, MessageRenderer(answers, body.omits_thinking), bool(body.stream))
 
 
 async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
-    _, info = server_of(request).ready(body.model)
+    _, info = await server_of(request).ready(request, body.model)
     with anthropics_length_errors():
         num_tokens = await prompt.count_tokens(request, lambda: translate(body, info.tokenizer))
     return JSONResponse({"input_tokens": num_tokens})

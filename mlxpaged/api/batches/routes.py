@@ -64,7 +64,7 @@ def store_of(request: Request) -> Store:
 
 def runner_of(request: Request) -> BatchRunner:
     """Raises ApiError on a server without a model."""
-    server_of(request).ready(None)
+    server_of(request).started().require_ready()
     runner: BatchRunner = request.app.state.batch_runner
     return runner
 

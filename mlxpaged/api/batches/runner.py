@@ -26,7 +26,8 @@ from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.reading import Reading
 from mlxpaged.api.request_id import new_id
-from mlxpaged.engine import AsyncEngine, EngineUnavailableError, QueueFullError
+from mlxpaged.engine import EngineUnavailableError, QueueFullError
+from mlxpaged.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,9 @@ class BatchRunner:
     The runner ends when the engine takes no more requests. The next start of the server runs what is left.
     """
 
-    def __init__(self, app: Starlette, engine: AsyncEngine, store: Store) -> None:
+    def __init__(self, app: Starlette, registry: Registry, store: Store) -> None:
         self._app = app
-        self._engine = engine
+        self._registry = registry
         self._store = store
         self.wake = asyncio.Event()  # set when there is a new batch
         self._in_flight = 0  # sequences
@@ -82,7 +83,7 @@ class BatchRunner:
 
     async def _run(self) -> None:
         with contextlib.suppress(EngineUnavailableError):
-            await self._engine.wait_loaded()
+            await self._registry.wait_loaded()
             while True:
                 batch = next((each for each in list(self._store.batches.values()) if each.unfinished), None)
                 self._current = batch
@@ -174,14 +175,14 @@ class BatchRunner:
 
     def _is_over(self, batch: BatchRecord) -> bool:
         """Whether the batch was cancelled or has expired. Raises EngineUnavailableError."""
-        self._engine.require_ready()
+        self._registry.require_ready()
         if batch.status != "cancelling" and batch.expired_at is None and now() >= batch.expires_at:
             batch.expired_at = now()
         return batch.status == "cancelling" or batch.expired_at is not None
 
     def _has_room(self, count: int) -> bool:
         """Whether `count` sequences may start: batches use at most half of the slots, unless nothing else runs."""
-        limit, unfinished = self._engine.config.max_num_seqs, self._engine.num_unfinished
+        limit, unfinished = self._registry.base.max_num_seqs, self._registry.num_unfinished
         alone = unfinished == self._in_flight == 0
         return alone or (self._in_flight + count <= limit // 2 and unfinished + count <= limit)
 
@@ -196,7 +197,7 @@ class BatchRunner:
             raise bad_parameter("stream", "must be false in a batch")
         if body.service_tier == "priority":
             raise bad_parameter("service_tier", "must not be 'priority' in a batch; its requests run as 'flex'")
-        limit = self._engine.config.max_num_seqs
+        limit = self._registry.base.max_num_seqs
         if (count := num_sequences(body)) > limit:
             message = f"asks for {count} answers; the limit of a batch's request is {limit} (--max-num-seqs)"
             raise bad_parameter(body.multiplier or "prompt", message)

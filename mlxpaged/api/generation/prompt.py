@@ -80,7 +80,7 @@ async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]
     """Returns the number of tokens of a conversation. Raises what `submission.start` raises."""
     server = server_of(http)
     request = await server.prepare(http, lambda: check.check_request(translate()))
-    _, info = server.ready(request.model)
+    _, info = await server.ready(http, request.model)
     assert isinstance(request.prompt, Chat)
     chat = await with_usable_tools(http, request, request.prompt, info)
     return len(await render(http, request, chat, info))

@@ -26,7 +26,7 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
     """
     server = server_of(http)
     request = await server.prepare(http, lambda: check_request(translate()))
-    engine, info = server.ready(request.model)
+    engine, info = await server.ready(http, request.model)
     request = request.with_defaults(info.sampling_defaults)
     context = context_of(http, request, engine.config, id_prefix)
     num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)

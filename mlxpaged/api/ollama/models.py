@@ -9,17 +9,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from mlxpaged.api import web
+from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.errors import ApiError, model_not_found
 from mlxpaged.api.ollama.renderer import timestamp
 from mlxpaged.api.ollama.schema import OllamaShowRequest
-from mlxpaged.api.server import Server, server_of
-from mlxpaged.engine import EngineInfo
+from mlxpaged.api.openai.models import models_for
+from mlxpaged.api.server import server_of
+from mlxpaged.engine import EmbeddingInfo, EngineInfo
+from mlxpaged.registry import Model
+from mlxpaged.registry.registry import LATEST
 
 VERSION = "0.13.5"
 """The version of Ollama whose API these endpoints follow. Some clients refuse older ones."""
-LATEST = ":latest"
-"""Ollama adds this tag to a name that has none."""
 NEVER = "9999-12-31T23:59:59Z"
 KNOWN = {"completions": "completion", "tools": "tools", "thinking": "thinking", "embeddings": "embedding"}
 """Ollama's names of capabilities."""
@@ -27,8 +29,9 @@ KNOWN = {"completions": "completion", "tools": "tools", "thinking": "thinking", 
 
 def served_name(request: Request, name: str) -> str:
     """Returns the name of a served model without the tag that Ollama adds. Other names stay as they are."""
-    short = name.removesuffix(LATEST)
-    return short if short in server_of(request).model_names else name
+    registry = server_of(request).registry
+    model = None if registry is None else registry.served(name)
+    return name if model is None else model.name
 
 
 def tagged(name: str) -> str:
@@ -48,94 +51,86 @@ async def version(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    server = server_of(request)
-    return JSONResponse({"models": [entry(info_of(server), name) for name in server.model_names]})
+    return JSONResponse({"models": [entry(model) for model in models_for(request, server_of(request))]})
 
 
 async def ps(request: Request) -> Response:
-    """All served models are loaded, and none is ever unloaded."""
-    server = server_of(request)
+    """The loaded models. None has a time at which it will be unloaded."""
     running = []
-    for name in server.model_names:
-        info = info_of(server)
-        found = entry(info, name)
-        more = {"size_vram": found["size"], "expires_at": NEVER, "context_length": longest(info, name)}
-        running.append(found | more)
+    for model in models_for(request, server_of(request)):
+        if (info := loaded_info(model)) is not None:
+            more = {"size_vram": model.memory_bytes, "expires_at": NEVER, "context_length": info.max_model_len}
+            running.append(entry(model) | more)
     return JSONResponse({"models": running})
 
 
 async def show(request: Request, body: OllamaShowRequest) -> Response:
+    """A model that is not loaded is not loaded for this: only its name is known."""
     server, asked = server_of(request), body.model or body.name or ""
-    name = served_name(request, asked)
-    if name not in server.model_names:
-        raise model_not_found(asked, server.model_names)
-    info = info_of(server)
-    details = details_of(info, name)
+    found = None if server.registry is None else server.registry.served(served_name(request, asked))
+    if found is None or not allows(caller_of(request), found.name):
+        raise model_not_found(asked, server.names_for(request))
+    info = loaded_info(found)
+    details = details_of(info)
     family = details["family"]
-    facts: dict[str, Any] = {"general.architecture": family, f"{family}.context_length": longest(info, name)}
-    if name == info.model:
+    facts: dict[str, Any] = {"general.architecture": family}
+    if info is not None:
+        facts[f"{family}.context_length"] = info.max_model_len
+    if isinstance(info, EngineInfo):
         facts["general.parameter_count"] = info.num_parameters
-    if info.embedding_model is not None and name == info.embedding_model.name:
+    if info is not None and info.embedding_model is not None:
         facts[f"{family}.embedding_length"] = info.embedding_model.dimensions
-    can = capabilities(info, name)
+    can = {} if info is None else capabilities(info)
     return JSONResponse(
         {
-            "modelfile": f"FROM {name}\n",
+            "modelfile": f"FROM {found.name}\n",
             "parameters": "",
-            "template": info.tokenizer.template_source if can["chat"] else "",
+            "template": info.tokenizer.template_source if info is not None and can["chat"] else "",
             "details": details,
             "model_info": facts,
-            "capabilities": [shown for ours, shown in KNOWN.items() if can[ours]],
-            "modified_at": timestamp(info.created),
+            "capabilities": [shown for ours, shown in KNOWN.items() if can.get(ours)],
+            "modified_at": timestamp(0 if info is None else info.created),
         }
     )
 
 
 async def refuse(request: Request) -> Response:
-    message = "this server cannot fetch, make or delete models; its models are chosen when it starts"
+    message = "this server cannot fetch, make or delete models; use `mlxpaged pull` and `mlxpaged rm`"
     raise ApiError(400, f"{request.url.path}: {message}")
 
 
-def info_of(server: Server) -> EngineInfo:
-    """Returns the facts about the engine, on a server that has model names."""
-    assert server.engine is not None
-    assert server.engine.info is not None
-    return server.engine.info
+def loaded_info(model: Model) -> EngineInfo | EmbeddingInfo | None:
+    return model.engine.info if model.is_loaded and model.engine is not None else None
 
 
-def entry(info: EngineInfo, name: str) -> dict[str, Any]:
+def entry(model: Model) -> dict[str, Any]:
     """digest: of the name, because the weights are not hashed."""
+    info = loaded_info(model)
     return {
-        "name": tagged(name),
-        "model": tagged(name),
-        "modified_at": timestamp(info.created),
-        "size": info.weight_bytes if name == info.model else 0,
-        "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": details_of(info, name),
+        "name": tagged(model.name),
+        "model": tagged(model.name),
+        "modified_at": timestamp(0 if info is None else info.created),
+        "size": 0 if info is None else info.weight_bytes,
+        "digest": hashlib.sha256(model.name.encode()).hexdigest(),
+        "details": details_of(info),
     }
 
 
-def details_of(info: EngineInfo, name: str) -> dict[str, Any]:
-    """The embedding model's family and sizes are not known."""
-    generates = name == info.model
-    family = info.model_type if generates else "embedding"
-    bits = info.weight_bytes * 8 / info.num_parameters
+def details_of(info: EngineInfo | EmbeddingInfo | None) -> dict[str, Any]:
+    """info: None if the model is not loaded. The embedding model's family and sizes are not known."""
+    family, size, bits = "embedding" if isinstance(info, EmbeddingInfo) else "", "", ""
+    if isinstance(info, EngineInfo):
+        family, size = info.model_type, parameters(info.num_parameters)
+        bits = f"{info.weight_bytes * 8 / info.num_parameters:.1f} bits"
     return {
         "parent_model": "",
         "format": "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": parameters(info.num_parameters) if generates else "",
-        "quantization_level": f"{bits:.1f} bits" if generates else "",
+        "parameter_size": size,
+        "quantization_level": bits,
     }
 
 
 def parameters(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
-
-
-def longest(info: EngineInfo, name: str) -> int:
-    """Returns the most tokens of a prompt and its answer on this server, or of an input for embeddings."""
-    if name == info.model or info.embedding_model is None:
-        return info.max_model_len
-    return info.embedding_model.max_tokens

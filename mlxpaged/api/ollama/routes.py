@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.embeddings import Embeddings, embed
 from mlxpaged.api.generation.answers import reply
 from mlxpaged.api.generation.submission import start
@@ -21,30 +23,39 @@ from mlxpaged.api.ollama.schema import (
 )
 from mlxpaged.api.ollama.translation import translate_chat, translate_prompt
 from mlxpaged.api.server import server_of
+from mlxpaged.registry import ModelBusyError
 
 ID_PREFIX = "ollama"
 
 
 async def chat(request: Request, body: OllamaChatRequest) -> Response:
     name = served_name(request, body.model)
-    server_of(request).ready(name)
     if not body.messages:
-        return loaded(body, message("", {}))
+        return await loaded(request, body, name, message("", {}))
     answers = await start(request, lambda: translate_chat(body, name), ID_PREFIX)
     return await reply(answers, ChatRenderer(answers, body), body.streams)
 
 
 async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
     name = served_name(request, body.model)
-    _, info = server_of(request).ready(name)
     if not body.prompt:
-        return loaded(body, {"response": ""})
+        return await loaded(request, body, name, {"response": ""})
+    _, info = await server_of(request).ready(request, name)
     answers = await start(request, lambda: translate_prompt(body, name, info.tokenizer), ID_PREFIX)
     return await reply(answers, GenerateRenderer(answers, body), body.streams)
 
 
-def loaded(body: GeneratingFields, said: dict[str, Any]) -> Response:
-    """Answers a request that only asks to load or unload the model. The model stays loaded in any case."""
+async def loaded(request: Request, body: GeneratingFields, name: str, said: dict[str, Any]) -> Response:
+    """Loads or unloads the model, as a request without a prompt asks. A model that runs requests or is pinned stays
+    loaded, and a key that is no admin's unloads none."""
+    server, caller = server_of(request), caller_of(request)
+    if not body.unloads:
+        await server.ready(request, name)
+    else:
+        model = await server.model(request, name)
+        if not model.pinned and (caller is None or caller.admin):
+            with contextlib.suppress(ModelBusyError):
+                await server.started().unload(model)
     end = {"done": True, "done_reason": "unload" if body.unloads else "load"}
     return JSONResponse({"model": body.model, "created_at": timestamp(), **said, **end})
 
@@ -52,7 +63,7 @@ def loaded(body: GeneratingFields, said: dict[str, Any]) -> Response:
 async def embed_inputs(request: Request, body: OllamaEmbedRequest) -> Response:
     inputs = [body.input] if isinstance(body.input, str) else body.input
     if not any(inputs):
-        server_of(request).ready(None)
+        await server_of(request).ready(request, None)
         return JSONResponse({"model": body.model, "embeddings": []})
     name = served_name(request, body.model)
     found = await embed(request, name, inputs, body.dimensions, truncate=body.truncate is not False)
@@ -64,7 +75,7 @@ async def embed_inputs(request: Request, body: OllamaEmbedRequest) -> Response:
 async def embed_prompt(request: Request, body: OllamaEmbeddingsRequest) -> Response:
     """Handles the older endpoint, for one text."""
     if not body.prompt:
-        server_of(request).ready(None)
+        await server_of(request).ready(request, None)
         return JSONResponse({"embedding": []})
     found = await embed(request, served_name(request, body.model), [body.prompt], truncate=True)
     [vector] = await vectors_of(request, found)

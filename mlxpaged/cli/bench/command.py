@@ -23,7 +23,14 @@ from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level,
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.flags import Flags, output_file, positive_int, positive_ints
 from mlxpaged.cli.logs import set_up
-from mlxpaged.engine import AsyncEngine, EngineBusyError, EngineConfig, EngineUnavailableError, RequestFailedError
+from mlxpaged.engine import (
+    AsyncEngine,
+    EngineBusyError,
+    EngineConfig,
+    EngineInfo,
+    EngineUnavailableError,
+    RequestFailedError,
+)
 
 LOADING_STOP_SECONDS = 1.0
 STOP_SECONDS = 10.0
@@ -72,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         status = uvloop.run(bench.run())
     except KeyboardInterrupt:  # a second SIGINT, after the figures
         status = INTERRUPTED
-    return exit_status(bench.engine, status)
+    return exit_status(status)
 
 
 class Bench:
@@ -109,6 +116,7 @@ class Bench:
         self.engine.start()
         await self.engine.wait_loaded()
         info = self.engine.require_ready()
+        assert isinstance(info, EngineInfo)
         self._plan = plans.make_plan(self._args, info)
         pool = f"{megabytes(info.kv_cache_bytes)}, room for {info.max_tokens_in_pool} tokens"
         model = f"{info.num_layers} layers, {megabytes(info.weight_bytes)} of weights, {info.backend} attention"
@@ -120,7 +128,7 @@ class Bench:
 
     def _report(self, interrupted: bool) -> bool:
         """Returns False if the figures could not be written."""
-        if self._plan is None or self.engine.info is None:
+        if self._plan is None or not isinstance(self.engine.info, EngineInfo):
             return True
         output, target = UNPRINTABLE, self._args.json
         try:

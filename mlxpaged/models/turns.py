@@ -1,0 +1,38 @@
+"""Lets other models take their turns while one loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from mlxpaged.attention import ReportAmount
+
+Result = TypeVar("Result")
+
+WAIT_SECONDS = 0.002
+"""Between two reports while a thread works. A step of another model is later by at most this."""
+
+
+class Turns:
+    """Reports how far a load is. In each report, other models take a turn."""
+
+    def __init__(self, report: ReportAmount = lambda done, total: None) -> None:
+        self._report = report
+        self._amounts = (0, 0)
+
+    def report(self, done: int, total: int) -> None:
+        self._amounts = (done, total)
+        self._report(done, total)
+
+    def take(self) -> None:
+        """Report the last amounts again."""
+        self._report(*self._amounts)
+
+    def during(self, work: Callable[[], Result]) -> Result:
+        """Run what does not use MLX on a thread, and take turns meanwhile."""
+        with ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-load") as threads:
+            future = threads.submit(work)
+            while not wait([future], WAIT_SECONDS).done:
+                self.take()
+        return future.result()

@@ -1,0 +1,19 @@
+"""The models of a server: which names it serves, which models are loaded, and which one makes room for another."""
+
+from mlxpaged.registry.catalog import Catalog
+from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
+from mlxpaged.registry.model import Model, ModelState
+from mlxpaged.registry.registry import Limits, Registry, registry_of
+
+__all__ = [
+    "Catalog",
+    "Limits",
+    "LoadFailedError",
+    "Model",
+    "ModelBusyError",
+    "ModelState",
+    "ModelUnknownError",
+    "NoRoomError",
+    "Registry",
+    "registry_of",
+]

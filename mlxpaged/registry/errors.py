@@ -1,0 +1,22 @@
+"""Why a model is not loaded or unloaded."""
+
+
+class ModelUnknownError(Exception):
+    """No model of this name is served, and none is on this machine."""
+
+
+class LoadFailedError(Exception):
+    """The model cannot be loaded. The message says why."""
+
+
+class NoRoomError(Exception):
+    """The model does not fit beside those that stay loaded. for_now: whether one of them runs requests, so that a later
+    attempt may succeed. The message has the numbers."""
+
+    def __init__(self, message: str, for_now: bool) -> None:
+        super().__init__(message)
+        self.for_now = for_now
+
+
+class ModelBusyError(Exception):
+    """The model runs requests, so that it is not unloaded."""

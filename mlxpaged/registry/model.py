@@ -1,0 +1,56 @@
+"""One model that is served by name, loaded or not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mlxpaged.engine import AsyncEngine, EngineConfig, EngineState
+
+
+class ModelState(str, Enum):
+    AVAILABLE = "available"  # on this machine or on the hub, and loaded on first use
+    LOADING = "loading"
+    LOADED = "loaded"
+    FAILED = "failed"  # it could not be loaded, or its engine failed
+
+
+@dataclass(eq=False)
+class Model:
+    """config: of its engine. pinned: it is never unloaded to make room. engine: None if it is not loaded. error: of the
+    last load. used_at: Unix time of the last request."""
+
+    name: str
+    config: EngineConfig
+    pinned: bool = False
+    engine: AsyncEngine | None = None
+    error: str | None = None
+    used_at: int | None = None
+    loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
+
+    @property
+    def state(self) -> ModelState:
+        if self.engine is None:
+            return ModelState.AVAILABLE if self.error is None else ModelState.FAILED
+        if self.engine.state is EngineState.LOADING:
+            return ModelState.LOADING
+        return ModelState.FAILED if self.engine.state is EngineState.DEAD else ModelState.LOADED
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.state is ModelState.LOADED
+
+    @property
+    def failure(self) -> str | None:
+        """Why it is FAILED."""
+        if self.engine is not None and self.engine.state is EngineState.DEAD:
+            return self.engine.reason
+        return self.error
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes of its weights, KV pools and recurrent states now; None if it is not loaded."""
+        if not self.is_loaded or self.engine is None or self.engine.info is None or self.engine.stats is None:
+            return None
+        return self.engine.info.weight_bytes + self.engine.stats.kv_cache_bytes + self.engine.stats.state_bytes

@@ -1,0 +1,379 @@
+"""Loads models on first use and unloads idle ones. All models share one engine thread and the machine's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxpaged.engine import (
+    AsyncEngine,
+    EngineConfig,
+    EngineState,
+    EngineUnavailableError,
+    Progress,
+    Request,
+    RequestOutput,
+)
+from mlxpaged.engine.engine_thread import EngineThread
+from mlxpaged.engine.request import EndedRequest
+from mlxpaged.registry.catalog import Catalog, Found
+from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
+from mlxpaged.registry.model import Model
+
+logger = logging.getLogger(__name__)
+
+LATEST = ":latest"
+"""Ollama and its clients add this tag to a name that has none."""
+
+WATCH_SECONDS = 1.0
+"""Between two looks at which models have been idle for too long."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_loaded: models that are loaded at once; None for as many as fit. idle_unload: seconds without a request after
+    which a model is unloaded; None for never."""
+
+    max_loaded: int | None = None
+    idle_unload: float | None = None
+
+
+@dataclass
+class Registry:
+    """Belongs to the event loop that `start` got, but for its construction and `start`.
+
+    models: served from the start, by name; the first one is the default. num_at_start: how many of them are loaded at
+    the start. aliases: other names of models. base: configuration of models that no flag names; only their names
+    differ. clock: seconds.
+    """
+
+    models: dict[str, Model]
+    base: EngineConfig
+    num_at_start: int = 1
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    limits: Limits = Limits()
+    catalog: Catalog = field(default_factory=Catalog)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.thread = EngineThread(self.clock)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._on_output: Callable[[Request, RequestOutput], None] | None = None
+        self._draining: str | None = None
+        self._started = False
+        self._changing = asyncio.Lock()  # held while models are loaded or unloaded
+        self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> Registry:
+        """A registry that serves one model."""
+        name = config.served_model_name or config.model
+        return cls({name: Model(name, config)}, config, clock=clock)
+
+    # -- start and end -------------------------------------------------------------------------------------------
+
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Begin to load the models of the start.
+
+        loop: an event loop that will run later; None: the running one.
+        """
+        self.loop = loop or asyncio.get_running_loop()
+        for model in self._at_start:
+            self._begin(model)
+
+    def observe(self, on_output: Callable[[Request, RequestOutput], None]) -> None:
+        """Call `on_output` with every output and its request."""
+        self._on_output = on_output
+        for engine in self.engines:
+            engine.on_output = on_output
+
+    @property
+    def _at_start(self) -> list[Model]:
+        return list(self.models.values())[: self.num_at_start]
+
+    def _begin(self, model: Model) -> AsyncEngine:
+        engine = model.engine = AsyncEngine(model.config, self.clock, self.thread)
+        engine.on_output = self._on_output
+        engine.start(self.loop)
+        return engine
+
+    async def wait_loaded(self) -> None:
+        """Wait for the models of the start. Raises EngineUnavailableError if one of them cannot be loaded."""
+        for model in self._at_start:
+            if model.engine is not None:
+                await model.engine.wait_loaded()
+
+    def watch(self) -> None:
+        """Unload idle models from now on, if that is wanted."""
+        if self.limits.idle_unload is not None:
+            self._watcher = asyncio.ensure_future(self._unload_idle(self.limits.idle_unload))
+
+    async def drain(self, timeout: float) -> bool:
+        """Take no more requests, and wait until the others are done. Returns False if some had to be ended."""
+        self._draining = "the server is shutting down"
+        return all(await asyncio.gather(*(engine.drain(timeout) for engine in self.engines)))
+
+    async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
+        """Cancel requests of any model, as AsyncEngine.cancel does."""
+        ended = await asyncio.gather(*(model.engine.cancel(request_ids) for model in self.loaded if model.engine))
+        return [each for some in ended for each in some]
+
+    def end_all(self, error: str) -> None:
+        """End every request with an error."""
+        for engine in self.engines:
+            engine.end_all(error)
+
+    async def stop(self, timeout: float) -> bool:
+        """End the engine thread. Returns False if it does not end within `timeout` seconds."""
+        tasks = [self._watcher, *(model.loading for model in self.models.values())]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+        if self.thread.ident is None:
+            return True
+        self.thread.end()
+        await asyncio.to_thread(self.thread.join, timeout)
+        ended = not self.thread.is_alive()
+        if not ended:
+            logger.warning("the engine thread is still busy after %.0f s; not waiting for it", timeout)
+        return ended
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def default(self) -> Model:
+        return next(iter(self.models.values()))
+
+    @property
+    def engines(self) -> list[AsyncEngine]:
+        """Those that are loaded or loading."""
+        return [model.engine for model in self.models.values() if model.engine is not None]
+
+    @property
+    def loaded(self) -> list[Model]:
+        return [model for model in self.models.values() if model.is_loaded]
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(engine.num_unfinished for engine in self.engines)
+
+    @property
+    def state(self) -> EngineState:
+        """LOADING until the models of the start are loaded; DEAD if the default model's engine failed."""
+        if self._draining is not None:
+            return EngineState.DRAINING
+        states = [model.engine.state for model in self._at_start if model.engine is not None]
+        if self.default.engine is not None and self.default.engine.state is EngineState.DEAD:
+            return EngineState.DEAD
+        if not self._started and EngineState.LOADING in states:
+            return EngineState.LOADING
+        self._started = True
+        return EngineState.READY
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the models of the start were loaded."""
+        return self._started or self.state is EngineState.READY
+
+    def require_started(self) -> None:
+        """Raises EngineUnavailableError if the server takes no requests: while it starts and while it ends."""
+        if self.state in (EngineState.LOADING, EngineState.DRAINING):
+            message = self.reason or f"the model is still loading{f': {self.progress}' if self.progress else ''}"
+            raise EngineUnavailableError(self.state, message)
+        if not self._started and self.default.engine is not None:
+            self.default.engine.require_ready()
+
+    def require_ready(self) -> None:
+        """Raises EngineUnavailableError if the server takes no requests for the default model."""
+        self.require_started()
+        if self.default.engine is not None and self.default.engine.state is EngineState.DEAD:
+            self.default.engine.require_ready()
+
+    @property
+    def reason(self) -> str | None:
+        """Why the server takes no requests."""
+        if self._draining is not None:
+            return self._draining
+        return None if self.default.engine is None else self.default.engine.reason
+
+    @property
+    def progress(self) -> Progress | None:
+        """Of the model that is being loaded."""
+        loading = (engine for engine in self.engines if engine.state is EngineState.LOADING)
+        return next((engine.progress for engine in loading if engine.progress is not None), None)
+
+    # -- models by name ------------------------------------------------------------------------------------------
+
+    def served(self, name: str | None) -> Model | None:
+        """The model of this name, if it is served; the default one for None."""
+        if name is None:
+            return self.default
+        names = (name, name.removesuffix(LATEST))
+        return next((found for each in names if (found := self.models.get(self.aliases.get(each, each)))), None)
+
+    async def find(self, name: str | None, any_directory: bool = False) -> Model:
+        """Find a model, and serve it from now on if it is only on this machine. any_directory: whether the name may be
+        an absolute path. Raises ModelUnknownError."""
+        if (model := self.served(name)) is not None:
+            return model
+        assert name is not None
+        path = Path(name).expanduser()
+        is_path = any_directory and path.is_absolute()
+        found = await asyncio.to_thread(
+            lambda: self.catalog.find_directory(path) if is_path else self.catalog.find(name)
+        )
+        if found is None:
+            raise ModelUnknownError(name)
+        return self.models.setdefault(found.name, self._model_of(found))
+
+    async def on_disk(self) -> list[Found]:
+        """The models on this machine that are not served yet."""
+        return [each for each in await asyncio.to_thread(self.catalog.all) if each.name not in self.models]
+
+    def _model_of(self, found: Found) -> Model:
+        config = dataclasses.replace(
+            self.base,
+            model=str(found.path),
+            served_model_name=found.name,
+            tool_parser=None,
+            reranker=False,
+            only_embeds=found.makes_embeddings,
+        )
+        return Model(found.name, config)
+
+    # -- loading and unloading -----------------------------------------------------------------------------------
+
+    async def ready(self, model: Model) -> AsyncEngine:
+        """The engine of a model, loaded if it is not. While the server starts, nothing waits for the models of the
+        start. Raises EngineUnavailableError, LoadFailedError or NoRoomError."""
+        if self._draining is not None:
+            raise EngineUnavailableError(EngineState.DRAINING, self._draining)
+        model.used_at = int(time.time())
+        engine = model.engine
+        if engine is None or model.loading is not None:
+            return await self.load(model)
+        engine.require_ready()
+        return engine
+
+    def must_load(self, model: Model) -> bool:
+        """Whether a request for the model waits until it is loaded."""
+        return self._draining is None and (model.engine is None or model.loading is not None)
+
+    async def load(self, model: Model) -> AsyncEngine:
+        """Load a model. The load goes on if the caller is cancelled. A model whose engine failed is loaded anew. Raises
+        LoadFailedError or NoRoomError."""
+        if model.loading is None:
+            model.loading = asyncio.ensure_future(self._load(model))
+            model.loading.add_done_callback(lambda task: self._end_loading(model, task))
+        return await asyncio.shield(model.loading)
+
+    def _end_loading(self, model: Model, task: asyncio.Task[AsyncEngine]) -> None:
+        model.loading = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            model.error = str(error)
+
+    async def _load(self, model: Model) -> AsyncEngine:
+        async with self._changing:
+            if model.is_loaded and model.engine is not None:
+                return model.engine
+            model.error = None
+            if model.engine is not None:
+                await self._drop(model)
+            others_gave_back = False
+            while True:
+                await self._keep_count(model)
+                engine = self._begin(model)
+                try:
+                    await engine.wait_loaded()
+                except EngineUnavailableError:
+                    model.engine = None
+                    reason = engine.reason or "it was unloaded"
+                    if not engine.lacks_memory:
+                        raise LoadFailedError(reason) from None
+                    logger.info("%s does not fit yet: %s", model.name, reason)
+                    if await self._unload_least_recent():
+                        continue
+                    if not others_gave_back:
+                        others_gave_back = True
+                        if sum(await asyncio.gather(*(each.give_back() for each in self.engines))):
+                            continue
+                    raise NoRoomError(reason, for_now=bool(self.num_unfinished)) from None
+                logger.info("%s is loaded", model.name)
+                return engine
+
+    async def _keep_count(self, model: Model) -> None:
+        """Unload models until one more may be loaded. Raises NoRoomError."""
+        most = self.limits.max_loaded
+        while most is not None and len(self.engines) >= most:
+            if not await self._unload_least_recent():
+                busy = ", ".join(repr(each.name) for each in self.loaded)
+                message = f"{busy} run requests or are pinned, and --max-loaded-models is {most}"
+                raise NoRoomError(message, for_now=bool(self.num_unfinished))
+
+    async def _unload_least_recent(self) -> bool:
+        """Unload the idle model that was used least recently. Returns False if there is none."""
+        idle = [(model.engine.idle_since, model) for model in self._idle() if model.engine is not None]
+        if not idle:
+            return False
+        await self._drop(min(idle, key=lambda each: each[0])[1])
+        return True
+
+    def _idle(self) -> Iterator[Model]:
+        for model in self.loaded:
+            if not model.pinned and model.engine is not None and model.engine.is_idle:
+                yield model
+
+    async def unload(self, model: Model) -> None:
+        """Unload a model that runs nothing, pinned or not. A load that has not ended is cancelled. Raises
+        ModelBusyError."""
+        if model.loading is not None and model.engine is not None:
+            await model.engine.unload()
+            with contextlib.suppress(LoadFailedError, NoRoomError):
+                await asyncio.shield(model.loading)
+        async with self._changing:
+            model.error = None
+            if model.engine is None:
+                return
+            if not model.engine.is_idle:
+                raise ModelBusyError(f"{model.name!r} runs {model.engine.num_unfinished} requests")
+            await self._drop(model)
+
+    async def _drop(self, model: Model) -> None:
+        engine, model.engine = model.engine, None
+        assert engine is not None
+        await engine.unload()
+        logger.info("%s is unloaded", model.name)
+
+    async def _unload_idle(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(min(seconds, WATCH_SECONDS))
+            async with self._changing:
+                for model in list(self._idle()):
+                    if model.engine is not None and self.clock() - model.engine.idle_since >= seconds:
+                        await self._drop(model)
+
+
+def registry_of(models: Sequence[Model], base: EngineConfig, pinned: Sequence[str] = (), **options: Any) -> Registry:
+    """pinned: names of models. options: fields of Registry. Raises ValueError if two models have the same name, or
+    another name is that of no model."""
+    names = [model.name for model in models]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two models cannot both be named {twice!r} (NAME=MODEL gives another name)")
+    registry = Registry({model.name: model for model in models}, base, **options)
+    for alias, name in registry.aliases.items():
+        if alias in names or name not in names:
+            reason = "is a model's name already" if alias in names else f"stands for {name!r}, which is not served"
+            raise ValueError(f"alias {alias!r} {reason}")
+    for name in pinned:
+        if (model := registry.served(name)) is None:
+            raise ValueError(f"--pin {name!r}: no such model is served")
+        model.pinned = True
+    return registry

@@ -1,0 +1,343 @@
+"""Several models behind one server: loaded on first use, unloaded for each other, each answering as if alone."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.api.config import HttpConfig
+from mlxpaged.engine import EngineConfig, builder
+from mlxpaged.models import device_memory
+from mlxpaged.registry import Catalog, Limits, Model, Registry, registry_of
+from tests.api.helpers import (
+    DEADLINE,
+    Background,
+    StepGate,
+    answer_text,
+    ask,
+    bearer,
+    post,
+    random_tokens,
+    raw,
+    run_on,
+    write_keys,
+)
+from tests.api.test_status import MAMBA
+from tests.support import RunningServer, make_embedding_model, make_tiny_model, running_server, wait_until
+
+POOL = 2_000_000
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of models of different kinds."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "small": make_tiny_model(root / "small", "qwen3", 1),
+        "hybrid": make_tiny_model(root / "hybrid", "mamba", 2, **MAMBA),
+        "other": make_tiny_model(root / "other", "llama", 3),
+        "vectors": make_embedding_model(root / "vectors"),
+    }
+
+
+def models(paths: dict[str, Path], *names: str, **options: Any) -> Registry:
+    """A registry of the demo model and of others, which are loaded on first use."""
+    base = EngineConfig(kv_cache_bytes=POOL)
+    found = [Model("demo", base)]
+    for name in names:
+        config = EngineConfig(str(paths[name]), name, kv_cache_bytes=POOL, only_embeds=name == "vectors")
+        found.append(Model(name, config))
+    return registry_of(found, base, **options)
+
+
+def states(server: RunningServer) -> dict[str, str]:
+    with raw(server) as client:
+        return {model["id"]: model["state"] for model in client.get("/v1/models").json()["data"]}
+
+
+def refusal(server: RunningServer, path: str, body: dict[str, Any] | None = None, **headers: str) -> tuple[int, Any]:
+    with raw(server) as client:
+        response = client.post(path, json=body, headers=headers)
+    assert response.status_code >= 400, response.text
+    return response.status_code, response.json()["error"]
+
+
+@pytest.fixture
+def server(paths: dict[str, Path]) -> Iterator[RunningServer]:
+    with running_server(models(paths, "small", "hybrid", "vectors", aliases={"gpt-4o": "small"})) as server:
+        yield server
+
+
+# -- names and first use -----------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_loaded_when_a_request_names_it_and_others_go_on(server: RunningServer) -> None:
+    assert states(server) == {"demo": "loaded", "small": "available", "hybrid": "available", "vectors": "available"}
+    with raw(server) as client, ThreadPoolExecutor(1) as thread:
+        stream = run_on("x", 200, stream=True)
+        with client.stream("POST", "/v1/completions", json=stream) as response:
+            lines = response.iter_lines()
+            next(lines)
+            loading = thread.submit(post, server, run_on("x", 5, model="small"))
+            received = sum(line.startswith("data: {") for line in lines)
+        assert received >= 199
+        assert loading.result()["usage"]["completion_tokens"] == 5
+    assert states(server) == {"demo": "loaded", "small": "loaded", "hybrid": "available", "vectors": "available"}
+    assert answer_text(server, ask("What is 17 + 25?", model="gpt-4o:latest")) is not None
+    with raw(server) as client:
+        entry = client.get("/v1/models/gpt-4o").json()
+        status = client.get("/v1/status").json()
+    assert (entry["id"], entry["kind"], entry["pinned"], entry["running"]) == ("small", "generate", False, 0)
+    assert entry["memory_bytes"] > entry["size_bytes"] > 0
+    assert [(model["id"], model["memory_bytes"] > 0) for model in status["models"]] == [("demo", True), ("small", True)]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+def test_a_stream_says_how_far_its_load_is(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    go_on, load_model = threading.Event(), builder.load_model
+
+    def slow_load(*args: Any) -> Any:
+        args[3].report(1_200_000_000, 3_400_000_000)
+        while not go_on.wait(0.01):
+            args[3].take()
+        return load_model(*args)
+
+    with running_server(models(paths, "small")) as server, raw(server) as client:
+        monkeypatch.setattr(builder, "load_model", slow_load)
+        body = ask("x", model="small", stream=True, max_tokens=4)
+        with client.stream("POST", path, json=body) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()
+            if path != "/api/chat":  # lines of JSON have no comments
+                assert ": loading 1.2 of 3.4 GB" in (next(lines), next(lines), next(lines))
+            assert answer_text(server, ask("What is 17 + 25?")) == "42"  # while the other one loads
+            go_on.set()
+            rest = [line for line in lines if line and not line.startswith(":")]
+        assert len(rest) > 2
+
+
+@pytest.mark.parametrize(
+    ("path", "begin"),
+    [("/v1/completions", 'data: {"error":'), ("/v1/messages", "event: error"), ("/api/chat", '{"error":')],
+)
+def test_a_stream_whose_model_cannot_be_loaded_ends_with_the_error(tmp_path: Path, path: str, begin: str) -> None:
+    base = EngineConfig(kv_cache_bytes=POOL)
+    broken = Model("broken", EngineConfig(str(tmp_path / "nothing"), "broken"))
+    with running_server(registry_of([Model("demo", base), broken], base)) as server, raw(server) as client:
+        body = (run_on("x", 3) if path == "/v1/completions" else ask("x", max_tokens=3)) | {"model": "broken"}
+        text = client.post(path, json=body | {"stream": True}).text
+        assert any(line.startswith(begin) and "no such directory" in text for line in text.splitlines()), text
+        assert refusal(server, path, body | {"stream": False})[0] == 500
+        assert states(server) == {"demo": "loaded", "broken": "failed"}
+        assert answer_text(server, ask("What is 17 + 25?")) == "42"
+
+
+def test_directories_and_downloaded_repositories_are_served_by_name(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cache = tmp_path / "models--org--hubbed" / "snapshots" / "abc"
+    cache.parent.mkdir(parents=True)
+    shutil.copytree(paths["small"], cache)
+    (tmp_path / "models--org--hubbed" / "refs").mkdir()
+    (tmp_path / "models--org--hubbed" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    root = paths["other"].parent
+    with running_server(models(paths, catalog=Catalog((root,)))) as server:
+        listed = states(server)
+        assert {name: listed[name] for name in ("demo", "other", "org/hubbed")} == {
+            "demo": "loaded",
+            "other": "available",
+            "org/hubbed": "available",
+        }
+        for name in ("other", "org/hubbed", str(paths["hybrid"])):
+            assert post(server, run_on("x", 3, model=name))["model"] == name
+        with raw(server) as client:
+            vectors = client.post("/v1/embeddings", json={"model": "vectors", "input": "x"})
+        assert vectors.status_code == 200, vectors.text
+        for name in ("../other", "org/other", "nothing", "org/..", "a//b"):
+            assert refusal(server, "/v1/completions", run_on("x", 3, model=name))[0] == 404
+
+
+# -- together ----------------------------------------------------------------------------------------------------------
+
+
+def test_32_mixed_streams_of_two_models_and_embeddings_are_answered_as_each_alone(server: RunningServer) -> None:
+    generating = [
+        run_on(random_tokens(20 + 7 * i, i), 12 + i % 5, model=("demo", "hybrid")[i % 2], stream=i % 3 == 0)
+        for i in range(24)
+    ]
+    embedding = [{"model": "vectors", "input": [random_tokens(5 + 9 * i, i)]} for i in range(8)]
+    alone = [Background.post(server, "/v1/completions", body).text for body in generating]
+    vectors = [Background.post(server, "/v1/embeddings", body).result().json()["data"] for body in embedding]
+    with raw(server) as client:
+        client.post("/v1/cache/clear")
+    together = [Background.post(server, "/v1/completions", body) for body in generating]
+    beside = [Background.post(server, "/v1/embeddings", body) for body in embedding]
+    assert [pending.text for pending in together] == alone
+    for pending, expected in zip(beside, vectors, strict=True):
+        for one, other in zip(pending.result().json()["data"], expected, strict=True):
+            assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-5)
+    assert states(server) == {"demo": "loaded", "small": "available", "hybrid": "loaded", "vectors": "loaded"}
+
+
+def test_models_take_turns_and_none_waits_for_the_others_queue(server: RunningServer) -> None:
+    """A model with one request has a step at least after each step of a model with a queue."""
+    post(server, run_on("x", 1, model="small"))
+    turns: list[str] = []
+    for name in ("demo", "small"):
+        core: Any = server.core_of(name)
+
+        def watched(*args: Any, name: str = name, forward: Any = core.runner.forward) -> Any:
+            turns.append(name)
+            return forward(*args)
+
+        core.runner.forward = watched
+    queue = [Background.post(server, "/v1/completions", run_on(random_tokens(200, i), 30)) for i in range(8)]
+    wait_until(lambda: turns.count("demo") > 3)
+    one = Background.post(server, "/v1/completions", run_on("x", 12, model="small"))
+    assert one.text is not None
+    first = turns.index("small")
+    last = len(turns) - turns[::-1].index("small")
+    beside = turns[first:last]
+    assert [pending.text for pending in queue]
+    assert "demo" not in beside or max(map(len, "".join(name[0] for name in beside).split("s"))) <= 6
+
+
+# -- room --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_idle_model_that_was_used_least_recently_makes_room(paths: dict[str, Path]) -> None:
+    registry = models(paths, "small", "hybrid", "other", limits=Limits(max_loaded=3), pinned=["demo"])
+    with running_server(registry) as server:
+        for name in ("small", "hybrid", "small"):
+            post(server, run_on("x", 2, model=name))
+        post(server, run_on("x", 2, model="other"))
+        assert states(server) == {"demo": "loaded", "small": "loaded", "hybrid": "available", "other": "loaded"}
+        prompt = random_tokens(100, 1)
+        post(server, run_on(prompt, 2, model="small"))
+        post(server, run_on("x", 2, model="hybrid"))  # instead of "other"
+        again = post(server, run_on(prompt, 2, model="small"))
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96  # its prefix cache has stayed
+
+
+def test_a_model_that_does_not_fit_is_refused_with_both_numbers(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(models(paths, "small", "other", pinned=["demo"])) as server:
+        post(server, run_on("x", 2, model="small"))
+        with StepGate(server) as gate:
+            busy = Background.post(server, "/v1/completions", run_on("x", 3))
+            gate.wait_held()
+            # "small" is idle and is unloaded, and the pool of "demo" shrinks. That does not suffice.
+            monkeypatch.setattr(device_memory, "_limit", 1)
+            blocked = Background.post(server, "/v1/completions", run_on("x", 2, model="other"))
+            gate.open()
+            answer = blocked.result()
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (507, "insufficient_memory")
+            assert "GB" in error["message"]
+            assert busy.text is not None
+        assert states(server) == {"demo": "loaded", "small": "available", "other": "failed"}
+        monkeypatch.setattr(device_memory, "_limit", None)
+        assert post(server, run_on("x", 2, model="other"))["usage"]["completion_tokens"] == 2
+
+
+def test_a_model_that_runs_requests_is_not_unloaded(paths: dict[str, Path]) -> None:
+    with running_server(models(paths, "small", limits=Limits(max_loaded=1))) as server, StepGate(server) as gate:
+        busy = Background.post(server, "/v1/completions", run_on("x", 3))
+        gate.wait_held()
+        status, error = refusal(server, "/v1/completions", run_on("x", 3, model="small"))
+        assert (status, error["code"]) == (507, "insufficient_memory")
+        assert "'demo' run requests or are pinned, and --max-loaded-models is 1" in error["message"]
+        status, error = refusal(server, "/v1/models/demo/unload")
+        assert (status, error["code"]) == (409, "model_busy")
+        gate.open()
+        assert busy.text is not None
+        assert post(server, run_on("x", 3, model="small"))["usage"]["completion_tokens"] == 3
+        assert states(server) == {"demo": "available", "small": "loaded"}
+
+
+def test_an_idle_model_is_unloaded_after_a_time_and_comes_back(paths: dict[str, Path]) -> None:
+    with running_server(models(paths, "small", limits=Limits(idle_unload=0.3), pinned=["demo"])) as server:
+        expected = answer_text(server, run_on("x", 3, model="small"))
+        wait_until(lambda: states(server) == {"demo": "loaded", "small": "available"})
+        assert answer_text(server, run_on("x", 3, model="small")) == expected
+        assert answer_text(server, ask("What is 17 + 25?")) == "42"
+
+
+def test_models_are_loaded_and_unloaded_on_demand_by_admins_only(paths: dict[str, Path], tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.json", boss={"admin": True}, anna={"models": ("demo",)})
+    http = HttpConfig(api_keys=tmp_path / "keys.json")
+    with running_server(models(paths, "small"), http=http) as server, raw(server) as client:
+        boss, anna = bearer(keys["boss"]), bearer(keys["anna"])
+        assert client.post("/v1/models/small/load", headers=anna).status_code == 403
+        loaded = client.post("/v1/models/small/load", headers=boss).json()
+        assert (loaded["id"], loaded["state"]) == ("small", "loaded")
+        refused = client.post("/v1/completions", json=run_on("x", 2, model="small"), headers=anna)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+        assert client.post("/v1/completions", json=run_on("x", 2), headers=anna).status_code == 200
+        assert [model["id"] for model in client.get("/v1/models", headers=anna).json()["data"]] == ["demo"]
+        unloaded = client.post("/v1/models/small/unload", headers=boss).json()
+        assert (unloaded["state"], unloaded["memory_bytes"]) == ("available", None)
+        assert client.post("/v1/models/nothing/load", headers=boss).status_code == 404
+
+
+def test_the_engine_of_one_model_fails_and_the_others_answer(server: RunningServer) -> None:
+    post(server, run_on("x", 2, model="small"))
+    core: Any = server.core_of("small")
+
+    def fail() -> Any:
+        raise ZeroDivisionError("injected")
+
+    core.scheduler.schedule = fail
+    status, error = refusal(server, "/v1/completions", run_on("x", 2, model="small"))
+    assert (status, "ZeroDivisionError: injected" in error["message"]) == (503, True)
+    assert states(server)["small"] == "failed"
+    assert answer_text(server, ask("What is 17 + 25?")) == "42"
+    with raw(server) as client:
+        assert client.post("/v1/models/small/load", timeout=DEADLINE).json()["state"] == "loaded"
+    assert post(server, run_on("x", 2, model="small"))["usage"]["completion_tokens"] == 2
+
+
+def test_names_that_cannot_be_served_are_refused_at_the_start(paths: dict[str, Path]) -> None:
+    base = EngineConfig()
+    for found, options, words in (
+        ([Model("a", base), Model("a", base)], {}, "two models cannot both be named 'a'"),
+        ([Model("a", base)], {"aliases": {"a": "a"}}, "is a model's name already"),
+        ([Model("a", base)], {"aliases": {"b": "c"}}, "stands for 'c'"),
+        ([Model("a", base)], {"pinned": ["c"]}, "no such model"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            registry_of(found, base, **options)  # type: ignore[arg-type]
+
+
+# -- leaks -------------------------------------------------------------------------------------------------------------
+
+
+def switch(server: RunningServer, count: int, names: list[str]) -> None:
+    for i in range(count):
+        post(server, run_on(random_tokens(40, i), 3, model=names[i % len(names)]))
+
+
+def held() -> tuple[int, int, int]:
+    """Bytes of MLX, threads, open files."""
+    return int(mx.get_active_memory()), threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("count", [9, pytest.param(500, marks=pytest.mark.slow)])
+def test_switching_between_models_leaks_nothing(paths: dict[str, Path], count: int) -> None:
+    names = ["small", "hybrid", "other"]
+    registry = models(paths, *names, limits=Limits(max_loaded=2), pinned=["demo"])
+    with running_server(registry) as server:
+        switch(server, 6, names)
+        memory, threads, files = held()
+        switch(server, count, names)
+        wait_until(lambda: held()[1] <= threads and held()[2] <= files)
+        assert held()[0] <= memory + 100_000
