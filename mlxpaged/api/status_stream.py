@@ -71,7 +71,7 @@ class EngineWatch:
                 each | {"segments": track.describe()} for track in self._phases.ended for each in describe([track.last])
             ],
             "map": block_map(seen.block_states),
-            "tokens_per_second": self._tokens_per_second(seen.now, stats.generated_tokens_total),
+            "tokens_per_second": self._tokens_per_second(engine.clock(), stats.generated_tokens_total),
             "prompt_tokens": stats.scheduler.prompt_tokens_total,
             "prefix_hit_tokens": stats.scheduler.prefix_hit_tokens_total,
             "preemptions": stats.scheduler.preemptions_total,

@@ -188,7 +188,7 @@ class EngineCore:
     def snapshot(self) -> EngineSnapshot:
         started = time.thread_time()
         status, states = self.status(MAX_WAITING_WATCHED), self.scheduler.pool.states()
-        return EngineSnapshot(status, states, self.clock(), time.thread_time() - started)
+        return EngineSnapshot(status, states, time.thread_time() - started)
 
     def stats(self) -> EngineStats:
         return EngineStats(

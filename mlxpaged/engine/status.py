@@ -63,12 +63,11 @@ class EngineStatus:
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """What a watcher sees. block_states: as `BlockPool.states`. now: on the engine's clock. seconds: CPU time of
+    """What a watcher sees. block_states: as `BlockPool.states`. seconds: CPU time of
     the engine thread, to make it."""
 
     status: EngineStatus
     block_states: bytes
-    now: float
     seconds: float
 
 
