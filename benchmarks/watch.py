@@ -22,7 +22,8 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.server import Server
 from mlxpaged.api.status_stream import PERIOD_SECONDS, StatusStream, block_map
 from mlxpaged.cache import BlockPool
-from mlxpaged.engine import AsyncEngine, EngineConfig, Request, SamplingParams
+from mlxpaged.engine import EngineConfig, Request, SamplingParams
+from mlxpaged.registry import Registry
 
 PROMPT_TOKENS, SHARED_TOKENS = 160, 96
 VOCABULARY = 256
@@ -46,10 +47,12 @@ def requests(count: int) -> list[Request]:
 
 
 async def measure(streams: int, snapshots: int) -> None:
-    engine = AsyncEngine(EngineConfig(max_num_seqs=streams, kv_cache_bytes=10**9))
-    engine.start()
-    await engine.wait_loaded()
-    server = Server(engine, time.monotonic, HttpConfig())
+    registry = Registry.of(EngineConfig(max_num_seqs=streams, kv_cache_bytes=10**9))
+    registry.start()
+    await registry.wait_loaded()
+    server = Server(registry, time.monotonic, HttpConfig())
+    engine = registry.default.engine
+    assert engine is not None
     stream = StatusStream(server)
     with engine.reserve(streams):
         submitted = engine.submit(requests(streams))

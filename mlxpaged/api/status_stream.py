@@ -19,9 +19,10 @@ from starlette.responses import Response
 from mlxpaged.api.phase_tracker import PhaseTracker
 from mlxpaged.api.recent_latencies import WINDOW_SECONDS
 from mlxpaged.api.server import Server
-from mlxpaged.api.status import describe, describe_engine
+from mlxpaged.api.status import describe, describe_engine, model_fields
 from mlxpaged.api.streaming import EVENTS, EventStream, event
-from mlxpaged.engine import AsyncEngine, EngineBusyError, EngineState, EngineUnavailableError
+from mlxpaged.engine import EngineBusyError, EngineState, EngineUnavailableError
+from mlxpaged.registry import Model
 
 logger = logging.getLogger(__name__)
 
@@ -32,27 +33,23 @@ MAX_CELLS = 8192
 """Of the map of blocks. A larger pool has several blocks in a cell."""
 
 
-class EngineWatch:
-    """Makes the snapshots of one engine, and remembers what it needs of the previous ones."""
+class ModelWatch:
+    """Makes the snapshots of one model, and remembers what it needs of the previous ones."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = engine
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._phases = PhaseTracker()
         self._counted: tuple[float, int] | None = None  # time and generated tokens of the last snapshot
-        self.busy_seconds = 0.0  # that the last snapshot took, without waiting
+        self.busy_seconds = 0.0  # CPU time of the last snapshot
 
     async def snapshot(self) -> dict[str, Any]:
-        """Waits for the end of the step that runs. An engine that cannot answer is described by its state alone."""
-        engine, info = self.engine, self.engine.info
-        found: dict[str, Any] = {
-            "id": engine.config.served_model_name or engine.config.model if info is None else info.model,
-            "state": engine.state.value,
-            "reason": engine.reason,
-            "progress": None if engine.progress is None or info is not None else str(engine.progress),
-        }
+        """Waits for the end of the step that runs. A model whose engine cannot answer is described by its state."""
+        model, engine = self._model, self._model.engine
+        found = model_fields(model) | {"reason": model.failure, "progress": None}
         self.busy_seconds = 0.0
-        if info is None or engine.stats is None:
-            return found
+        if engine is None or not model.is_loaded or engine.stats is None:
+            progress = None if engine is None or engine.progress is None else str(engine.progress)
+            return found | {"progress": progress}
         try:
             seen = await engine.snapshot()
         except (EngineUnavailableError, EngineBusyError) as error:
@@ -62,20 +59,20 @@ class EngineWatch:
         listed = [*status.running, *status.waiting]
         unfinished = status.scheduler.running + status.scheduler.waiting
         self._phases.update(listed, all_listed=len(listed) == unfinished)
-        found |= describe_engine(engine, info, status)
+        ended = [(track, each) for track in self._phases.ended for each in describe([track.last])]
+        found |= describe_engine(engine, status)
         found |= {
             "running": status.scheduler.running,
             "waiting": status.scheduler.waiting,
             "requests": [each | {"segments": self._phases.segments(each["request_id"])} for each in describe(listed)],
-            "ended": [
-                each | {"segments": track.describe()} for track in self._phases.ended for each in describe([track.last])
-            ],
-            "map": block_map(seen.block_states),
+            "ended": [each | {"segments": track.describe()} for track, each in ended],
             "tokens_per_second": self._tokens_per_second(engine.clock(), stats.generated_tokens_total),
             "prompt_tokens": stats.scheduler.prompt_tokens_total,
             "prefix_hit_tokens": stats.scheduler.prefix_hit_tokens_total,
             "preemptions": stats.scheduler.preemptions_total,
         }
+        if seen.block_states:
+            found["map"] = block_map(seen.block_states)
         self.busy_seconds = seen.seconds + time.thread_time() - started
         return found
 
@@ -102,7 +99,7 @@ class StatusStream:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._watches: dict[AsyncEngine, EngineWatch] = {}
+        self._watches: dict[Model, ModelWatch] = {}
         self._watchers = 0
         self.task: asyncio.Task[None] | None = None  # while there is a watcher
         self._latest: str | None = None
@@ -139,8 +136,8 @@ class StatusStream:
 
     def _is_over(self) -> bool:
         """A server that shuts down waits for its streams."""
-        engine = self._server.engine
-        return engine is not None and engine.state is EngineState.DRAINING and engine.num_unfinished == 0
+        registry = self._server.registry
+        return registry is not None and registry.state is EngineState.DRAINING and registry.num_unfinished == 0
 
     def _publish(self, text: str | None) -> None:
         self._latest = text
@@ -150,16 +147,17 @@ class StatusStream:
     async def event(self) -> tuple[str, float]:
         """Returns an event, and the CPU seconds that it took."""
         server = self._server
-        engines = [] if server.engine is None else [server.engine]
-        self._watches = {engine: self._watches.get(engine) or EngineWatch(engine) for engine in engines}
-        models = [await watch.snapshot() for watch in self._watches.values()]
+        models = [] if server.registry is None else server.registry.models.values()
+        shown = [model for model in models if model.engine is not None]
+        self._watches = {model: self._watches.get(model) or ModelWatch(model) for model in shown}
+        found = [await watch.snapshot() for watch in self._watches.values()]
         started = time.thread_time()
-        rates = [found.get("tokens_per_second") for found in models]
+        rates = [each.get("tokens_per_second") for each in found]
         text = event(
             {
                 "time": time.time(),
                 "uptime_seconds": server.uptime,
-                "models": models,
+                "models": found,
                 "rates": {
                     "tokens_per_second": sum(rate for rate in rates if rate is not None),
                     "window_seconds": WINDOW_SECONDS,

@@ -19,8 +19,9 @@ from mlxpaged.api.phase_tracker import MAX_ENDED, PhaseTracker
 from mlxpaged.api.recent_latencies import RecentLatencies
 from mlxpaged.api.server import Server
 from mlxpaged.api.status_stream import MAX_CELLS, StatusStream, block_map
-from mlxpaged.engine import AsyncEngine, EngineConfig, Priority, SequenceState
+from mlxpaged.engine import EngineConfig, Priority, SequenceState
 from mlxpaged.engine.timeline import Phase
+from mlxpaged.registry import Registry
 from mlxpaged.scheduler import SequenceStatus
 from tests.api.helpers import metrics, random_tokens, raw, run_on, start
 from tests.support import RunningServer, wait_until
@@ -62,7 +63,7 @@ def test_a_watcher_sees_requests_their_blocks_and_which_of_them_are_shared(serve
     with raw(server) as client:
         assert len(client.delete("/v1/requests").json()["data"]) == 2
     assert [request.result().status_code for request in pending] == [499, 499]
-    assert (model["id"], model["state"], model["waiting"]) == ("demo", "ok", 0)
+    assert (model["id"], model["state"], model["waiting"]) == ("demo", "loaded", 0)
     assert {request["request_id"] for request in model["requests"]} == {"watched-0", "watched-1"}
     for request in model["requests"]:
         assert (request["shared_blocks"], request["status"]) == (10, "running")
@@ -138,12 +139,10 @@ def test_a_stream_ends_when_the_server_has_drained() -> None:
     """Otherwise the shutdown would wait for it."""
 
     async def watch() -> list[str]:
-        engine = AsyncEngine(EngineConfig())
-        stream = StatusStream(Server(engine, time.monotonic, HttpConfig()))
-        events = stream.events()
-        first = json.loads((await events.__anext__()).removeprefix("data: "))
-        assert [(model["id"], model["state"]) for model in first["models"]] == [("demo", "loading")]
-        await engine.drain(1)
+        registry = Registry.of(EngineConfig())
+        events = StatusStream(Server(registry, time.monotonic, HttpConfig())).events()
+        await events.__anext__()
+        await registry.drain(1)
         return [text async for text in events]
 
     rest = asyncio.run(asyncio.wait_for(watch(), 10))
