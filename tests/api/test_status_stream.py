@@ -31,8 +31,10 @@ STREAM = "/v1/status/stream"
 
 @pytest.fixture
 def server(demo_server: RunningServer) -> Iterator[RunningServer]:
+    """Idle, and nobody watches it."""
     yield demo_server
     demo_server.wait_idle()
+    wait_until(lambda: task_of(demo_server) is None)
 
 
 @contextlib.contextmanager
