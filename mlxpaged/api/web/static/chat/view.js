@@ -298,7 +298,7 @@ export class ChatView {
   // -- answers -------------------------------------------------------------------------------------------------------
 
   async answer(conversation) {
-    const body = { model: conversation.model, messages: asRequest(conversation), ...fields(conversation.settings) };
+    const messages = asRequest(conversation);
     const message = { role: "assistant", content: "", reasoning: "", toolCalls: [], model: conversation.model };
     message.running = true;
     conversation.messages.push(message);
@@ -309,6 +309,8 @@ export class ChatView {
     this.keep(conversation);
     announce("The answer begins");
     try {
+      if (!conversation.model) await this.loadModels(); // the user was faster than the list
+      const body = { model: conversation.model, messages, ...fields(conversation.settings) };
       await receive(body, message, {
         signal: control.signal,
         changed: () => {
