@@ -40,7 +40,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[RunningServer]:
-    with running_server(EngineConfig(kv_cache_bytes=64_000_000)) as server:
+    with running_server(EngineConfig(kv_cache_bytes=64_000_000, max_num_seqs=6)) as server:
         yield server
 
 

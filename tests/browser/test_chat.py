@@ -235,7 +235,7 @@ def test_the_page_works_on_a_phone_and_with_the_keyboard(
     tab = visit(scripted, PHONE, is_mobile=True, has_touch=True)
     tab.open()
     tab.say("How do priorities age?")
-    tab.answered()
+    expect(tab.answered().locator("table")).to_be_visible()
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
     picture(tab.page, "chat-phone")
     tab.check_accessible()

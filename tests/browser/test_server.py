@@ -48,16 +48,17 @@ def drawn(page: Page) -> str:
 def test_the_map_the_charts_and_the_requests_follow_the_load(
     visit: Start, demo: RunningServer, picture: Picture
 ) -> None:
-    tab = visit(demo, (1200, 1250))
+    tab = visit(demo, (1100, 1420))
     tab.open("/#/server")
     blocks = tab.page.locator(".map")
     expect(blocks).to_contain_text("0 used")
     idle = drawn(tab.page)
     with raw(demo) as client:
         assert client.post("/v1/completions", json={"prompt": "x", "model": "nothing"}).status_code == 404
-    pending = load(demo, 6)
+    pending = load(demo, 9)
     rows = tab.page.locator(".requests > li")
-    expect(rows).to_have_count(6)
+    expect(rows).to_have_count(9)
+    expect(rows.filter(has_text="queued")).to_have_count(3)
     expect(rows.filter(has_text="decode").first).to_contain_text("20 shared")
     expect(blocks).not_to_contain_text(" 0 used")
     expect(blocks).to_contain_text("cells shared")

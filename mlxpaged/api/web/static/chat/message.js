@@ -61,12 +61,13 @@ export class AnswerMessage {
     this.summary = h("summary", {});
     this.thinking = h("details", { class: "thinking", hidden: true }, this.summary, this.reasoning.element);
     this.calls = h("div", { class: "calls" });
+    this.model = h("span", { class: "model" });
     this.note = h("p", { class: "note", hidden: true });
     this.under = h("div", { class: "under" });
     this.element = h(
       "article",
       { class: "message assistant" },
-      name("assistant", message.model && h("span", { class: "model" }, message.model)),
+      name("assistant", this.model),
       this.thinking,
       this.markdown.element,
       this.calls,
@@ -86,7 +87,8 @@ export class AnswerMessage {
     clearTimeout(this.timer);
     this.timer = null;
     const started = performance.now();
-    const { content, reasoning, running } = this.message;
+    const { content, model, reasoning, running } = this.message;
+    this.model.textContent = model;
     this.thinking.hidden = !reasoning;
     if (reasoning) {
       this.summary.textContent = running && !content ? "Thinking…" : "Thinking";

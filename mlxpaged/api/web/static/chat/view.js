@@ -299,7 +299,7 @@ export class ChatView {
 
   async answer(conversation) {
     const messages = asRequest(conversation);
-    const message = { role: "assistant", content: "", reasoning: "", toolCalls: [], model: conversation.model };
+    const message = { role: "assistant", content: "", reasoning: "", toolCalls: [], model: "" };
     message.running = true;
     conversation.messages.push(message);
     const control = new AbortController();
@@ -310,6 +310,7 @@ export class ChatView {
     announce("The answer begins");
     try {
       if (!conversation.model) await this.loadModels(); // the user was faster than the list
+      message.model = conversation.model;
       const body = { model: conversation.model, messages, ...fields(conversation.settings) };
       await receive(body, message, {
         signal: control.signal,
