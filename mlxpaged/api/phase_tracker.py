@@ -16,7 +16,7 @@ from mlxpaged.scheduler import SequenceStatus
 
 MAX_ENDED = 20
 UNSEEN_SECONDS = 1.0
-"""A request that is older at its first snapshot began before anybody watched: its first phases are not known."""
+"""A request that is older at the first snapshot began before anybody watched: its first phases are not known."""
 
 
 @dataclass
@@ -34,6 +34,7 @@ class PhaseTracker:
     """Of one engine. `ended`: the last requests that ended, the latest first."""
 
     def __init__(self) -> None:
+        self._is_first = True
         self._tracks: dict[str, Track] = {}
         self.ended: deque[Track] = deque(maxlen=MAX_ENDED)
 
@@ -43,8 +44,9 @@ class PhaseTracker:
         for sequence in sequences:
             phase, track = phase_of(sequence), self._tracks.get(sequence.request_id)
             if track is None or track.last.age_seconds > sequence.age_seconds:  # new, or its id was used again
-                first = phase if sequence.age_seconds <= UNSEEN_SECONDS else "unseen"
-                self._tracks[sequence.request_id] = Track(sequence, [(first, sequence.age_seconds)])
+                unseen = self._is_first and sequence.age_seconds > UNSEEN_SECONDS
+                segments = [("unseen" if unseen else phase, sequence.age_seconds)]
+                self._tracks[sequence.request_id] = Track(sequence, segments)
                 continue
             more = sequence.age_seconds - track.last.age_seconds
             previous, seconds = track.segments[-1]
@@ -53,6 +55,7 @@ class PhaseTracker:
             else:
                 track.segments.append((phase, more))
             track.last = sequence
+        self._is_first = False
         listed = {sequence.request_id for sequence in sequences}
         for request_id in self._tracks.keys() - listed:
             track = self._tracks[request_id]

@@ -203,9 +203,16 @@ def test_the_segments_of_a_request_are_its_phases_in_order() -> None:
         tracker.update([state], all_listed=True)
     expected = [["queued", 0.7], ["prefill", 0.5], ["decode", 0.5], ["preempted", 1.0], ["decode", 0.5]]
     assert tracker.segments("a") == [[phase, pytest.approx(seconds)] for phase, seconds in expected]
-    tracker.update([replace(STATE, request_id="old", age_seconds=60.0)], all_listed=True)
-    assert tracker.segments("old") == [["unseen", 60.0]]
+    tracker.update([], all_listed=True)
     assert [track.last.request_id for track in tracker.ended] == ["a"]
+
+
+def test_what_happened_before_the_first_snapshot_is_not_known() -> None:
+    tracker = PhaseTracker()
+    tracker.update([replace(STATE, age_seconds=60.0)], all_listed=True)
+    tracker.update([replace(STATE, age_seconds=61.0), replace(STATE, request_id="b", age_seconds=2.0)], all_listed=True)
+    assert tracker.segments("a") == [["unseen", 60.0], ["queued", 1.0]]
+    assert tracker.segments("b") == [["queued", 2.0]]
 
 
 def test_a_request_that_is_not_listed_may_still_wait() -> None:

@@ -48,7 +48,7 @@ def drawn(page: Page) -> str:
 def test_the_map_the_charts_and_the_requests_follow_the_load(
     visit: Start, demo: RunningServer, picture: Picture
 ) -> None:
-    tab = visit(demo, (1100, 1420))
+    tab = visit(demo, (1100, 1330))
     tab.open("/#/server")
     blocks = tab.page.locator(".map")
     expect(blocks).to_contain_text("0 used")
