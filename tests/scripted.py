@@ -28,6 +28,10 @@ PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 SPELLED = "\0"
 """In a script, inside of a tag: the model spells it, character by character, instead of writing its token."""
 
+ENDS = ('"', "</think>")
+"""Where the script does not get its way, the model rather writes these than other random text, so that strings and
+thoughts are short."""
+
 CALLS = {
     "json_tools": """<tool_call>
 {"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}
@@ -101,6 +105,8 @@ def follow(server: RunningServer, script: Mapping[str, str]) -> None:
     tokenizer = served.tokenizer.reader
 
     answers: dict[int, list[int]] = {}  # by sequence
+    encoded = (tokenizer.encode(text, add_special_tokens=False) for text in ENDS)
+    ends = [tokens[0] for tokens in encoded if len(tokens) == 1]
 
     def answer_to(sequence: Any) -> list[int]:
         if sequence.sequence_id not in answers:
@@ -114,6 +120,7 @@ def follow(server: RunningServer, script: Mapping[str, str]) -> None:
         rows = [row for row in batch.rows if row.samples]
         num_logits = max(1, len(rows)) + sum(len(row.prompt_logprobs) for row in batch.rows)
         logits = np.zeros((num_logits, served.vocab_size), dtype=np.float32)
+        logits[:, ends] = 4.0
         for i, row in enumerate(rows):
             tokens, position = answer_to(row.sequence), row.context_len - row.sequence.num_prompt_tokens
             logits[i, tokens[min(position, len(tokens) - 1)]] = 100.0

@@ -16,8 +16,9 @@ import mlxpaged
 PACKAGE = Path(mlxpaged.__file__).parent
 
 MAY_IMPORT = {
-    "cli": {"api", "engine", "scheduler", "models", "attention", "cache"},
-    "api": {"engine", "models", "scheduler"},
+    "cli": {"registry", "api", "engine", "scheduler", "models", "attention", "cache"},
+    "api": {"registry", "engine", "models", "scheduler"},
+    "registry": {"engine", "models"},
     "engine": {"scheduler", "attention", "models", "cache"},
     "scheduler": {"cache"},
     "models": {"attention", "cache"},

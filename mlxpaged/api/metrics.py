@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mlxpaged.api.recent_latencies import RecentLatencies
-from mlxpaged.cache import BlockUsage
 from mlxpaged.engine import EngineStats, Request, RequestOutput
 from mlxpaged.scheduler import FinishReason
 
@@ -22,7 +22,7 @@ INTER_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08,
 
 Read = Callable[[EngineStats], float]
 
-USAGES: tuple[tuple[str, str, Callable[[EngineStats], BlockUsage], tuple[str, ...]], ...] = (
+USAGES: tuple[tuple[str, str, Callable[[EngineStats], Any], tuple[str, ...]], ...] = (
     ("kv_blocks", "KV blocks by state", lambda stats: stats.scheduler.blocks, ("used", "cached", "free")),
     ("swap_blocks", "Swap space blocks by state", lambda stats: stats.scheduler.swap, ("used", "free")),
 )

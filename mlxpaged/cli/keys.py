@@ -18,6 +18,10 @@ key_name = fitting(str, "1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-'", re.compile
 DEFAULT_PATH = Path.home() / ".mlxpaged" / "api_keys.json"
 
 
+def model_names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "keys",
@@ -32,6 +36,8 @@ def add_parser(commands: Any) -> None:
     for flag, counted in (("--rate-limit", "requests"), ("--token-limit", "tokens")):
         limit = f"{counted} per minute (default: no limit)"
         add.add_argument(flag, type=positive_int, metavar="N", help=limit, dest=f"{counted}_per_minute")
+    names = "names of the models that it may use, with commas between them (default: all)"
+    add.add_argument("--models", type=model_names, metavar="NAME[,NAME...]", help=names)
     add.add_argument("--admin", action="store_true", help="may also see and end the requests of all keys")
     show = verbs.add_parser("list", help="show the names and settings of the keys")
     remove = verbs.add_parser("remove", help="revoke a key")

@@ -137,7 +137,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     own_name, path = name_and_path(first)
     options = {"generation_config": not args.no_generation_config}
     name = args.served_model_name or own_name
-    base = engine_config(args, **options, model=path, served_model_name=name)
+    base = engine_config(args, **options, model=path, served_model_name=None if name == path else name)
     plain = dataclasses.replace(base, tool_parser=None, reranker=False)
     models = [Model(name, base)]
     if args.embedding_model is not None:

@@ -100,6 +100,7 @@ class EngineThread(threading.Thread):
         self._virtual_time = 0.0  # of the model that took the last turn, at its start
         self._last: ModelSlot | None = None  # which took the last turn
         self._device = DeviceClock()
+        self._has_garbage = False  # whether a model has ended whose memory is not free yet
         self._ending = False
 
     # -- on any thread -----------------------------------------------------------------------------------------------
@@ -126,6 +127,10 @@ class EngineThread(threading.Thread):
         prepare_device_memory()
         while not self._ending:
             self._take_turn(self._pause())
+            if self._has_garbage:
+                self._has_garbage = False
+                free_garbage()
+                self._limit_freed_buffers()
             if self._to_load and not self._ending:
                 self._load(self._to_load.popleft())
         for slot in [*self._slots, *self._to_load]:
@@ -133,7 +138,7 @@ class EngineThread(threading.Thread):
 
     def _pause(self) -> float:
         """Seconds for which nothing is to be done if no command arrives."""
-        if self._to_load:
+        if self._to_load or self._has_garbage:
             return 0.0
         return min((core.pause() for _, core in self._loaded()), default=REST_SECONDS)
 
@@ -264,16 +269,12 @@ class EngineThread(threading.Thread):
             self._slots.append(slot)
             slot.callbacks.on_ready(slot.core)
         self._loading = None
-        if slot.core is None:
-            free_garbage()
         self._limit_freed_buffers()
 
     def _unload(self, slot: ModelSlot) -> None:
         slot.is_unwanted = True
         if slot is not self._loading:  # otherwise the load ends at its next report
             self._end_slot(slot)
-            free_garbage()
-            self._limit_freed_buffers()
 
     def _limit_freed_buffers(self) -> None:
         if loaded := self._loaded():
@@ -290,11 +291,13 @@ class EngineThread(threading.Thread):
         for slots in (self._slots, self._to_load):
             if slot in slots:
                 slots.remove(slot)
+        self._has_garbage = True
         core, slot.core = slot.core, None
+        why = why if error is None else str(error)
         if core is not None:
             if error is None:
                 slot.callbacks.on_step(slot.outputs + core.abort_all(why), core.stats())
-            logger.info("a model was unloaded; KV blocks: %s", core.stats().scheduler.blocks)
+            logger.info("engine stopped: %s; KV blocks: %s", why, core.stats().scheduler.blocks)
             core.close()
         # Not the error itself: its traceback refers to the model's weights.
         slot.callbacks.on_end(None if error is None else Failure.of(error))
@@ -303,7 +306,9 @@ class EngineThread(threading.Thread):
 def free_garbage() -> None:
     """Free the memory of an unloaded model: its objects refer to each other. Objects that were frozen after the start
     can be among them. The collection takes about 0.2 s, in which the other models wait."""
+    frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
-    gc.freeze()
+    if frozen:
+        gc.freeze()
     mx.clear_cache()

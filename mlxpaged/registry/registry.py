@@ -206,9 +206,9 @@ class Registry:
 
     @property
     def progress(self) -> Progress | None:
-        """Of the model that is being loaded."""
-        loading = (engine for engine in self.engines if engine.state is EngineState.LOADING)
-        return next((engine.progress for engine in loading if engine.progress is not None), None)
+        """Of the model that is being loaded, or of the one that was loaded last at the start."""
+        engines = sorted(self.engines, key=lambda engine: engine.state is not EngineState.LOADING)
+        return next((engine.progress for engine in engines if engine.progress is not None), None)
 
     # -- models by name ------------------------------------------------------------------------------------------
 
@@ -273,7 +273,11 @@ class Registry:
         if model.loading is None:
             model.loading = asyncio.ensure_future(self._load(model))
             model.loading.add_done_callback(lambda task: self._end_loading(model, task))
-        return await asyncio.shield(model.loading)
+        model.num_waiting += 1
+        try:
+            return await asyncio.shield(model.loading)
+        finally:
+            model.num_waiting -= 1
 
     def _end_loading(self, model: Model, task: asyncio.Task[AsyncEngine]) -> None:
         model.loading = None
@@ -328,7 +332,8 @@ class Registry:
 
     def _idle(self) -> Iterator[Model]:
         for model in self.loaded:
-            if not model.pinned and model.engine is not None and model.engine.is_idle:
+            # What waits for the load is submitted as soon as it goes on.
+            if not model.pinned and not model.num_waiting and model.engine is not None and model.engine.is_idle:
                 yield model
 
     async def unload(self, model: Model) -> None:

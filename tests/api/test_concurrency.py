@@ -26,9 +26,9 @@ QUESTIONS = ["Repeat: blue river stone", "What is 17 + 25?", "Reverse: a b c", "
 
 MIXED: list[dict[str, Any]] = [
     *[ask(question) for question in QUESTIONS * 2],
-    *[run_on(random_tokens(1 + 13 * i, i), 8 + i) for i in range(16)],
-    *[run_on(random_tokens(64, 7) + random_tokens(5, i), 20) for i in range(4)],
-    *[run_on(random_tokens(33, i), 16, temperature=1.0, seed=i) for i in range(4)],
+    *[run_on(random_tokens(1 + 13 * i, i), 4 + i) for i in range(16)],
+    *[run_on(random_tokens(64, 7) + random_tokens(5, i), 12) for i in range(4)],
+    *[run_on(random_tokens(33, i), 10, temperature=1.0, seed=i) for i in range(4)],
 ]
 """32 requests: answers that end by themselves, lengths around block borders, a shared prefix, seeded samples."""
 

@@ -66,15 +66,13 @@ def tool(name: str, parameters: dict[str, Any] | None = None, **fields: Any) -> 
 
 TOOLS = [tool("weather", CITY), tool("clock")]
 STRICT = [tool("weather", CITY, strict=True), tool("clock", strict=True)]
-SHORT = {"1": 4, "264": 4}
-"""Where the script does not get its way: rather a quotation mark, or the end of thinking, than other random text."""
 NAMED = {"type": "function", "function": {"name": "weather"}}
 JSON = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
 
 
 def ask(text: str, **fields: Any) -> dict[str, Any]:
     body = {"model": "scripted", "messages": [{"role": "user", "content": text}], "seed": 1, "max_tokens": 4000}
-    return body | {"logit_bias": SHORT} | fields
+    return body | fields
 
 
 def both_ways(client: OpenAI, body: dict[str, Any]) -> dict[str, Any]:
@@ -295,7 +293,7 @@ def test_tags_that_are_no_tokens_are_enforced_letter_by_letter(tmp_path: Path) -
         follow(
             server, {text: SCRIPT[text].replace(SPELLED, "") for text in ("Hello", "Both?", "Wrong?", "Tag?", "Json?")}
         )
-        options: dict[str, Any] = {"max_tokens": 1500, "logit_bias": None}
+        options: dict[str, Any] = {"max_tokens": 1500}
         for text in ("Hello", "Both?", "Wrong?", "Tag?"):
             answer = both_ways(client, ask(text, tools=TOOLS, tool_choice="required", **options))
             check_calls(answer["calls"], {"weather", "clock"})

@@ -16,7 +16,8 @@ import pytest
 from mlxpaged import __version__, cli
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import http_server, main, serve
-from mlxpaged.engine import AsyncEngine, EngineConfig, Priority
+from mlxpaged.engine import EngineConfig, Priority
+from mlxpaged.registry import Registry
 
 DEFAULTS = EngineConfig()
 
@@ -24,7 +25,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     # flag, value, another value, attribute, what the value means, what the other one means
     ("--host", "127.0.0.2", "127.0.0.3", "host", "127.0.0.2", "127.0.0.3"),
     ("--served-model-name", "a", "b", "served_model_name", "a", "b"),
-    ("--embedding-model", "a/b", "c", "embedding_model", "a/b", "c"),
+    ("--embedding-model", "a/b", "c", "embedding_model", ("a/b", "a/b"), ("c", "c")),
     ("--embedding-max-model-len", "512", "7", "embedding_max_model_len", 512, 7),
     ("--kv-cache-memory", "256MB", "1.5GiB", "kv_cache_bytes", 256_000_000, 1_610_612_736),
     ("--swap-space", "4GB", "512MiB", "swap_space_bytes", 4_000_000_000, 536_870_912),
@@ -56,6 +57,11 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--cors-origin", "*", "http://a:1, https://b", "cors_origins", ("*",), ("http://a:1", "https://b")),
     ("--max-body-size", "2MB", "1GiB", "max_body_bytes", 2_000_000, 1_073_741_824),
     ("--max-connections", "7", "8", "max_connections", 7, 8),
+    ("--max-loaded-models", "2", "3", "max_loaded", 2, 3),
+    ("--idle-unload", "10m", "1.5h", "idle_unload", 600.0, 5400.0),
+    ("--idle-unload", "0", "90", "idle_unload", None, 90.0),
+    ("--alias", "a=demo", "b=demo,c=demo", "aliases", {"a": "demo"}, {"b": "demo", "c": "demo"}),
+    ("--memory", "8GB", "1GiB", "memory", 8_000_000_000, 2**30),
 ]
 
 SWITCHES = [
@@ -74,6 +80,8 @@ ALL_FLAGS = (
         "--ollama-port",
         "--swap-dir",
         "--served-embedding-model-name",
+        "--pin",
+        "--model-dir",
     ]
 )
 
@@ -95,7 +103,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def no_server(
-        engine: AsyncEngine | None,
+        registry: Registry | None,
         listeners: list[socket.socket],
         http: HttpConfig,
         data_dir: Path | None,
@@ -105,19 +113,24 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         for listener in listeners:
             listener.close()
         found["data_dir"], found["drain_timeout"] = data_dir, drain_timeout
-        found["config"] = None if engine is None else engine.config
+        found["config"] = None if registry is None else registry.default.config
         found.update(vars(http))
-        if engine is not None:
-            found.update(vars(engine.config))
+        if registry is not None:
+            found.update(vars(registry.default.config) | vars(registry.limits))
+            found["models"] = {model.name: model for model in registry.models.values()}
+            found["num_at_start"], found["aliases"] = registry.num_at_start, registry.aliases
+            second = next((model for model in registry.models.values() if model.config.only_embeds), None)
+            found["embedding_model"] = None if second is None else (second.name, second.config.model)
         return 0
 
     def no_logging(level: str) -> None:
         found["log_level"] = level
 
-    monkeypatch.setattr(AsyncEngine, "start", lambda self, loop: loop.close())
+    monkeypatch.setattr(Registry, "start", lambda self, loop: loop.close())
     monkeypatch.setattr(http_server, "run_server", no_server)
-    monkeypatch.setattr(serve, "exit_status", lambda engine, status: status)
+    monkeypatch.setattr(serve, "exit_status", lambda status, has_engine: status)
     monkeypatch.setattr(serve, "set_up", no_logging)
+    monkeypatch.setattr(serve, "limit_memory", lambda limit: found.update(memory=limit))
     monkeypatch.setenv("MLXPAGED_PORT", "0")
     return found
 
@@ -144,21 +157,19 @@ def test_a_sigint_before_the_server_handles_it_ends_the_process_with_status_0(
     """The engine thread may load its model then: the process must end as it does after a signal to the server."""
     ended: list[tuple[Any, int]] = []
 
-    def interrupted(engine: AsyncEngine | None, listeners: list[socket.socket], *others: Any) -> int:
+    def interrupted(registry: Registry | None, listeners: list[socket.socket], *others: Any) -> int:
         with listeners[0]:
             signal.raise_signal(signal.SIGINT)
         return 1
 
-    def noted(engine: AsyncEngine | None, status: int) -> int:
-        ended.append((engine, status))
+    def noted(status: int, has_engine: bool) -> int:
+        ended.append((has_engine, status))
         return status
 
     monkeypatch.setattr(http_server, "run_server", interrupted)
     monkeypatch.setattr(serve, "exit_status", noted)
     assert main(["serve"]) == 0
-    [(engine, status)] = ended
-    assert engine.config == DEFAULTS
-    assert status == 0
+    assert ended == [(True, 0)]
 
 
 @pytest.mark.parametrize(("flag", "value", "other", "name", "meant", "other_meant"), SETTINGS)
@@ -242,10 +253,23 @@ def test_the_embedding_models_name_can_be_a_variable_too(
     started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["serve", "--embedding-model", "a", "--served-embedding-model-name", "b"]) == 0
-    assert started["served_embedding_model_name"] == "b"
+    assert started["embedding_model"] == ("b", "a")
     monkeypatch.setenv("MLXPAGED_SERVED_EMBEDDING_MODEL_NAME", "c")
     assert main(["serve", "--embedding-model", "a"]) == 0
-    assert started["served_embedding_model_name"] == "c"
+    assert started["embedding_model"] == ("c", "a")
+
+
+def test_several_models_have_names_and_only_the_first_one_is_loaded_at_the_start(started: dict[str, Any]) -> None:
+    flags = ["--model", "fast=some/where", "--model", "b/c", "--alias", "gpt=fast", "--pin", "gpt"]
+    assert main(["serve", "demo", *flags, "--max-num-seqs", "3"]) == 0
+    models = started["models"]
+    assert {name: (model.config.model, model.pinned) for name, model in models.items()} == {
+        "demo": ("demo", False),
+        "fast": ("some/where", True),
+        "b/c": ("b/c", False),
+    }
+    assert {model.config.max_num_seqs for model in models.values()} == {3}
+    assert started["num_at_start"] == 1
 
 
 @pytest.mark.parametrize(
@@ -253,11 +277,17 @@ def test_the_embedding_models_name_can_be_a_variable_too(
     [
         (
             ["--served-embedding-model-name", "b"],
-            "served_embedding_model_name needs embedding_model (--embedding-model)",
+            "--served-embedding-model-name needs --embedding-model",
         ),
         (["--embedding-model", "demo"], "two models cannot both be named 'demo'"),
         (["none", "--embedding-model", "a"], "--embedding-model needs a MODEL"),
         (["none", "--swap-space", "1GB"], "--swap-space needs a MODEL; it cannot be used with 'none'"),
+        (["none", "--model", "demo"], "cannot be served together with other models"),
+        (["demo", "--model", "demo"], "two models cannot both be named 'demo'"),
+        (["--alias", "a"], "must be NAME=MODEL, got 'a'"),
+        (["--alias", "a=b"], "alias 'a' stands for 'b', which is not served"),
+        (["--pin", "b"], "--pin 'b': no such model is served"),
+        (["--idle-unload", "soon"], "must be a time such as 90s, 10m or 1h"),
         (["--embedding-max-model-len", "0"], "--embedding-max-model-len"),
     ],
 )

@@ -23,9 +23,10 @@ from mlxpaged.cli import serve
 from mlxpaged.cli.banner import banner
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer, url_of
-from mlxpaged.engine import EngineConfig, EngineInfo, build_engine
+from mlxpaged.engine import AsyncEngine, EngineConfig, EngineInfo, build_engine
 from mlxpaged.models import load_model
 from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.registry import Registry
 from tests.cli.helpers import DEADLINE, Command, Result, hub, mlxpaged, question, serving
 from tests.models.architectures import make_architecture
 from tests.support import make_embedding_model, make_tiny_model, wait_until
@@ -97,8 +98,10 @@ def test_the_banner_tells_of_the_memory_for_recurrent_states(tmp_path: Path) -> 
 )
 def test_the_banner_tells_of_slower_layers_and_of_cache_groups(tmp_path: Path, name: str, line: str) -> None:
     config = EngineConfig(str(make_architecture(tmp_path / "model", name)), kv_cache_bytes=2_000_000)
-    info = EngineInfo(build_engine(config, load_model(config.model)), config)
-    assert line in banner(info, config, "http://127.0.0.1:1", needs_key=False)
+    registry = Registry.of(config)
+    engine = registry.default.engine = AsyncEngine(config)
+    engine.info = EngineInfo(build_engine(config, load_model(config.model)), config)
+    assert line in banner(registry, "http://127.0.0.1:1", needs_key=False)
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

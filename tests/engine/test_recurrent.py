@@ -33,6 +33,12 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     return Hybrid(tmp_path_factory.mktemp("hybrid") / "model", num_layers=2)
 
 
+@pytest.fixture(autouse=True)
+def _same_texts(request: pytest.FixtureRequest) -> None:
+    """All cases of a test have the same texts, so that mlx-lm's answers to them are computed once."""
+    rng.seed(request.function.__name__)
+
+
 @pytest.fixture(params=[False, True], ids=["one-by-one", "overlapped"])
 def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(ModelRunner, "overlaps", request.param)

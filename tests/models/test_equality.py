@@ -256,12 +256,22 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+COVERED = ("8-bit", "tied embeddings", "as many kv heads")
+"""Each is a part of another variant or architecture that runs by default: these run with `make test-models`."""
+
+
+def variants(*parts: str) -> list[Any]:
+    """Those with one of the parts in their names."""
+    found = [name for name in VARIANTS if any(part in name for part in parts)]
+    return [pytest.param(name, marks=pytest.mark.models if name in COVERED else ()) for name in found]
+
+
 @pytest.fixture(scope="module")
 def variant(directory: Path) -> Callable[[str], Case]:
     return functools.cache(lambda name: Case(VARIANTS[name](directory / name.replace(" / ", " by "))))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", variants(""))
 def test_a_variant_gets_the_tokens_of_mlx_lm_in_every_way(name: str, variant: Callable[[str], Case]) -> None:
     case = variant(name)
     assert case.margin > CLEAR_MARGIN
@@ -270,7 +280,7 @@ def test_a_variant_gets_the_tokens_of_mlx_lm_in_every_way(name: str, variant: Ca
 
 @on_cpu
 @pytest.mark.usefixtures("many_streams")
-@pytest.mark.parametrize("name", [name for name in VARIANTS if "bit" in name or "tied" in name])
+@pytest.mark.parametrize("name", variants("bit", "tied"))
 def test_on_several_streams_a_variant_gets_the_tokens_of_mlx_lm(name: str, variant: Callable[[str], Case]) -> None:
     assert_same_on_streams(variant(name))
 

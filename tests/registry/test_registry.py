@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,11 +15,12 @@ import pytest
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine import EngineConfig, builder
-from mlxpaged.models import device_memory
+from mlxpaged.models.device_memory import limit_memory
 from mlxpaged.registry import Catalog, Limits, Model, Registry, registry_of
 from tests.api.helpers import (
     DEADLINE,
     Background,
+    FakeClock,
     StepGate,
     answer_text,
     ask,
@@ -187,27 +189,49 @@ def test_32_mixed_streams_of_two_models_and_embeddings_are_answered_as_each_alon
     assert states(server) == {"demo": "loaded", "small": "available", "hybrid": "loaded", "vectors": "loaded"}
 
 
-def test_models_take_turns_and_none_waits_for_the_others_queue(server: RunningServer) -> None:
-    """A model with one request has a step at least after each step of a model with a queue."""
-    post(server, run_on("x", 1, model="small"))
+@pytest.mark.parametrize(("priority", "share"), [("normal", 10), ("high", 20)])
+def test_models_take_turns_by_the_device_time_that_they_have_used(
+    paths: dict[str, Path], tmp_path: Path, priority: str, share: int
+) -> None:
+    """A step of one model takes ten times as long as one of the other. That model has a queue of normal priority."""
+    clock = FakeClock()
+    keys = write_keys(tmp_path / "keys.json", anna={"tier": priority}, otto={})
+    http = HttpConfig(api_keys=tmp_path / "keys.json")
     turns: list[str] = []
-    for name in ("demo", "small"):
-        core: Any = server.core_of(name)
 
-        def watched(*args: Any, name: str = name, forward: Any = core.runner.forward) -> Any:
-            turns.append(name)
-            return forward(*args)
+    def timed(name: str, seconds: float, forward: Any, *args: Any) -> Any:
+        turns.append(name)
+        clock.advance(seconds)
+        return forward(*args)
 
-        core.runner.forward = watched
-    queue = [Background.post(server, "/v1/completions", run_on(random_tokens(200, i), 30)) for i in range(8)]
-    wait_until(lambda: turns.count("demo") > 3)
-    one = Background.post(server, "/v1/completions", run_on("x", 12, model="small"))
-    assert one.text is not None
-    first = turns.index("small")
-    last = len(turns) - turns[::-1].index("small")
-    beside = turns[first:last]
-    assert [pending.text for pending in queue]
-    assert "demo" not in beside or max(map(len, "".join(name[0] for name in beside).split("s"))) <= 6
+    with running_server(models(paths, "small", clock=clock), clock=clock, http=http) as server:
+        with raw(server) as client:
+            client.post("/v1/completions", json=run_on("x", 1, model="small"), headers=bearer(keys["anna"]))
+        for name, seconds in (("demo", 1.0), ("small", 0.1)):
+            core: Any = server.core_of(name)
+
+            def timed(
+                *args: Any, name: str = name, seconds: float = seconds, forward: Any = core.runner.forward
+            ) -> Any:
+                turns.append(name)
+                clock.advance(seconds)
+                return forward(*args)
+
+            core.runner.forward = timed
+        queue = [
+            Background.post(server, "/v1/completions", run_on(random_tokens(9, i), 40), **bearer(keys["otto"]))
+            for i in range(3)
+        ]
+        wait_until(lambda: "demo" in turns)
+        one = Background.post(server, "/v1/completions", run_on("x", 120, model="small"), **bearer(keys["anna"]))
+        assert one.text
+        assert [pending.text for pending in queue]
+    first, last = turns.index("small"), len(turns) - turns[::-1].index("small")
+    runs = [len(list(run)) for name, run in itertools.groupby(turns[first:last]) if name == "small"]
+    assert len(runs) >= 120 // share
+    assert all(share - 1 <= run <= share + 1 for run in runs[1:-1]), runs
+    demo_runs = [len(list(run)) for name, run in itertools.groupby(turns[first:last]) if name == "demo"]
+    assert set(demo_runs) == {1}  # the small model waits for one step of the queue
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
@@ -227,16 +251,21 @@ def test_the_idle_model_that_was_used_least_recently_makes_room(paths: dict[str,
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96  # its prefix cache has stayed
 
 
-def test_a_model_that_does_not_fit_is_refused_with_both_numbers(
-    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _no_limit() -> Iterator[None]:
+    yield
+    limit_memory(None)
+
+
+@pytest.mark.usefixtures("_no_limit")
+def test_a_model_that_does_not_fit_is_refused_with_both_numbers(paths: dict[str, Path]) -> None:
     with running_server(models(paths, "small", "other", pinned=["demo"])) as server:
         post(server, run_on("x", 2, model="small"))
         with StepGate(server) as gate:
             busy = Background.post(server, "/v1/completions", run_on("x", 3))
             gate.wait_held()
             # "small" is idle and is unloaded, and the pool of "demo" shrinks. That does not suffice.
-            monkeypatch.setattr(device_memory, "_limit", 1)
+            limit_memory(1)
             blocked = Background.post(server, "/v1/completions", run_on("x", 2, model="other"))
             gate.open()
             answer = blocked.result()
@@ -245,8 +274,20 @@ def test_a_model_that_does_not_fit_is_refused_with_both_numbers(
             assert "GB" in error["message"]
             assert busy.text is not None
         assert states(server) == {"demo": "loaded", "small": "available", "other": "failed"}
-        monkeypatch.setattr(device_memory, "_limit", None)
+        limit_memory(None)
         assert post(server, run_on("x", 2, model="other"))["usage"]["completion_tokens"] == 2
+
+
+def test_of_requests_that_wait_for_two_models_with_room_for_one_none_is_lost(paths: dict[str, Path]) -> None:
+    """A model that was just loaded is not unloaded before the request for which it was loaded."""
+    with running_server(models(paths, "small", "other", limits=Limits(max_loaded=1))) as server:
+        for _ in range(3):
+            pending = [
+                Background.post(server, "/v1/completions", run_on("x", 2, model=name)) for name in ("small", "other")
+            ]
+            found = [each.result().status_code for each in pending]
+            assert 200 in found
+            assert set(found) <= {200, 507}
 
 
 def test_a_model_that_runs_requests_is_not_unloaded(paths: dict[str, Path]) -> None:

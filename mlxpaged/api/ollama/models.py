@@ -12,9 +12,9 @@ from mlxpaged.api import web
 from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.errors import ApiError, model_not_found
+from mlxpaged.api.models import models_for
 from mlxpaged.api.ollama.renderer import timestamp
 from mlxpaged.api.ollama.schema import OllamaShowRequest
-from mlxpaged.api.openai.models import models_for
 from mlxpaged.api.server import server_of
 from mlxpaged.engine import EmbeddingInfo, EngineInfo
 from mlxpaged.registry import Model
