@@ -159,7 +159,7 @@ def test_what_a_load_answers_is_shown(visit: Start, demo: RunningServer) -> None
     assert asked == [f"POST /v1/models/{path}" for path in ("small/load", "small/unload", "org/broken/load")]
 
 
-def test_a_model_is_loaded_and_unloaded(visit: Start, tmp_path: Path) -> None:
+def test_a_model_is_loaded_and_unloaded_and_loaded_by_a_chat(visit: Start, tmp_path: Path) -> None:
     small = EngineConfig(model=str(make_tiny_model(tmp_path / "small", "llama")), kv_cache_bytes=8_000_000)
     demo = EngineConfig(kv_cache_bytes=16_000_000)
     with running_server(Registry({"demo": Model("demo", demo), "small": Model("small", small)}, demo)) as server:
@@ -175,6 +175,11 @@ def test_a_model_is_loaded_and_unloaded(visit: Start, tmp_path: Path) -> None:
         expect(tab.page.get_by_role("button", name="Load small")).to_be_visible()
         expect(maps).to_be_hidden()
         assert not server.registry.models["small"].is_loaded
+        tab.page.get_by_role("link", name="Chat").click()
+        tab.page.get_by_label("Model", exact=True).select_option("small (loads on first use)")
+        tab.say("Hello")
+        expect(tab.answered().locator(".stats")).to_contain_text("tokens")
+        assert server.registry.models["small"].is_loaded
 
 
 def test_the_view_says_when_the_stream_is_gone_and_comes_back(visit: Start, demo: RunningServer) -> None:

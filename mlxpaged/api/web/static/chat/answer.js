@@ -26,7 +26,12 @@ export async function receive(body, message, { signal, changed }) {
     headers: { "X-Mlxpaged-Progress": "1" },
     body: { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } },
   });
-  for await (const data of events(response)) {
+  const noted = (text) => {
+    message.comment = text;
+    changed();
+  };
+  for await (const data of events(response, noted)) {
+    message.comment = null;
     if (data === "[DONE]") {
       message.progress = null;
       measure();

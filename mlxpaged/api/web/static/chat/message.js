@@ -126,10 +126,11 @@ export class AnswerMessage {
   }
 
   showNote() {
-    const { error, finish, progress, running, stopped } = this.message;
+    const { comment, error, finish, progress, running, stopped } = this.message;
     let text = "";
     if (error) text = error;
     else if (running && progress) text = progressText(progress);
+    else if (running && comment) text = `${comment[0].toUpperCase()}${comment.slice(1)}`; // "loading 1.2 of 3.4 GB"
     else if (stopped) text = "Stopped.";
     else if (finish === "length") text = "The answer reached its limit of tokens.";
     this.note.textContent = text;

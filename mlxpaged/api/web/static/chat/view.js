@@ -126,7 +126,7 @@ export class ChatView {
   /** Saves a conversation that has messages. */
   async keep(conversation) {
     if (conversation.messages.length === 0) return;
-    const plain = { ...conversation, messages: conversation.messages.map(({ running, progress, ...rest }) => rest) };
+    const plain = { ...conversation, messages: conversation.messages.map(({ running, progress, comment, ...rest }) => rest) };
     this.conversations.byId.set(conversation.id, conversation);
     try {
       await this.conversations.save(plain);
@@ -324,7 +324,7 @@ export class ChatView {
       else message.error = error.message;
     }
     message.running = false;
-    message.progress = null;
+    message.progress = message.comment = null;
     this.running.delete(conversation.id);
     const followed = this.isAtEnd();
     this.answers.get(message)?.update();
