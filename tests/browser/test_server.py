@@ -73,7 +73,6 @@ def test_the_map_the_charts_and_the_requests_follow_the_load(
         assert float(tokens.locator("dd").inner_text().replace(",", "")) > 0
         assert tokens.locator("path.area").get_attribute("d")
         expect(tab.page.locator(".chart").nth(1).locator("dd").first).to_contain_text("s")
-        picture(tab.page, "server")
         tab.check_accessible()
         tab.page.emulate_media(color_scheme="dark")
         tab.page.wait_for_timeout(600)
