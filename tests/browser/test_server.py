@@ -194,7 +194,7 @@ def test_the_view_says_when_the_stream_is_gone_and_comes_back(visit: Start, demo
     expect(alert).to_be_hidden()
 
 
-def test_the_api_document_is_readable_and_can_be_tried(visit: Start, demo: RunningServer, picture: Picture) -> None:
+def test_the_api_document_is_readable_and_can_be_tried(visit: Start, demo: RunningServer) -> None:
     tab = visit(demo)
     tab.open("/docs")
     expect(tab.page.get_by_role("heading", name="mlxpaged")).to_be_visible()
