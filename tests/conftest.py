@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +19,22 @@ from tests.support import RunningServer, running_server
 
 collect_ignore = [] if find_spec("playwright") else ["browser"]
 """`make test-page` installs Playwright."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On Linux, each worker stays on one core if there are as many workers as cores: the threads of a test's client and
+    server wait for each other, and on two cores they would wake each other up all the time."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= len(cores):
+            os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The objects of the libraries and of 6,000 tests are no garbage. Full collections need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
