@@ -80,6 +80,14 @@ def _no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_config_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands do not read the configuration file of the user who runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("no-config")))
+        yield
+
+
 @pytest.fixture
 def many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """All work that can be split among CPU streams is split, however small it is and however few the cores are."""

@@ -11,20 +11,21 @@ import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import uvloop
+from typing import TYPE_CHECKING, Any
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import flags
-from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority, size
+from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority
 from mlxpaged.cli.exit import exit_status
+from mlxpaged.cli.flags import size
 from mlxpaged.cli.logs import set_up
-from mlxpaged.engine import EngineConfig
+from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.models import tool_parsers
-from mlxpaged.models.device_memory import limit_memory
 from mlxpaged.models.generation_config import LIMITS
-from mlxpaged.registry import Catalog, Limits, Model, Registry, registry_of
+
+if TYPE_CHECKING:
+    from mlxpaged.engine import EngineConfig
+    from mlxpaged.registry import Registry
 
 NO_MODEL = "none"
 BACKLOG = 2048
@@ -123,6 +124,8 @@ def named(text: str) -> tuple[str, str]:
 
 def server_models(args: argparse.Namespace) -> Registry | None:
     """Returns None for a server without a model. Raises ValueError if flags contradict each other."""
+    with heavy_imports():
+        from mlxpaged.registry import Catalog, Limits, Model, registry_of
     names = flags.models_of(args)
     if NO_MODEL in names:
         for flag, given in (("--embedding-model", args.embedding_model), ("--swap-space", args.swap_space_bytes)):
@@ -189,6 +192,10 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     allow_open_files(args.max_connections + OTHER_FILES)
     http = flags.from_flags(HttpConfig, args, ollama_port=addresses[1][1] if len(addresses) > 1 else None)
+    with heavy_imports():
+        import uvloop
+
+        from mlxpaged.models.device_memory import limit_memory
     limit_memory(args.memory)
     status = 0
     with contextlib.suppress(KeyboardInterrupt):  # a SIGINT before the server handles it
