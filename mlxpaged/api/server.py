@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from mlxpaged.api.errors import ApiError, bad_parameter, load_failed, model_not_
 from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
+from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 from mlxpaged.registry import LoadFailedError, Model, ModelUnknownError, NoRoomError, Registry
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class Server:
         self.http = http
         self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None
         self.metrics = Metrics(self._stats)
+        self.refusals: deque[Refusal] = deque(maxlen=MAX_REFUSALS)
         self.registry = registry
         if registry is not None:
             registry.observe(self._observe)
@@ -192,6 +195,11 @@ class Server:
         self._compiling.release()
         if not compiled.cancelled():
             compiled.exception()  # marks it as retrieved: after a timeout nothing else reads it
+
+    @property
+    def now(self) -> float:
+        """Seconds on the clock of requests and outputs."""
+        return self._clock()
 
     @property
     def uptime(self) -> float:

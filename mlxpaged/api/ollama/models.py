@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from mlxpaged.api import web
 from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.errors import ApiError, model_not_found
@@ -42,11 +42,11 @@ def tagged(name: str) -> str:
 
 
 async def root(request: Request) -> Response:
-    """Clients look here whether Ollama runs. Only the port of --ollama-port answers."""
+    """The page. On the port of --ollama-port, clients look here whether Ollama runs."""
     _, port = request.scope["server"]
-    if port != server_of(request).http.ollama_port:
-        raise HTTPException(404)
-    return PlainTextResponse("Ollama is running")
+    if port == server_of(request).http.ollama_port:
+        return PlainTextResponse("Ollama is running")
+    return await web.index(request)
 
 
 async def version(request: Request) -> Response:
