@@ -17,8 +17,8 @@ from mlxpaged.registry import Model
 
 
 async def health(request: Request) -> Response:
-    """200 if the server takes requests; 503 while it loads, with how far it is, and with the reason while it drains and
-    if the engine of the default model is dead. running, waiting: of all models."""
+    """200 if the server takes requests; 503 while it loads, with how far it is, and with the reason while it drains or
+    is stalled, and if the engine of the default model is dead. running, waiting: of all models."""
     registry = server_of(request).registry
     if registry is None:
         return JSONResponse({"status": "ok", "model": None})
@@ -35,6 +35,8 @@ async def health(request: Request) -> Response:
         body["progress"] = str(registry.progress)
     if registry.reason is not None:
         body["reason"] = registry.reason
+    if (stall := registry.stall) is not None:
+        body["stall"] = stall.fields(registry.clock())
     return JSONResponse(body, status_code=503, headers=None if state is EngineState.DEAD else RETRY)
 
 
@@ -58,9 +60,11 @@ async def status(request: Request) -> Response:
         return JSONResponse(found | {"models": []})
     if state is EngineState.LOADING and registry.progress is not None:
         found["progress"] = str(registry.progress)
-    models = {model: await running_engine(model.engine) for model in registry.loaded if model.engine is not None}
+    asked = [] if state is EngineState.STALLED else registry.loaded  # a stalled engine does not reply
+    models = {model: await running_engine(model.engine) for model in asked if model.engine is not None}
     found |= models.get(registry.default, {})
-    return JSONResponse(found | {"models": [model_fields(model) | fields for model, fields in models.items()]})
+    described = [model_fields(model) | models.get(model, {}) for model in registry.loaded]
+    return JSONResponse(found | {"models": described})
 
 
 def model_fields(model: Model) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -75,7 +75,8 @@ class AsyncEngine:
             lambda failure: self._hand_over(self._become_dead, failure),
         )
         self.thread = thread or EngineThread(clock)
-        self.slot = ModelSlot(lambda report: load_core(config, clock, report), callbacks)
+        name = config.served_model_name or config.model
+        self.slot = ModelSlot(lambda report: load_core(config, clock, report), callbacks, name)
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Start the engine thread if it does not run. The model loads in the background, and `progress` says how far it
@@ -105,6 +106,7 @@ class AsyncEngine:
 
     def require_ready(self) -> EngineInfo | EmbeddingInfo:
         """Raises EngineUnavailableError if the engine takes no requests now."""
+        self._require_no_stall()
         if self.state is EngineState.READY and self.info is not None:
             return self.info
         messages = {
@@ -112,6 +114,10 @@ class AsyncEngine:
             EngineState.DRAINING: "the server is shutting down",
         }
         raise EngineUnavailableError(self.state, messages.get(self.state, f"the engine is dead: {self.reason}"))
+
+    def _require_no_stall(self) -> None:
+        if (stall := self.thread.stall) is not None:
+            raise EngineUnavailableError(EngineState.STALLED, str(stall))
 
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[float]:
@@ -169,13 +175,19 @@ class AsyncEngine:
         self._idle.clear()
         self.thread.send(self.slot, lambda core: core.embed(request))
         try:
-            left = None if timeout is None else max(0.0, arrival_time + timeout - self.clock())
-            output = await asyncio.wait_for(waiter, left)
-        except asyncio.TimeoutError:
-            raise errors.DeadlineExceededError(
-                f"timeout of {timeout:g} s passed: the embeddings were not complete"
-            ) from None
+            if timeout is None:
+                await asyncio.wait([waiter])
+            else:  # the loop's clock may count the sleep of the machine, unlike ours
+                while not waiter.done() and (left := arrival_time + timeout - self.clock()) > 0:
+                    await asyncio.wait([waiter], timeout=left)
+                if not waiter.done():
+                    raise errors.DeadlineExceededError(
+                        f"timeout of {timeout:g} s passed: the embeddings were not complete"
+                    )
+            raise_if_stalled(waiter)
+            output = waiter.result()
         finally:
+            waiter.cancel()
             self._replies.discard(waiter)
             self._embedding -= 1
             self._note_idle()
@@ -223,6 +235,7 @@ class AsyncEngine:
         outputs in the second part go to their streams."""
         if self.info is None or self.state is EngineState.DEAD:
             self.require_ready()
+        self._require_no_stall()  # before the command is sent: who asks again and again must not fill the queue
         reply: Future[Reply] = Future()
 
         def command(core: Core) -> list[RequestOutput]:
@@ -245,6 +258,7 @@ class AsyncEngine:
             done, _ = await asyncio.wait([waiter], timeout=REPLY_SECONDS)
             if not done:
                 raise errors.EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s")
+            raise_if_stalled(waiter)
             return waiter.result()
         finally:
             waiter.cancel()
@@ -267,6 +281,25 @@ class AsyncEngine:
         """End every request with an error."""
         self._ended_all = self.num_unfinished > 0
         self.thread.send(self.slot, lambda core: core.abort_all(error))
+
+    def end_waiting(self, error: str, running: Container[str]) -> None:
+        """End the requests of which no step computes or has computed a part, and those for embeddings, with an error:
+        the engine thread is stalled. If it goes on after all, it forgets them first. running: ids of the requests in
+        the step that is stalled."""
+        waiting = [
+            stream
+            for stream in self._streams.values()
+            if stream.is_waiting and stream.request.request_id not in running
+        ]
+        for stream in waiting:
+            stream.ended_in = EngineState.STALLED
+            self._abort(stream.request.request_id)
+        now, reason = self.clock(), FinishReason.ERROR
+        ends = [RequestOutput(stream.request.request_id, now, finish_reason=reason, error=error) for stream in waiting]
+        if self.stats is not None:
+            self._dispatch(ends, self.stats)
+        for waiter in self._replies:
+            waiter.cancel()
 
     async def unload(self) -> None:
         """Free what the model holds, also while it loads. Its requests end with an error. Other models go on."""
@@ -347,3 +380,9 @@ class AsyncEngine:
 
 def info_of(core: Core, config: EngineConfig) -> EngineInfo | EmbeddingInfo:
     return EngineInfo(core, config) if isinstance(core, EngineCore) else EmbeddingInfo(core)
+
+
+def raise_if_stalled(waiter: asyncio.Future[Any]) -> None:
+    """Only `end_waiting` cancels what a task waits for. Raises EngineUnavailableError."""
+    if waiter.cancelled():
+        raise EngineUnavailableError(EngineState.STALLED, "the engine was stalled, so that this could not be done")

@@ -21,6 +21,7 @@ from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
+from mlxpaged.engine.stall import StepSize
 from mlxpaged.engine.status import (
     MAX_WAITING_LISTED,
     MAX_WAITING_WATCHED,
@@ -206,6 +207,21 @@ class EngineCore:
             self._prompt_chunks,
         )
 
+    def step_size(self) -> StepSize:
+        """The size of the step that was scheduled last, and the time of all that run. The watchdog asks on its own
+        thread while a step runs, so this only reads what does not change."""
+        last, in_flight = self._log.batch, self._in_flight
+        seconds = self.scheduler.expected_seconds(last)
+        if in_flight is not None and in_flight.batch is not last and seconds is not None:
+            before = self.scheduler.expected_seconds(in_flight.batch)
+            seconds = None if before is None else before + seconds
+        rows = last.rows if in_flight is None else [*last.rows, *in_flight.batch.rows]
+        request_ids = frozenset(row.sequence.request_id for row in rows)
+        return StepSize(len(last), last.num_tokens, seconds, request_ids)
+
+    def embedding_size(self) -> StepSize | None:
+        return None if self.embedder is None else self.embedder.step_size
+
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished() or self._in_flight is not None
 
@@ -299,6 +315,7 @@ class EngineCore:
     def rest(self) -> bool:
         """What the engine does instead of a step while it has no work: it gives back memory. Returns whether it did."""
         self.scheduler.blocks.size.missing = 0  # no request waits for more
+        self.scheduler.learn()
         return self._resize_pools(is_idle=True)
 
     def finish_in_flight_step(self) -> list[RequestOutput]:

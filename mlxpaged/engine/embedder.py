@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxpaged.engine.request import EndedRequest
+from mlxpaged.engine.stall import StepSize
 from mlxpaged.models import EmbeddingModel, synchronize
 from mlxpaged.scheduler import FinishReason, SequenceStatus
 
@@ -93,6 +94,7 @@ class Embedder:
         self._long: Row | None = None
         self._long_is_next = False
         self._requests = self._tokens = self._steps = 0
+        self.step_size = StepSize(0, 0, None)  # of the latest forward pass
 
     def add(self, request: EmbeddingRequest) -> None:
         self._jobs.append(Job(request, self._step_tokens))
@@ -154,6 +156,7 @@ class Embedder:
         start = rows[0].num_computed
         chunks = [row.tokens[start : start + budget] for row in rows]
         longest = max(map(len, chunks))
+        self.step_size = StepSize(len(rows), longest * len(rows), None)
         # Padding follows the input, and a causal decoder's states do not depend on later tokens.
         tokens = [[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks]
         try:

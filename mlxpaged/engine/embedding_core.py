@@ -9,6 +9,7 @@ from mlxpaged.cache import BlockUsage
 from mlxpaged.engine.embedder import Embedder, EmbeddingRequest
 from mlxpaged.engine.pool_resizer import REST_SECONDS
 from mlxpaged.engine.request import EndedRequest, RequestOutput
+from mlxpaged.engine.stall import StepSize
 from mlxpaged.engine.status import EngineSnapshot, EngineStats, EngineStatus
 from mlxpaged.scheduler import SchedulerStats
 
@@ -62,6 +63,13 @@ class EmbeddingCore:
 
     def embeds(self) -> bool:
         return self.embedder.has_work()
+
+    def step_size(self) -> StepSize | None:
+        """It generates no text."""
+        return None
+
+    def embedding_size(self) -> StepSize | None:
+        return self.embedder.step_size
 
     def pause(self) -> float:
         return 0.0 if self.embeds() else REST_SECONDS

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -20,6 +21,7 @@ from mlxpaged.engine.memory import limit_freed_buffers, prepare_device_memory
 from mlxpaged.engine.pool_resizer import REST_SECONDS
 from mlxpaged.engine.progress import Progress, Report
 from mlxpaged.engine.request import RequestOutput
+from mlxpaged.engine.stall import Stall, StepSize, Work
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
 from mlxpaged.models import ModelNotFoundError, UnsupportedModelError
@@ -69,7 +71,7 @@ class Callbacks:
 @dataclass(eq=False)
 class ModelSlot:
     """One model on the engine thread. load: makes its core, and reports how far it is; other models take turns in each
-    report. Only the engine thread uses the other fields.
+    report. name: the model's. Only the engine thread uses the other fields.
 
     virtual_time: seconds of steps, divided by the model's weight. The model with the least of it takes the next turn
     (start-time fair queueing, Goyal et al. 1996).
@@ -77,12 +79,28 @@ class ModelSlot:
 
     load: Callable[[Report], Core]
     callbacks: Callbacks
+    name: str = ""
     core: Core | None = None
     is_unwanted: bool = False
     has_ended: bool = False
     outputs: list[RequestOutput] = field(default_factory=list)
     virtual_time: float = 0.0
     had_work: bool = False
+
+
+class Activity(NamedTuple):
+    """What the engine thread does since a time on its clock. slot: the model that it does this for."""
+
+    work: Work
+    slot: ModelSlot | None
+    since: float
+
+    def size(self) -> StepSize | None:
+        """The size of a step. Any thread may ask."""
+        core = None if self.slot is None else self.slot.core
+        if core is None or self.work in (Work.COMMANDS, Work.LOAD):
+            return None
+        return core.embedding_size() if self.work is Work.EMBEDDINGS else core.step_size()
 
 
 class EngineThread(threading.Thread):
@@ -102,6 +120,8 @@ class EngineThread(threading.Thread):
         self._device = DeviceClock()
         self._has_garbage = False  # whether a model has ended whose memory is not free yet
         self._ending = False
+        self.activity: Activity | None = None  # None while it waits for commands
+        self._stalled: tuple[Activity, Stall] | None = None
 
     # -- on any thread -----------------------------------------------------------------------------------------------
 
@@ -121,6 +141,16 @@ class EngineThread(threading.Thread):
         """End the thread. Running requests end with an error."""
         self.commands.put(self._end)
 
+    def note_stall(self, activity: Activity, stall: Stall) -> None:
+        """The activity has not ended in time."""
+        self._stalled = activity, stall
+
+    @property
+    def stall(self) -> Stall | None:
+        """None if no activity was stalled, or it has ended after all."""
+        stalled = self._stalled
+        return stalled[1] if stalled is not None and stalled[0] is self.activity else None
+
     # -- on this thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -135,6 +165,10 @@ class EngineThread(threading.Thread):
                 self._load(self._to_load.popleft())
         for slot in [*self._slots, *self._to_load]:
             self._end_slot(slot, why="the server was shut down")
+        self.activity = None
+
+    def _begin(self, work: Work, slot: ModelSlot | None = None) -> None:
+        self.activity = Activity(work, slot, self._clock())
 
     def _pause(self) -> float:
         """Seconds for which nothing is to be done if no command arrives."""
@@ -148,10 +182,13 @@ class EngineThread(threading.Thread):
     def _take_turn(self, pause: float) -> None:
         """Run the commands, waiting up to `pause` seconds for the first one, and a step of one model."""
         while (pause or not self.commands.empty()) and not self._ending:
+            self.activity = None
             try:
                 command = self.commands.get(timeout=pause)
             except queue.Empty:
                 break
+            finally:
+                self._begin(Work.COMMANDS)
             pause = 0.0
             command()
             if self.commands.empty():
@@ -198,6 +235,7 @@ class EngineThread(threading.Thread):
         core = slot.core
         assert core is not None
         if isinstance(core, EngineCore) and core.has_work():
+            self._begin(Work.STEP, slot)
             slot.outputs += core.logged_step()
             self._deliver(slot)
             if self._loading is not None:  # which measures times and memory
@@ -207,6 +245,7 @@ class EngineThread(threading.Thread):
         if core.embedder is not None and core.embeds():
             # An embedding waits for the device anyway, and its time must not count as that of the step in flight.
             self._finish_step(slot)
+            self._begin(Work.EMBEDDINGS, slot)
             core.embedder.step(alone=alone and not core.has_work())
             self._device.read_at = self._clock()
             self._deliver(slot)
@@ -214,6 +253,7 @@ class EngineThread(threading.Thread):
     def _finish_step(self, slot: ModelSlot) -> None:
         """Process the step of a model that is in flight, if there is one."""
         if isinstance(slot.core, EngineCore):
+            self._begin(Work.STEP, slot)
             with self._guarded(slot):
                 slot.outputs += slot.core.finish_in_flight_step()
             if slot.outputs and slot.core is not None:
@@ -249,10 +289,12 @@ class EngineThread(threading.Thread):
         def report(progress: Progress) -> None:
             slot.callbacks.on_progress(progress)
             self._take_turn(0.0)
+            self._begin(Work.LOAD, slot)
             if slot.is_unwanted or self._ending:
                 raise LoadCancelled
 
         self._loading = slot
+        self._begin(Work.LOAD, slot)
         try:
             slot.core = slot.load(report)
         except LoadCancelled:

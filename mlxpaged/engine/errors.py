@@ -8,6 +8,7 @@ from enum import Enum
 class EngineState(str, Enum):
     LOADING = "loading"
     READY = "ok"
+    STALLED = "stalled"  # a step or a load has not ended in time; `EngineThread.stall` says which
     DRAINING = "draining"
     DEAD = "dead"
 

@@ -33,6 +33,7 @@ class RequestStream:
         self._computed_tokens = 0
         self._abort = abort
         self._finished = False
+        self.ended_in: EngineState | None = None  # if it ended in a state that may be over when the end is read
 
     def put(self, output: RequestOutput) -> None:
         if self._place is not None:
@@ -46,6 +47,11 @@ class RequestStream:
             self._leave_line(self._place)
         self._latest = self._latest._replace(num_cached_tokens=chunk.cached_tokens)
         self._computed_tokens = chunk.computed_tokens
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no step has computed a part of it."""
+        return self._place is not None
 
     def wake(self) -> None:
         """Give the reader an output without news, unless it has the last one."""
@@ -80,18 +86,18 @@ class RequestStream:
             output = await self._outputs.get()
             if output.finish_reason is not None:
                 self._finished = True
-            raise_unless_complete(output.finish_reason, output.error, self._state())
+            raise_unless_complete(output.finish_reason, output.error, self.ended_in or self._state())
             yield output
 
 
 def raise_unless_complete(reason: FinishReason | None, error: str | None, state: EngineState) -> None:
     """Raises DeadlineExceededError, RequestCancelledError or RequestFailedError if a request ended without its answer.
-    If it ended because the engine shuts down or is dead, raises EngineUnavailableError instead."""
+    If it ended because the engine shuts down, is dead or is stalled, raises EngineUnavailableError instead."""
     if reason is FinishReason.TIMEOUT:
         raise errors.DeadlineExceededError(error)
     if reason is FinishReason.CANCELLED:
         raise errors.RequestCancelledError(error)
     if reason in (FinishReason.ERROR, FinishReason.ABORT):
-        if state in (EngineState.DRAINING, EngineState.DEAD):
+        if state in (EngineState.DRAINING, EngineState.DEAD, EngineState.STALLED):
             raise errors.EngineUnavailableError(state, error or "the client disconnected")
         raise errors.RequestFailedError(error or "the client disconnected")

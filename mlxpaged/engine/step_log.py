@@ -16,12 +16,12 @@ class StepLog:
     """The core calls `start_step` when it has scheduled a step, and `write` after it."""
 
     def __init__(self) -> None:
-        self._batch = Batch(())
+        self.batch = Batch(())  # of the step that started last
         self._timelines: set[TimelineRecorder] = set()  # of sequences that were in an earlier step and may still run
 
     def start_step(self, batch: Batch, requests: Mapping[int, RunningRequest], now: float) -> None:
         """Note which sequences run in the step, and which were preempted since the last one."""
-        self._batch = batch
+        self.batch = batch
         self._timelines = {timeline for timeline in self._timelines if not timeline.check_preempted(now)}
         for row in batch.rows:
             timeline = requests[row.sequence.sequence_id].timeline
@@ -31,7 +31,7 @@ class StepLog:
 
     def write(self, number: int, seconds: float, scheduler: Scheduler) -> None:
         """Write the line of the step that started last to the debug log."""
-        batch = self._batch
+        batch = self.batch
         if not batch.rows or not logger.isEnabledFor(logging.DEBUG):
             return
         stats = scheduler.stats()

@@ -23,6 +23,8 @@ from mlxpaged.engine import (
 )
 from mlxpaged.engine.engine_thread import EngineThread
 from mlxpaged.engine.request import EndedRequest
+from mlxpaged.engine.stall import Stall
+from mlxpaged.engine.watchdog import StallLimits, Watchdog
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model
@@ -51,7 +53,7 @@ class Registry:
 
     models: served from the start, by name; the first one is the default. num_at_start: how many of them are loaded at
     the start. aliases: other names of models. base: configuration of models that no flag names; only their names
-    differ. clock: seconds.
+    differ. clock: seconds. watchdog: None for a registry without one.
     """
 
     models: dict[str, Model]
@@ -61,6 +63,7 @@ class Registry:
     limits: Limits = Limits()
     catalog: Catalog = field(default_factory=Catalog)
     clock: Callable[[], float] = time.monotonic
+    watchdog: StallLimits | None = None
 
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.clock)
@@ -70,6 +73,8 @@ class Registry:
         self._started = False
         self._changing = asyncio.Lock()  # held while models are loaded or unloaded
         self._watcher: asyncio.Task[None] | None = None
+        self._watchdog: Watchdog | None = None
+        self._alarm: asyncio.Future[None] | None = None  # done at the next stall
 
     @classmethod
     def of(cls, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> Registry:
@@ -85,6 +90,10 @@ class Registry:
         loop: an event loop that will run later; None: the running one.
         """
         self.loop = loop or asyncio.get_running_loop()
+        self._alarm = self.loop.create_future()
+        if self.watchdog is not None:
+            self._watchdog = Watchdog(self.thread, self.watchdog, self.clock, self._raise_alarm)
+            self._watchdog.start()
         for model in self._at_start:
             self._begin(model)
 
@@ -103,6 +112,20 @@ class Registry:
         engine.on_output = self._on_output
         engine.start(self.loop)
         return engine
+
+    def _raise_alarm(self, stall: Stall) -> None:
+        """On the watchdog's thread."""
+        assert self.loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self._end_waiting, stall)
+
+    def _end_waiting(self, stall: Stall) -> None:
+        """The engine thread is stalled: end what waits for it."""
+        for engine in self.engines:
+            engine.end_waiting(str(stall), () if stall.size is None else stall.size.request_ids)
+        if self._alarm is not None and self.loop is not None:
+            self._alarm.set_result(None)
+            self._alarm = self.loop.create_future()
 
     async def wait_loaded(self) -> None:
         """Wait for the models of the start. Raises EngineUnavailableError if one of them cannot be loaded."""
@@ -132,6 +155,8 @@ class Registry:
 
     async def stop(self, timeout: float) -> bool:
         """End the engine thread. Returns False if it does not end within `timeout` seconds."""
+        if self._watchdog is not None:
+            self._watchdog.end()
         tasks = [self._watcher, *(model.loading for model in self.models.values())]
         for task in tasks:
             if task is not None:
@@ -167,9 +192,12 @@ class Registry:
 
     @property
     def state(self) -> EngineState:
-        """LOADING until the models of the start are loaded; DEAD if the default model's engine failed."""
+        """STALLED while work of the engine thread has not ended in time; LOADING until the models of the start are
+        loaded; DEAD if the default model's engine failed."""
         if self._draining is not None:
             return EngineState.DRAINING
+        if self.stall is not None:
+            return EngineState.STALLED
         states = [model.engine.state for model in self._at_start if model.engine is not None]
         if self.default.engine is not None and self.default.engine.state is EngineState.DEAD:
             return EngineState.DEAD
@@ -179,15 +207,20 @@ class Registry:
         return EngineState.READY
 
     @property
+    def stall(self) -> Stall | None:
+        """The work of the engine thread that has not ended in time and still runs."""
+        return self.thread.stall
+
+    @property
     def is_started(self) -> bool:
         """Whether the models of the start were loaded."""
         return self._started or self.state is EngineState.READY
 
     def require_started(self) -> None:
-        """Raises EngineUnavailableError if the server takes no requests: while it starts and while it ends."""
-        if self.state in (EngineState.LOADING, EngineState.DRAINING):
+        """Raises EngineUnavailableError if the server takes no requests: while it starts, ends or is stalled."""
+        if (state := self.state) in (EngineState.LOADING, EngineState.DRAINING, EngineState.STALLED):
             message = self.reason or f"the model is still loading{f': {self.progress}' if self.progress else ''}"
-            raise EngineUnavailableError(self.state, message)
+            raise EngineUnavailableError(state, message)
         if not self._started and self.default.engine is not None:
             self.default.engine.require_ready()
 
@@ -202,6 +235,8 @@ class Registry:
         """Why the server takes no requests."""
         if self._draining is not None:
             return self._draining
+        if (stall := self.stall) is not None:
+            return str(stall)
         return None if self.default.engine is None else self.default.engine.reason
 
     @property
@@ -284,13 +319,18 @@ class Registry:
 
     async def load(self, model: Model) -> AsyncEngine:
         """Load a model. The load goes on if the caller is cancelled. A model whose engine failed is loaded anew. Raises
-        LoadFailedError or NoRoomError."""
+        LoadFailedError or NoRoomError, and EngineUnavailableError if the engine thread stalls meanwhile."""
         if model.loading is None:
             model.loading = asyncio.ensure_future(self._load(model))
             model.loading.add_done_callback(lambda task: self._end_loading(model, task))
         model.num_waiting += 1
+        task, alarm = model.loading, self._alarm
+        assert alarm is not None
         try:
-            return await asyncio.shield(model.loading)
+            await asyncio.wait([task, alarm], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineUnavailableError(EngineState.STALLED, self.reason or "the engine was stalled")
+            return task.result()
         finally:
             model.num_waiting -= 1
 

@@ -56,9 +56,13 @@ class PrefillLimits:
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn from a step: the device computed these rows, and nothing else, in `seconds`."""
-        contexts = [row.context_len for row in batch.rows if row.num_tokens == 1]
-        chunks = [(row.start, row.num_tokens) for row in batch.rows if row.num_tokens > 1]
-        self._cost.observe(contexts, chunks, seconds)
+        self._cost.observe(*work_of(batch), seconds)
+
+    def learn(self) -> None:
+        self._cost.costs()
+
+    def expected_seconds(self, batch: Batch) -> float | None:
+        return self._cost.expected_seconds(*work_of(batch))
 
     def budget(self, rows: ListOf[ScheduledSequence], decoding: Iterable[int]) -> PrefillBudget:
         """The budget of a step that has these rows already. decoding: context lengths of all decoding sequences; they
@@ -81,3 +85,9 @@ class PrefillLimits:
         """Time to compute the tokens from `start` on if nothing else runs. 0.0 if too few steps ran to estimate it."""
         costs = self._cost.reliable_costs()
         return 0.0 if costs is None else costs.prefill_seconds(start, tokens, self._config.max_num_batched_tokens)
+
+
+def work_of(batch: Batch) -> tuple[list[int], list[tuple[int, int]]]:
+    """Context lengths of the decoding rows, and (start, tokens) of the prompt chunks."""
+    contexts = [row.context_len for row in batch.rows if row.num_tokens == 1]
+    return contexts, [(row.start, row.num_tokens) for row in batch.rows if row.num_tokens > 1]

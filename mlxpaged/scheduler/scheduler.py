@@ -159,6 +159,14 @@ class Scheduler:
         """Learn from a step: the device computed all these rows, and nothing else, in `seconds`."""
         self._prefill.observe(batch, seconds)
 
+    def learn(self) -> None:
+        """Make the estimate of `expected_seconds` from the steps so far."""
+        self._prefill.learn()
+
+    def expected_seconds(self, batch: Batch) -> float | None:
+        """The time of a batch by the latest estimate; None if it cannot tell. Any thread may ask."""
+        return self._prefill.expected_seconds(batch)
+
     def update(self, batch: Batch, token_ids: dict[int, int]) -> None:
         """Commit a batch that the device has finished, with the tokens that it sampled (sequence id -> token). The
         engine decides which answers end with them, and calls `finish` for those.

@@ -142,6 +142,17 @@ class StepCost:
             self._is_current = True
         return self._costs
 
+    def expected_seconds(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]]) -> float | None:
+        """Estimate a step by the costs that `costs` has returned last. None if too few steps with prompts ran before,
+        or if the step is so large that the costs may not be trusted. Any thread may call it."""
+        costs = self._costs
+        if costs is None or len(self._with_prompts) < MIN_PROMPT_STEPS:
+            return None
+        longest = max((*contexts, *(start + tokens for start, tokens in chunks)), default=0)
+        if longest > costs.longest_context or any(tokens > costs.longest_chunk for _, tokens in chunks):
+            return None
+        return costs.decode_seconds(contexts) + sum(costs.chunk_seconds(start, tokens) for start, tokens in chunks)
+
     def reliable_costs(self) -> Costs | None:
         """Return None while too few steps with prompts ran to estimate the time of a whole prompt."""
         return self.costs() if len(self._with_prompts) >= MIN_PROMPT_STEPS else None

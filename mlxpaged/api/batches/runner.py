@@ -26,7 +26,7 @@ from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.reading import Reading
 from mlxpaged.api.request_id import new_id
-from mlxpaged.engine import EngineUnavailableError, QueueFullError
+from mlxpaged.engine import EngineState, EngineUnavailableError, QueueFullError
 from mlxpaged.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -174,8 +174,12 @@ class BatchRunner:
                 await append(place, failure_line(place, "batch_expired", message))
 
     def _is_over(self, batch: BatchRecord) -> bool:
-        """Whether the batch was cancelled or has expired. Raises EngineUnavailableError."""
-        self._registry.require_ready()
+        """Whether the batch was cancelled or has expired. Raises EngineUnavailableError. A stall may end."""
+        try:
+            self._registry.require_ready()
+        except EngineUnavailableError as error:
+            if error.state is not EngineState.STALLED:
+                raise
         if batch.status != "cancelling" and batch.expired_at is None and now() >= batch.expires_at:
             batch.expired_at = now()
         return batch.status == "cancelling" or batch.expired_at is not None
@@ -232,8 +236,11 @@ class BatchRunner:
                 except QueueFullError:  # another request took the room
                     await asyncio.sleep(POLL_SECONDS)
                     continue
-                except EngineUnavailableError:
-                    raise
+                except EngineUnavailableError as error:
+                    if error.state is not EngineState.STALLED:
+                        raise
+                    await asyncio.sleep(POLL_SECONDS)
+                    continue
                 except Exception as error:
                     answer = from_engine(error)
                     status, content = answer.status, answer.body()
