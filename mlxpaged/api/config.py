@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,4 +16,6 @@ class HttpConfig:
     ollama_port: int | None = None  # the port that answers as Ollama at /, beside the main one; None: there is none
     strict: bool = False  # refuse fields that would be ignored
     max_connections: int = 1024  # requests that are answered at once, streams included
+    max_open_connections: float = math.inf  # idle ones included; what the limit of open files allows
+    write_timeout: float | None = 60.0  # seconds after which a client that reads nothing is left; None: no limit
     keep_alive_seconds: float = 10.0  # a stream that was silent for so long says how far its request is

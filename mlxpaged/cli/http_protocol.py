@@ -1,25 +1,106 @@
-"""Changes uvicorn's protocol with h11: its own errors get the API's format, and silent connections are closed."""
+"""Changes uvicorn's protocol with h11. Its own errors get the API's format. The number of connections is limited, and
+the time in which a client sends or reads nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from http import HTTPStatus
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlxpaged.api.errors import ApiError, render
+from mlxpaged.api.errors import RETRY, ApiError, render
 from mlxpaged.api.request_id import HEADER, new_id
+from mlxpaged.api.server import Server
+
+logger = logging.getLogger(__name__)
 
 HEAD_SECONDS = 30.0
 """Time limit for the head of a connection's first request. uvicorn limits only the time between two requests."""
+
+LEAST_BYTES = 16 * 1024
+"""A client that takes less than this within the time limit counts as one that does not read."""
+CHECKS = 4
+"""Within the time limit. A check counts for a quarter of it, however late it comes: the process may be stopped."""
 
 
 class HttpProtocol(H11Protocol):
     """Uses h11 even if another parser is installed: h11 limits the size of a request's head."""
 
+    _check: asyncio.TimerHandle | None = None  # of the reader, while data waits for it
+    _unsent = _checks = 0  # bytes at the last check at which the client had read enough, and the checks since then
+
+    @property
+    def _server(self) -> Server:
+        server: Server = self.config.app.state.server  # type: ignore[union-attr]
+        return server
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self._server.http.max_open_connections:
+            self._refuse()
         self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_check()
+        super().connection_lost(exc)
+
+    def _refuse(self) -> None:
+        """The files that the process may still open are for the model, uploads and the log."""
+        message = "the server has as many open connections as its limit of open files allows"
+        error = ApiError(503, message, "server_error", code="too_many_connections", headers=RETRY)
+        self._server.metrics.count_refusal(error.refusal_code)
+        self._answer(error)
+
+    # -- clients that do not read ------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """64 KiB wait for the client. The handler waits too, until `resume_writing`."""
+        super().pause_writing()
+        self._begin_check()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_check()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes an idle connection, after the client has taken the rest of the answer."""
+        super().timeout_keep_alive_handler()
+        self._begin_check()
+
+    def _begin_check(self) -> None:
+        self._unsent, self._checks = self.transport.get_write_buffer_size(), 0
+        if self._unsent and self._check is None:
+            self._check_later()
+
+    def _check_later(self) -> None:
+        if (limit := self._server.http.write_timeout) is not None:
+            self._check = self.loop.call_later(limit / CHECKS, self._check_reader)
+
+    def _end_check(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+            self._check = None
+
+    def _check_reader(self) -> None:
+        """Nothing is added to what waits, so it shrinks by what the client takes."""
+        unsent = self.transport.get_write_buffer_size()
+        self._checks += 1
+        if self._unsent - unsent >= LEAST_BYTES:
+            self._unsent, self._checks = unsent, 0
+        self._check = None
+        if unsent and self._checks < CHECKS:
+            self._check_later()
+        elif unsent:
+            self._abort(unsent)
+
+    def _abort(self, unsent: int) -> None:
+        """The handler sees a client that has left, and ends the request."""
+        state = {} if self.cycle is None else self.cycle.scope.get("state", {})
+        message = "%s: the client has not read for %.0f s; %d bytes were waiting for it"
+        logger.info(message, state.get("request_id", "a connection"), self._server.http.write_timeout, unsent)
+        self.transport.abort()
 
     def _close_if_silent(self) -> None:
         """A silent connection must not use up the process's open files."""
@@ -28,11 +109,15 @@ class HttpProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers invalid HTTP, and heads of more than 64 KiB. No handler sees these."""
+        self._answer(ApiError(400, msg, code="invalid_http"))
+
+    def _answer(self, error: ApiError) -> None:
+        """Answer without a handler, and close the connection."""
         request_id = new_id("req")
-        response = render(ApiError(400, msg, code="invalid_http"), "", request_id)
+        response = render(error, "", request_id)
         headers = [*response.raw_headers, (b"connection", b"close"), (HEADER.lower().encode(), request_id.encode())]
         for event in (
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Response(status_code=error.status, headers=headers, reason=HTTPStatus(error.status).phrase.encode()),
             h11.Data(data=bytes(response.body)),
             h11.EndOfMessage(),
         ):

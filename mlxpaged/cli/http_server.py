@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def run_server(
     """Serve until a signal. registry: None for a server without a model. listeners: as for `HttpServer`. Returns the
     exit status, 1 with a message if the file of API keys or `data_dir` cannot be used."""
     try:
-        app = create_app(registry, http=http, data_dir=data_dir)
+        clock = time.monotonic if registry is None else registry.clock
+        app = create_app(registry, clock, http, data_dir)
     except (KeyFileError, DataDirInUseError, OSError, ValueError) as error:
         for listener in listeners:
             listener.close()

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import ipaddress
+import math
 import resource
 import socket
 import sys
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 
 NO_MODEL = "none"
 BACKLOG = 2048
-OTHER_FILES = 512
-"""Open files beside the connections that are answered: idle connections, the model, the log."""
+IDLE_CONNECTIONS = 4096
+"""Connections that may be open beside those that are answered."""
+OTHER_FILES = 256
+"""Open files beside the connections: the model, whose weights can be in more than a hundred, uploads, the log."""
 
 
 def add_parser(commands: Any) -> None:
@@ -80,6 +83,8 @@ def add_parser(commands: Any) -> None:
     network.field("--max-connections", flags.positive_int, "requests that are answered at once; further ones get a 503")
     largest = f"{HttpConfig.max_body_bytes // 2**20}MiB"
     network.value("--max-body-size", size, largest, "largest request body", dest="max_body_bytes")
+    dead = "seconds after which a client that does not read its answer is disconnected; 0: never"
+    network.field("--write-timeout", flags.or_zero(flags.positive_seconds, None), dead)
     network.switch("--until-eof", "end when standard input is closed, for a program that starts the server")
     network.value("--drain-timeout", flags.seconds, 30, "seconds that running requests have at shutdown to finish")
 
@@ -103,6 +108,13 @@ def add_parser(commands: Any) -> None:
     requests.switch("--strict", "refuse unknown fields and hints in requests, which are ignored otherwise")
     requests.switch("--timelines", "add the times of waiting, prefill and decoding to every answer")
     requests.value("--data-dir", Path, None, "directory for /v1/files and /v1/batches", "both are off")
+
+    stalls = groups.group("stalls")
+    longest = "seconds after which a step that has not ended counts as stalled; 0: never"
+    estimated = "20 times its estimated time, but at least 30"
+    unlimited = flags.or_zero(flags.positive_seconds, math.inf)
+    stalls.value("--step-timeout", unlimited, None, longest, estimated)
+    stalls.switch("--exit-when-stalled", "end a stalled server with status 70, for a service manager that restarts it")
 
     add_sampling_flags(groups.group("sampling", DEFAULTS))
     add_engine_flags(groups)
@@ -139,6 +151,8 @@ def adapter_path(text: str) -> AdapterPath:
 def server_models(args: argparse.Namespace) -> Registry | None:
     """Returns None for a server without a model. Raises ValueError if flags contradict each other."""
     with heavy_imports():
+        from mlxpaged.engine.awake_clock import AwakeClock
+        from mlxpaged.engine.watchdog import StallLimits
         from mlxpaged.registry import Catalog, Limits, Model, registry_of
     names = flags.models_of(args)
     if NO_MODEL in names:
@@ -174,6 +188,8 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         pinned=args.pinned,
         limits=Limits(args.max_loaded_models, args.idle_unload),
         catalog=Catalog(args.model_dirs),
+        clock=AwakeClock(),
+        watchdog=StallLimits(args.step_timeout, args.exit_when_stalled),
     )
 
 
@@ -218,8 +234,12 @@ def run(args: argparse.Namespace) -> int:
         close(listeners)
         remedy = "use API keys with --api-keys FILE (`mlxpaged keys add` makes it), or allow access without a key with"
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
-    allow_open_files(args.max_connections + OTHER_FILES)
-    http = flags.from_flags(HttpConfig, args, ollama_port=addresses[1][1] if len(addresses) > 1 else None)
+    http = flags.from_flags(
+        HttpConfig,
+        args,
+        ollama_port=addresses[1][1] if len(addresses) > 1 else None,
+        max_open_connections=allow_open_files(args.max_connections),
+    )
     with heavy_imports():
         import uvloop
 
@@ -249,12 +269,20 @@ def local_url(address: tuple[Any, ...]) -> str:
     return f"http://[{host}]:{address[1]}" if host.version == 6 else f"http://{host}:{address[1]}"
 
 
-def allow_open_files(count: int) -> None:
-    """Allow `count` open files, if the system permits. A shell on a Mac starts with 256; each connection needs one."""
+def allow_open_files(answered: int) -> float:
+    """Allow the open files that the server needs, if the system permits. A shell on a Mac starts with 256; each
+    connection needs one. answered: connections that are answered at once. Returns how many connections may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    wanted = answered + IDLE_CONNECTIONS + OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft == resource.RLIM_INFINITY:
+        return math.inf
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a Mac can have a lower limit than the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return soft - min(OTHER_FILES, soft // 2)
 
 
 def close(listeners: Iterable[socket.socket]) -> None:

@@ -327,7 +327,8 @@ class Registry:
         task, alarm = model.loading, self._alarm
         assert alarm is not None
         try:
-            await asyncio.wait([task, alarm], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [task, alarm]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise EngineUnavailableError(EngineState.STALLED, self.reason or "the engine was stalled")
             return task.result()

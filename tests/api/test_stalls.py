@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.api.batches import runner
 from mlxpaged.engine import EngineConfig, EngineState, builder
 from mlxpaged.engine.watchdog import LOAD_SECONDS, StallLimits
 from mlxpaged.registry import Model, registry_of
@@ -23,6 +24,7 @@ from tests.api.helpers import (
     run_on,
     start,
 )
+from tests.api.test_batches import ended, jsonl, submit
 from tests.support import RunningServer, make_embedding_model, make_tiny_model, running_server, wait_until
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
@@ -44,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     ]
     limits = StallLimits(step_timeout=LIMIT)
     registry = registry_of(models, base, num_at_start=2, clock=clock, watchdog=limits)
-    with running_server(registry, clock=clock) as server:
+    with running_server(registry, clock=clock, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 
 
@@ -188,4 +190,18 @@ def test_embeddings_expire_by_the_servers_clock(server: RunningServer) -> None:
         check_failure(embedding, 408, "timeout_error", "deadline_exceeded")
         gate.open()
         assert pending.result().status_code == 200
+    server.wait_idle()
+
+
+def test_a_batch_goes_on_after_a_stall(server: RunningServer) -> None:
+    with StepGate(server) as gate, server.client() as client:
+        batch = submit(client, jsonl([run_on("x", 3), run_on("y", 3)]))
+        gate.wait_held()
+        stall(server)
+        time.sleep(3 * runner.POLL_SECONDS)
+        gate.open()
+        done = ended(client, batch)
+    assert done.status == "completed"
+    assert done.request_counts is not None
+    assert done.request_counts.completed == 2
     server.wait_idle()

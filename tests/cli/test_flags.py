@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -61,9 +62,11 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--cors-origin", "*", "http://a:1, https://b", "cors_origins", ("*",), ("http://a:1", "https://b")),
     ("--max-body-size", "2MB", "1GiB", "max_body_bytes", 2_000_000, 1_073_741_824),
     ("--max-connections", "7", "8", "max_connections", 7, 8),
+    ("--write-timeout", "5", "0", "write_timeout", 5.0, None),
     ("--max-loaded-models", "2", "3", "max_loaded", 2, 3),
     ("--idle-unload", "10m", "1.5h", "idle_unload", 600.0, 5400.0),
     ("--idle-unload", "0", "90", "idle_unload", None, 90.0),
+    ("--step-timeout", "45", "0", "step_timeout", 45.0, math.inf),
     ("--alias", "a=demo", "b=demo,c=demo", "aliases", {"a": "demo"}, {"b": "demo", "c": "demo"}),
     (
         "--adapter",
@@ -82,6 +85,7 @@ SWITCHES = [
     ("--timelines", "timelines", True),
     ("--no-generation-config", "generation_config", False),
     ("--retune", "retune", True),
+    ("--exit-when-stalled", "exits", True),
 ]
 
 ALL_FLAGS = (
@@ -128,7 +132,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found["config"] = None if registry is None else registry.default.config
         found.update(vars(http))
         if registry is not None:
-            found.update(vars(registry.default.config) | vars(registry.limits))
+            found.update(vars(registry.default.config) | vars(registry.limits) | vars(registry.watchdog))
             found["models"] = {model.name: model for model in registry.models.values()}
             found["num_at_start"], found["aliases"] = registry.num_at_start, registry.aliases
             second = next((model for model in registry.models.values() if model.config.only_embeds), None)

@@ -1,0 +1,53 @@
+"""A server whose limit of open files is low."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cli.helpers import DEADLINE
+from tests.support import wait_until
+
+LIMIT = 96
+SERVE = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
+from mlxpaged.cli import main
+sys.exit(main(["serve", "none", "--port", "0"]))
+"""
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    with (tmp_path / "out").open("w") as out, subprocess.Popen([sys.executable, "-c", SERVE], stdout=out) as process:
+        try:
+            wait_until(lambda: "http://" in (tmp_path / "out").read_text(), 30, 0.05)
+            yield re.findall(r"http://\S+", (tmp_path / "out").read_text())[0]
+        finally:
+            process.kill()
+
+
+def test_connections_beyond_the_limit_are_refused_and_the_others_are_served(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack, httpx.Client(base_url=url, timeout=DEADLINE, trust_env=False) as client:
+        assert client.get("/health").status_code == 200  # on a connection that stays
+        connections = [socket.create_connection((host, int(port)), timeout=DEADLINE) for _ in range(3 * LIMIT)]
+        refused = 0
+        for connection in map(stack.enter_context, connections):
+            connection.settimeout(0.01 if refused == 0 else 0.05)
+            with contextlib.suppress(TimeoutError, ConnectionResetError):
+                answer = connection.recv(4096)
+                refused += answer == b"" or b"503 Service Unavailable" in answer
+                if answer:
+                    assert b"too_many_connections" in answer
+        assert refused > 0
+        assert client.get("/v1/models").status_code == 200
+    wait_until(lambda: httpx.get(f"{url}/health", trust_env=False, timeout=DEADLINE).status_code == 200)
