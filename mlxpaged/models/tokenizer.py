@@ -13,11 +13,15 @@ from typing import Any
 from mlx_lm.tool_parsers import json_tools
 from transformers import PreTrainedTokenizerBase
 
+from mlxpaged.models.errors import UnsupportedModelError
+
 REPLACEMENT = "\ufffd"
 TAG_TOKENS = 16
 """Upper bound on the tokens of a thinking tag and the white space after it."""
 RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Arguments of the renderer itself. A request's `chat_template_kwargs` may not set them."""
+SAMPLE = "a A 1 ."
+"""Text that has tokens in every vocabulary."""
 NO_IDS: frozenset[int] = frozenset()
 
 
@@ -57,7 +61,10 @@ class Tokenizer:
     tokenizer while it runs, so `encode` and `apply_chat_template` use a copy of their own, on one thread only."""
 
     def __init__(self, wrapped: Any) -> None:
+        """Raises UnsupportedModelError if the tokenizer has no vocabulary. transformers makes one of any directory."""
         self._encoder = wrapped
+        if not set(self.encode(SAMPLE, add_special_tokens=False)) - {wrapped.unk_token_id}:
+            raise UnsupportedModelError("its tokenizer has no tokens for text, because its vocabulary is missing")
         self._decoder = copy.deepcopy(wrapped._tokenizer)
         self.token_text = functools.cache(self._token_text)
         self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)

@@ -86,6 +86,12 @@ def sparse(file: str, size: int) -> Callable[[Path], None]:
     return damage
 
 
+def empty_vocabulary(directory: Path) -> None:
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["model"] |= {"vocab": {}, "merges": []}
+    (directory / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": []}))
+
+
 DIRECTORIES = {
     "weights are a FIFO": (fifo("model.safetensors"), r"its model\.safetensors is a FIFO instead of a regular file"),
     "more weights are a FIFO": (fifo("model-2.safetensors"), r"its model-2\.safetensors is a FIFO"),
@@ -95,6 +101,7 @@ DIRECTORIES = {
     "weights are a device": (link("model.safetensors", "/dev/zero"), r"its model\.safetensors is a device"),
     "config is a device": (link("config.json", "/dev/zero"), r"its config\.json is a device"),
     "no tokenizer": (without("tokenizer.json"), r"it has no tokenizer, .*tokenizer\.json"),
+    "no vocabulary": (empty_vocabulary, "its tokenizer has no tokens for text"),
     "large config": (sparse("config.json", 2**40), r"its config\.json has 1,099,511\.6 MB; .* at most 16\.8 MB"),
     "large tokenizer": (sparse("tokenizer.json", 2**40), r"its tokenizer\.json has 1,099,511\.6 MB"),
     "large defaults": (sparse("generation_config.json", 2**40), r"its generation_config\.json has"),
