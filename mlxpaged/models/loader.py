@@ -43,6 +43,7 @@ from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.turns import Turns
+from mlxpaged.models.weight_headers import check_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +174,7 @@ def load_model(
             f"{name} cannot be loaded: --max-model-len is {max_model_len}, but its context length is {limit}"
         )
     try:
+        turns.during(lambda: check_sizes(own_config, sorted(path.glob(WEIGHTS))))
         model, config = load_weights(path, lazy=True)
         read_weights(model, turns.report)
         extra = {"tool_parser_type": tool_parser} if tool_parser else None
@@ -262,6 +264,7 @@ def load_embedding_model(
     try:
         spec = embedding_spec(path)  # before gigabytes are loaded
         try:
+            turns.during(lambda: check_sizes(read_object(path / "config.json"), sorted(path.glob(WEIGHTS))))
             model, config = load_decoder(path)
             read_weights(model, turns.report)
             end_tokens = config.get("eos_token_id")

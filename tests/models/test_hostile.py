@@ -86,13 +86,66 @@ def sparse(file: str, size: int) -> Callable[[Path], None]:
     return damage
 
 
+def change_header(**fields: Any) -> Callable[[Path], None]:
+    """fields: of the first tensor in the header of the weights."""
+
+    def damage(directory: Path) -> None:
+        data = (directory / "model.safetensors").read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        next(each for name, each in header.items() if name != "__metadata__").update(fields)
+        text = json.dumps(header).encode()
+        (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+    return damage
+
+
+def write_bytes(file: str, data: bytes) -> Callable[[Path], None]:
+    return lambda directory: (directory / file).write_bytes(data) and None
+
+
 def empty_vocabulary(directory: Path) -> None:
     content = json.loads((directory / "tokenizer.json").read_text())
     content["model"] |= {"vocab": {}, "merges": []}
     (directory / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": []}))
 
 
+MILLION, ALL = 10**6, 10**15
+
 DIRECTORIES = {
+    "a million layers": (
+        change("config.json", num_hidden_layers=MILLION),
+        r"asks for 1,000,000 layers \(num_hidden_layers\), but its weights have \d+ tensors",
+    ),
+    "layers in a part": (change("config.json", text_config={"n_layer": MILLION}), r"1,000,000 layers \(n_layer\)"),
+    "layers in a list": (change("config.json", layer_types=["full_attention"] * 50_000), r"layers \(layer_types\)"),
+    "layers in a text": (change("config.json", hybrid_override_pattern="M" * MILLION), r"1,000,000 layers"),
+    "loops": (change("config.json", num_loops=ALL), r"layers \(num_loops\)"),
+    "experts in layers": (
+        change("config.json", num_local_experts=MILLION),
+        r"1,000,000 experts in 2 layers, but its weights have \d+ tensors",
+    ),
+    "hidden size": (
+        change("config.json", hidden_size=ALL),
+        r"hidden_size 1,0+(,000)*, but the largest dimension .* 768",
+    ),
+    "vocabulary": (change("config.json", vocab_size=ALL), "vocab_size"),
+    "heads": (change("config.json", num_attention_heads=ALL), "num_attention_heads"),
+    "head size": (change("config.json", head_dim=ALL), "head_dim"),
+    "inner size": (change("config.json", intermediate_size=ALL), "intermediate_size"),
+    "another hidden size": (change("config.json", hidden_size=2**19), "cannot be loaded: "),
+    "no heads": (change("config.json", num_attention_heads=0), "cannot be loaded: "),
+    "layers that are no number": (change("config.json", num_hidden_layers="many"), "cannot be loaded: "),
+    "shape without bytes": (change_header(shape=[ALL, ALL]), r"the bytes of \S+ do not fit its shape"),
+    "negative shape": (change_header(shape=[-1, -1]), r"\S+ has a bad shape"),
+    "bytes after the end": (change_header(shape=[ALL], dtype="U8", data_offsets=[0, ALL]), r"\S+ is cut short"),
+    "no fields": (change_header(shape=None), r"its model\.safetensors is not usable: its header is damaged"),
+    "endless header": (write_bytes("model.safetensors", b"\xff" * 64), r"is not a safetensors file, or is cut short"),
+    "empty weights": (write_bytes("model.safetensors", b""), r"is not a safetensors file, or is cut short"),
+    "deep header": (
+        write_bytes("model.safetensors", (100_000).to_bytes(8, "little") + b"[" * 100_000),
+        r"its header is damaged",
+    ),
     "weights are a FIFO": (fifo("model.safetensors"), r"its model\.safetensors is a FIFO instead of a regular file"),
     "more weights are a FIFO": (fifo("model-2.safetensors"), r"its model-2\.safetensors is a FIFO"),
     "config is a FIFO": (fifo("config.json"), r"its config\.json is a FIFO"),
