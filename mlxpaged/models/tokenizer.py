@@ -12,8 +12,14 @@ from typing import Any
 
 from mlx_lm.tool_parsers import json_tools
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.template_environment import LimitedEnvironment
+from mlxpaged.models.template_limits import TemplateLimitError
+
+chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
+"""transformers has no setting for the environment in which it compiles chat templates."""
 
 REPLACEMENT = "\ufffd"
 TAG_TOKENS = 16
@@ -22,6 +28,8 @@ RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.appl
 """Arguments of the renderer itself. A request's `chat_template_kwargs` may not set them."""
 SAMPLE = "a A 1 ."
 """Text that has tokens in every vocabulary."""
+MAX_MESSAGE = 2000
+"""Characters of an error message, which a template writes."""
 NO_IDS: frozenset[int] = frozenset()
 
 
@@ -121,16 +129,22 @@ class Tokenizer:
                     [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **options
                 )
             )
+        except TemplateLimitError as error:
+            raise ChatTemplateError(f"the model's chat template cannot render these messages: {error}") from error
         except Exception as error:  # templates raise any type, with a message
-            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+            message = f"the model's chat template refuses these messages: {error}"
+            raise ChatTemplateError(message[:MAX_MESSAGE]) from error
 
     def _shows_last_system(self, *roles: str) -> bool:
         """Whether the chat template renders the last system message of a conversation of these roles. Some templates
-        refuse all system messages, many refuse those after the first message, and some ignore them."""
+        refuse all system messages, many refuse those after the first message, and some ignore them. Raises
+        UnsupportedModelError if the template exceeds a limit with these messages, as it will with all."""
         last = max(i for i, role in enumerate(roles) if role == "system")
         try:
             messages = [{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)]
             return f"probe {last}" in self._encoder.apply_chat_template(messages, tokenize=False)
+        except TemplateLimitError as error:
+            raise UnsupportedModelError(f"its chat template is refused: {error}") from error
         except Exception:  # as in `apply_chat_template`; or there is no template
             return False
 

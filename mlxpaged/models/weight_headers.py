@@ -41,7 +41,7 @@ ITEM_BITS = {
 
 MAX_LAYERS = 4096
 FEW_LAYERS = 256
-"""So many are built in half a second, whatever the weights have. Some models use one layer several times."""
+"""So many are built in 0.1 s, whatever the weights have. Some models use one layer several times."""
 MAX_EXPERTS = 2**17
 """Of all layers, if the weights have fewer tensors. Kimi K2 has 23,424. A few architectures have an object for each."""
 FREE_SIZE = 2**20

@@ -101,7 +101,10 @@ def change_header(**fields: Any) -> Callable[[Path], None]:
 
 
 def write_bytes(file: str, data: bytes) -> Callable[[Path], None]:
-    return lambda directory: (directory / file).write_bytes(data) and None
+    def damage(directory: Path) -> None:
+        (directory / file).write_bytes(data)
+
+    return damage
 
 
 def empty_vocabulary(directory: Path) -> None:
