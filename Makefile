@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-deploy test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -35,6 +35,10 @@ test-clients: $(STAMP)
 	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients]'; fi
 	$(BIN)/python tests/clients/install.py
 	$(BIN)/python -m pytest -m clients -W default tests/clients $(ARGS)
+
+# Needs prometheus and promtool: apt install prometheus, or brew install prometheus.
+test-deploy: $(STAMP)
+	$(BIN)/python -m pytest -m deploy tests/deploy
 
 test-fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/test_demo_model.py
