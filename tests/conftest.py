@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,22 @@ from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
 from mlxpaged.engine import EngineConfig, memory_pressure
 from tests.support import RunningServer, running_server
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On Linux, each worker stays on one core if there are as many workers as cores: the threads of a test's client and
+    server wait for each other, and on two cores they would wake each other up all the time."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= len(cores):
+            os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The objects of the libraries and of 6,000 tests are no garbage. Full collections need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,6 +73,14 @@ def _no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no-certificates")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_config_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands do not read the configuration file of the user who runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("no-config")))
         yield
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from mlxpaged import __version__
-from mlxpaged.engine import EngineInfo
-from mlxpaged.registry import Registry
+if TYPE_CHECKING:
+    from mlxpaged.registry import Registry
 
 
 def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None = None) -> str:
     """The registry's default model must be loaded."""
+    from mlxpaged import __version__
+    from mlxpaged.engine import EngineInfo
+
     engine = registry.default.engine
     assert engine is not None
     info, config = engine.info, engine.config

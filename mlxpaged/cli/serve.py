@@ -11,20 +11,23 @@ import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import uvloop
+from typing import TYPE_CHECKING, Any
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import flags
-from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority, size
+from mlxpaged.cli.background_server import end_with_standard_input
+from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority
 from mlxpaged.cli.exit import exit_status
+from mlxpaged.cli.flags import size
 from mlxpaged.cli.logs import set_up
-from mlxpaged.engine import EngineConfig
+from mlxpaged.cli.parser import heavy_imports
+from mlxpaged.cli.running_servers import registered
 from mlxpaged.models import tool_parsers
-from mlxpaged.models.device_memory import limit_memory
 from mlxpaged.models.generation_config import LIMITS
-from mlxpaged.registry import Catalog, Limits, Model, Registry, registry_of
+
+if TYPE_CHECKING:
+    from mlxpaged.engine import EngineConfig
+    from mlxpaged.registry import Registry
 
 NO_MODEL = "none"
 BACKLOG = 2048
@@ -75,6 +78,7 @@ def add_parser(commands: Any) -> None:
     network.field("--max-connections", flags.positive_int, "requests that are answered at once; further ones get a 503")
     largest = f"{HttpConfig.max_body_bytes // 2**20}MiB"
     network.value("--max-body-size", size, largest, "largest request body", dest="max_body_bytes")
+    network.switch("--until-eof", "end when standard input is closed, for a program that starts the server")
     network.value("--drain-timeout", flags.seconds, 30, "seconds that running requests have at shutdown to finish")
 
     access = groups.group("access", HttpConfig())
@@ -123,6 +127,8 @@ def named(text: str) -> tuple[str, str]:
 
 def server_models(args: argparse.Namespace) -> Registry | None:
     """Returns None for a server without a model. Raises ValueError if flags contradict each other."""
+    with heavy_imports():
+        from mlxpaged.registry import Catalog, Limits, Model, registry_of
     names = flags.models_of(args)
     if NO_MODEL in names:
         for flag, given in (("--embedding-model", args.embedding_model), ("--swap-space", args.swap_space_bytes)):
@@ -189,9 +195,18 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     allow_open_files(args.max_connections + OTHER_FILES)
     http = flags.from_flags(HttpConfig, args, ollama_port=addresses[1][1] if len(addresses) > 1 else None)
+    with heavy_imports():
+        import uvloop
+
+        from mlxpaged.models.device_memory import limit_memory
     limit_memory(args.memory)
+    if args.until_eof:
+        end_with_standard_input()
     status = 0
-    with contextlib.suppress(KeyboardInterrupt):  # a SIGINT before the server handles it
+    with (
+        contextlib.suppress(KeyboardInterrupt),  # a SIGINT before the server handles it
+        registered(local_url(addresses[0]), shared=not args.until_eof),
+    ):
         if registry is not None:
             registry.start(uvloop.new_event_loop())  # tokens reach clients sooner than with asyncio's loop
         # Imported only now: this takes a second, in which the engine thread reads weights.
@@ -199,6 +214,14 @@ def run(args: argparse.Namespace) -> int:
 
         status = run_server(registry, listeners, http, args.data_dir, args.drain_timeout)
     return exit_status(status, has_engine=registry is not None)
+
+
+def local_url(address: tuple[Any, ...]) -> str:
+    """Returns the URL of a listening address for clients on this machine: of 0.0.0.0, that of 127.0.0.1."""
+    host = ipaddress.ip_address(address[0])
+    if host.is_unspecified:
+        host = ipaddress.ip_address("127.0.0.1" if host.version == 4 else "::1")
+    return f"http://[{host}]:{address[1]}" if host.version == 6 else f"http://{host}:{address[1]}"
 
 
 def allow_open_files(count: int) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models import DEMO_MODEL, tool_parsers
@@ -59,11 +58,7 @@ class EngineConfig:
     retune: bool = False  # whether attention_tuning "auto" measures again
 
     def __post_init__(self) -> None:
-        try:
-            resolve_backend(self.attention_backend)
-        except ValueError as error:
-            raise ValueError(f"attention_backend: {error}") from None
-        self._check_tuning()
+        self._check_attention()
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
         self.scheduler_config(num_blocks=1)  # checks the scheduler's fields
@@ -83,7 +78,15 @@ class EngineConfig:
         if self.swap_dir is not None and not self.swap_space_bytes:
             raise ValueError("swap_dir needs swap_space_bytes (--swap-space)")
 
-    def _check_tuning(self) -> None:
+    def _check_attention(self) -> None:
+        if (self.attention_backend, self.attention_tuning) == ("auto", "auto"):
+            return  # without an import of mlx, for `mlxpaged serve --help`
+        from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
+
+        try:
+            resolve_backend(self.attention_backend)
+        except ValueError as error:
+            raise ValueError(f"attention_backend: {error}") from None
         try:
             forced = parse_tuning(self.attention_tuning)
         except ValueError as error:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.tool_parsers
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
@@ -41,12 +40,12 @@ from mlxpaged.models.preflight import (
 from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
+from mlxpaged.models.short_names import DEMO_MODEL, full_name, near_names
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-DEMO_MODEL = "demo"
 DEMO_PATH = Path(__file__).parent / "demo"
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
@@ -92,12 +91,13 @@ class ServedModel:
 
 def resolve_model(name: str, reserved: Reserved = NOTHING) -> Path:
     """The directory of the demo model, of a local model, or of a hub repository, which is downloaded if it is not
-    cached. The weights are neither downloaded nor read if other files show that they cannot be loaded. reserved: memory
-    that is needed beside the weights.
+    cached. A repository may have a short name. The weights are neither downloaded nor read if other files show that
+    they cannot be loaded. reserved: memory that is needed beside the weights.
 
     Raises ModelNotFoundError, whose message says what was tried, or UnsupportedModelError."""
     if name == DEMO_MODEL:
         return DEMO_PATH
+    name = full_name(name)
     path = Path(name).expanduser()
     if path.is_file():
         with path.open("rb") as file:
@@ -110,7 +110,9 @@ def resolve_model(name: str, reserved: Reserved = NOTHING) -> Path:
         raise ModelNotFoundError(f"{path} is a file; use an MLX model, a directory with config.json and safetensors")
     if not path.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
-            raise ModelNotFoundError(f"no such directory: {path}; a hub repository is named OWNER/NAME")
+            near = ", ".join(near_names(name)) if "/" not in name else ""
+            meant = f"; did you mean {near}?" if near else "; a hub repository is named OWNER/NAME"
+            raise ModelNotFoundError(f"no such directory: {path}{meant}")
         path = download(name, reserved)
     check_before_loading(name, path, local_file_sizes(path), reserved)
     return path
@@ -118,12 +120,28 @@ def resolve_model(name: str, reserved: Reserved = NOTHING) -> Path:
 
 def download(name: str, reserved: Reserved) -> Path:
     """The directory of a hub repository in the local cache. Raises ModelNotFoundError or UnsupportedModelError."""
-    try:
-        sizes = hub_file_sizes(name)
-        if sizes is not None:
-            small_files = snapshot_download(name, allow_patterns=SMALL_FILES)
-            check_before_loading(name, Path(small_files), sizes, reserved)
+    download_small_files(name, reserved)
+    with hub_errors_explained(name):
         return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, WEIGHTS]))
+
+
+def download_small_files(name: str, reserved: Reserved = NOTHING) -> tuple[Path, FileSizes] | None:
+    """The directory of a hub repository with all but its weights, and the sizes of all files; None if the hub does not
+    tell them. Raises ModelNotFoundError, or UnsupportedModelError if the model cannot be loaded."""
+    with hub_errors_explained(name):
+        sizes = hub_file_sizes(name)
+        if sizes is None:
+            return None
+        directory = Path(snapshot_download(name, allow_patterns=SMALL_FILES))
+    check_before_loading(name, directory, sizes, reserved)
+    return directory, sizes
+
+
+@contextlib.contextmanager
+def hub_errors_explained(name: str) -> Iterator[None]:
+    """Turns the errors of the hub's library into ModelNotFoundError."""
+    try:
+        yield
     except hub_errors.GatedRepoError:
         message = f"{name} is gated: accept its terms on the hub and log in with `hf auth login`"
         raise ModelNotFoundError(message) from None
@@ -138,11 +156,6 @@ def check_before_loading(name: str, directory: Path, sizes: FileSizes, reserved:
         check_directory(directory, sizes, free_device_memory(), reserved)
     except UnsupportedModelError as error:
         raise type(error)(f"{name} cannot be loaded: {error}") from None
-
-
-def tool_parsers() -> list[str]:
-    """The names of mlx-lm's tool-call parsers."""
-    return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
 
 
 def load_model(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from enum import Enum, IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mlxpaged.cache import BlockTable, CachedBlock
+if TYPE_CHECKING:  # the flags import Priority, and these need numpy
+    from mlxpaged.cache import BlockTable, CachedBlock
 
 
 class Priority(IntEnum):

@@ -207,7 +207,8 @@ def test_a_dead_engine_ends_every_request_and_says_so() -> None:
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "engine_dead"
         assert client.get("/metrics").status_code == 200
-        assert client.get("/v1/models").json()["data"] == []
+        [model] = client.get("/v1/models").json()["data"]
+        assert model["state"] == "failed"
 
 
 def test_streams_of_every_api_end_with_its_error_where_the_engine_dies() -> None:

@@ -16,7 +16,9 @@ import pytest
 from mlxpaged import __version__, cli
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import http_server, main, serve
+from mlxpaged.cli.flags import parse_size
 from mlxpaged.engine import EngineConfig, Priority
+from mlxpaged.models import device_memory
 from mlxpaged.registry import Registry
 
 DEFAULTS = EngineConfig()
@@ -130,7 +132,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(http_server, "run_server", no_server)
     monkeypatch.setattr(serve, "exit_status", lambda status, has_engine: status)
     monkeypatch.setattr(serve, "set_up", no_logging)
-    monkeypatch.setattr(serve, "limit_memory", lambda limit: found.update(memory=limit))
+    monkeypatch.setattr(device_memory, "limit_memory", lambda limit: found.update(memory=limit))
     monkeypatch.setenv("MLXPAGED_PORT", "0")
     return found
 
@@ -456,7 +458,9 @@ def test_an_unknown_command_or_flag_ends_with_status_2(args: list[str], capsys: 
     with pytest.raises(SystemExit) as end:
         main(args)
     assert end.value.code == 2
-    assert "usage: mlxpaged" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert message.startswith("mlxpaged")
+    assert message.count("\n") == 1
 
 
 @pytest.mark.usefixtures("_interrupts")
@@ -491,3 +495,37 @@ def test_help_lists_every_flag_with_its_variable(capsys: pytest.CaptureFixture[s
     for flag in [*ALL_FLAGS, "MODEL"]:
         assert flag in text
         assert variable(flag) in "".join(text.split()) or flag == "MODEL"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("256MB", 256_000_000),
+        ("8GB", 8_000_000_000),
+        ("8gb", 8_000_000_000),
+        ("1.5GiB", 3 * 2**29),
+        ("1KiB", 1024),
+        ("2MiB", 2 * 2**20),
+        ("3kb", 3000),
+        ("1TB", 10**12),
+        ("1TiB", 2**40),
+        (" 64 MB ", 64_000_000),
+        ("1048576", 1048576),
+        ("0.5KB", 500),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_a_size_is_read_with_decimal_and_binary_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ", "GB", "-1GB", "+1GB", "1e9", "8 G", "8GBs", "0", "0GB", "0.1", "1,5GB", "1.GB", ".5GB", "1 2MB"),
+        *("nan", "inf", "0x10", "9" * 400 + "GB", "9" * 400 + ".0"),
+    ],
+)
+def test_anything_else_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not a memory size.*8GB"):
+        parse_size(text)

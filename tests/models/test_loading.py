@@ -17,9 +17,9 @@ from mlx_lm.utils import load_model as load_plain_model
 from mlxpaged.attention import PagedLayer, StepContext
 from mlxpaged.cpu.split_linear import LinearByInput
 from mlxpaged.engine import EngineConfig, build_engine
-from mlxpaged.models import ServedModel, loader
+from mlxpaged.models import DEMO_MODEL, ServedModel, loader
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.loader import DEMO_MODEL, DEMO_PATH, context_length, load_model, resolve_model
+from mlxpaged.models.loader import DEMO_PATH, context_length, load_model, resolve_model
 from tests.support import SMALL, demo_vocab_size, make_tiny_model, run_requests
 
 

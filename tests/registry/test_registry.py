@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,15 +223,7 @@ def test_models_take_turns_by_the_device_time_that_they_have_used(
             client.post("/v1/completions", json=run_on("x", 1, model="small"), headers=bearer(keys["anna"]))
         for name, seconds in (("demo", 1.0), ("small", 0.1)):
             core: Any = server.core_of(name)
-
-            def timed(
-                *args: Any, name: str = name, seconds: float = seconds, forward: Any = core.runner.forward
-            ) -> Any:
-                turns.append(name)
-                clock.advance(seconds)
-                return forward(*args)
-
-            core.runner.forward = timed
+            core.runner.forward = partial(timed, name, seconds, core.runner.forward)
         queue = [
             Background.post(server, "/v1/completions", run_on(random_tokens(9, i), 40), **bearer(keys["otto"]))
             for i in range(3)
