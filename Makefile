@@ -81,7 +81,7 @@ bench-scheduler: $(STAMP)
 
 wheel: $(STAMP)
 	rm -rf dist && $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
-	$(BIN)/python -m zipfile -l dist/mlxpaged-*.whl | grep -q metal_kernels/
+	$(BIN)/python deploy/check_wheel.py dist/mlxpaged-*.whl
 
 train-demo: $(STAMP)
 	$(BIN)/python demo_model/train.py --out mlxpaged/models/demo
