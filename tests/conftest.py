@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
 from mlxpaged.engine import EngineConfig, memory_pressure
 from tests.support import RunningServer, running_server
+
+collect_ignore = [] if find_spec("playwright") else ["browser"]
+"""`make test-page` installs Playwright."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mlxpaged.api.recent_latencies import RecentLatencies
 from mlxpaged.engine import EngineStats, Request, RequestOutput
 from mlxpaged.registry import Model, ModelState
 from mlxpaged.scheduler import FinishReason
@@ -106,6 +107,7 @@ class Metrics(Collector):
         refused = "mlxpaged_requests_refused"
         self._refused = Counter(refused, "Requests that were refused, by error code", ["code"], registry=self.registry)
         self._last_token_at: dict[str, float] = {}
+        self.recent = RecentLatencies()
 
     def collect(self) -> Iterator[Metric]:
         """Reads the engines' latest snapshots at each scrape, so that the step loop does no work for metrics."""
@@ -141,8 +143,10 @@ class Metrics(Collector):
             previous = self._last_token_at.get(request.request_id)
             if previous is None:
                 self._first_token.labels(model).observe(output.time - request.arrival_time)
+                self.recent.first_token.append((output.time, output.time - request.arrival_time))
             else:
                 self._inter_token.labels(model).observe(output.time - previous)
+                self.recent.inter_token.append((output.time, output.time - previous))
             self._last_token_at[request.request_id] = output.time
         if output.finish_reason is not None:
             self._last_token_at.pop(request.request_id, None)

@@ -41,6 +41,8 @@ def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None
         one, total = megabytes(states.bytes_per_state), megabytes(states.nbytes)
         extra += f"  states    {one} for each sequence: {states.max_num_seqs} sequences and "
         extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
+    if adapters := [name for model in registry.models.values() for name in model.names[1:]]:
+        extra += f"  adapters  {', '.join(adapters)}\n"
     for model in registry.loaded:
         if model.engine is None or model.engine.info is None or (made := model.engine.info.embedding_model) is None:
             continue

@@ -9,7 +9,7 @@ import ipaddress
 import resource
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,12 @@ from mlxpaged.cli.flags import size
 from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.cli.running_servers import registered
-from mlxpaged.models import tool_parsers
+from mlxpaged.models import AdapterPath, tool_parsers
 from mlxpaged.models.generation_config import LIMITS
 
 if TYPE_CHECKING:
     from mlxpaged.engine import EngineConfig
-    from mlxpaged.registry import Registry
+    from mlxpaged.registry import Model, Registry
 
 NO_MODEL = "none"
 BACKLOG = 2048
@@ -53,6 +53,8 @@ def add_parser(commands: Any) -> None:
     formats = f"tool call format: {', '.join(parsers)}"
     model.field("--tool-parser", flags.one_of(*parsers), formats, "by the chat template")
     model.switch("--reranker", "MODEL is a reranker like Qwen3-Reranker, for /v1/rerank, whatever its name is")
+    adapter = "LoRA adapter, as NAME=DIR for the first model, or MODEL:NAME=DIR; requests name it MODEL:NAME"
+    model.values("--adapter", adapter_path, adapter, "adapter_paths")
     embeds = "model for /v1/embeddings, loaded at the start"
     model.value("--embedding-model", str, None, embeds, "MODEL, if it makes embeddings")
     model.value("--served-embedding-model-name", str, None, "name of the embedding model in the API", "as given")
@@ -125,13 +127,23 @@ def named(text: str) -> tuple[str, str]:
     return name, model
 
 
+@flags.checked
+def adapter_path(text: str) -> AdapterPath:
+    """Its name may have that of a model, as MODEL:NAME."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ValueError(f"must be NAME=DIR or MODEL:NAME=DIR, got {text!r}")
+    return AdapterPath(name, Path(path).expanduser())
+
+
 def server_models(args: argparse.Namespace) -> Registry | None:
     """Returns None for a server without a model. Raises ValueError if flags contradict each other."""
     with heavy_imports():
         from mlxpaged.registry import Catalog, Limits, Model, registry_of
     names = flags.models_of(args)
     if NO_MODEL in names:
-        for flag, given in (("--embedding-model", args.embedding_model), ("--swap-space", args.swap_space_bytes)):
+        needing = {"--embedding-model": args.embedding_model, "--adapter": args.adapter_paths}
+        for flag, given in (needing | {"--swap-space": args.swap_space_bytes}).items():
             if given:
                 raise ValueError(f"{flag} needs a MODEL; it cannot be used with {NO_MODEL!r}")
         if len(names) > 1:
@@ -153,6 +165,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     for other in others:
         name, path = name_and_path(other)
         models.append(Model(name, of(plain, path, name)))
+    give_adapters(models, args.adapter_paths)
     return registry_of(
         models,
         plain,
@@ -162,6 +175,18 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         limits=Limits(args.max_loaded_models, args.idle_unload),
         catalog=Catalog(args.model_dirs),
     )
+
+
+def give_adapters(models: Sequence[Model], paths: Sequence[AdapterPath]) -> None:
+    """Raises ValueError for an adapter of a model that is not served, or that only makes embeddings."""
+    by_name = {model.name: model for model in models if not model.config.only_embeds}
+    for name, path in paths:
+        of_model, _, adapter = name.rpartition(":")
+        model = by_name.get(of_model or models[0].name)
+        if model is None:
+            raise ValueError(f"--adapter {name!r}: no model {of_model!r} is served that generates text")
+        adapters = (*model.config.adapters, AdapterPath(adapter, path))
+        model.config = dataclasses.replace(model.config, adapters=adapters)
 
 
 def of(config: EngineConfig, model: str, name: str, **fields: Any) -> EngineConfig:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mlxpaged.engine.request import Request, RequestOutput
     from mlxpaged.engine.request_stream import RequestStream
     from mlxpaged.engine.sampling_params import SamplingParams
-    from mlxpaged.engine.status import EngineStats, SequenceState
+    from mlxpaged.engine.status import EngineSnapshot, EngineStats, EngineStatus, SequenceState
     from mlxpaged.engine.timeline import Timeline
     from mlxpaged.scheduler import Priority
 else:
@@ -49,8 +49,10 @@ __all__ = [
     "EngineConfig",
     "EngineCore",
     "EngineInfo",
+    "EngineSnapshot",
     "EngineState",
     "EngineStats",
+    "EngineStatus",
     "EngineUnavailableError",
     "GrammarError",
     "MinTokensError",

@@ -6,6 +6,7 @@ from mlxpaged.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from mlxpaged.cpu.streams import synchronize
+    from mlxpaged.models.adapter_path import AdapterPath
     from mlxpaged.models.embedding import EmbeddingFacts, EmbeddingModel
     from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
     from mlxpaged.models.loader import (
@@ -26,6 +27,7 @@ else:
 __all__ = [
     "DEMO_MODEL",
     "PLAIN_CALLS",
+    "AdapterPath",
     "EmbeddingFacts",
     "EmbeddingModel",
     "InsufficientMemoryError",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,18 @@ from mlx_lm.utils import get_total_parameters, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.attention import ReportAmount, WindowMismatchError
-from mlxpaged.cpu.optimize import optimize_for_cpu
+from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection
+from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.models.adapters import (
+    Adapters,
+    check_adapters,
+    check_files,
+    install_adapters,
+    load_adapters,
+)
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
-from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.errors import AdapterError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.generation_config import read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.json_files import read_object
@@ -82,6 +90,7 @@ class ServedModel:
     reranker: Reranker | None
     no_reranker_because: str
     sampling: Mapping[str, float]
+    adapters: Adapters = field(default_factory=Adapters)
 
     @property
     def kv_layers(self) -> list[KV]:
@@ -166,15 +175,18 @@ def load_model(
     max_model_len: int | None = None,
     reserved: Reserved = NOTHING,
     is_reranker: bool = False,
+    adapters: Sequence[AdapterPath] = (),
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
     tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. turns: of other
     models; they get the bytes of weights that are loaded, and of all. max_model_len: None for the context length.
     reserved: memory that is needed beside the weights. is_reranker: True if the user says so, False if the name
-    decides. Call it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    decides. adapters: to be loaded beside it. Call it on the thread that will run the model. Raises ModelNotFoundError
+    or UnsupportedModelError.
     """
     turns = turns or Turns()
+    check_files(adapters)
     path = turns.during(lambda: resolve_model(name, reserved))
     own_config, recommended = read_object(path / "config.json"), read_generation_config(path)
     limit = context_length(own_config)
@@ -196,11 +208,17 @@ def load_model(
     try:
         longest = context_length(config)
         reference = make_reference(model, longest)
+        loaded = load_adapters(model, name, adapters, reference, turns)
         turns.take()
         optimize_for_cpu(model)
         turns.take()
         layers, vocab_size = find_layers(model, reference, turns), int(reference.logits.shape[1])
+        installed = install_adapters(model, loaded, parts_of_projection)
         rows = select_rows_before_head(model, vocab_size, lambda rows: selects_rows(model, layers, reference, rows))
+        installed.step.head = rows
+        check_adapters(model, layers, loaded, installed.step, turns)
+    except AdapterError:
+        raise
     except UnsupportedModelError as error:
         kind = config.get("model_type", "this")
         raise UnsupportedModelError(
@@ -219,11 +237,12 @@ def load_model(
         vocab_size=vocab_size,
         context_length=longest,
         max_model_len=min(longest, max_model_len or longest),
-        weight_bytes=weight_bytes(model),
+        weight_bytes=weight_bytes(model) + installed.nbytes,
         num_parameters=num_parameters,
         reranker=reranker,
         no_reranker_because=no_reranker_because,
         sampling=recommended.sampling,
+        adapters=installed,
     )
 
 

@@ -31,6 +31,15 @@ class Model:
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(adapter.name for adapter in self.config.adapters)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and those with its adapters."""
+        return self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)
+
+    @property
     def state(self) -> ModelState:
         if self.engine is None:
             return ModelState.AVAILABLE if self.error is None else ModelState.FAILED

@@ -216,11 +216,26 @@ class Registry:
     # -- models by name ------------------------------------------------------------------------------------------
 
     def served(self, name: str | None) -> Model | None:
-        """The model of this name, if it is served; the default one for None."""
+        """The model of this name, if it is served; the default one for None. The name may be MODEL:ADAPTER."""
         if name is None:
             return self.default
-        names = (name, name.removesuffix(LATEST))
-        return next((found for each in names if (found := self.models.get(self.aliases.get(each, each)))), None)
+        found = self._served(name)
+        return None if found is None else found[0]
+
+    def adapter_in(self, name: str | None) -> str | None:
+        """The adapter of a model's name; None if it has none."""
+        found = None if name is None else self._served(name)
+        return None if found is None else found[1]
+
+    def _served(self, name: str) -> tuple[Model, str | None] | None:
+        for each in (name, name.removesuffix(LATEST)):
+            if (model := self.models.get(self.aliases.get(each, each))) is not None:
+                return model, None
+            base, _, adapter = each.rpartition(":")
+            model = self.models.get(self.aliases.get(base, base))
+            if model is not None and adapter in model.adapters:
+                return model, adapter
+        return None
 
     async def find(self, name: str | None, any_directory: bool = False) -> Model:
         """Find a model, and serve it from now on if it is only on this machine. any_directory: whether the name may be

@@ -96,6 +96,8 @@ class Sequence:
         # Written by the engine, before it adds the sequence to the scheduler.
         self.sequence_id = sequence_id
         self.request_id = ""  # for the log
+        self.adapter: str | None = None  # that computes it; None: the model without one
+        self.cache_seed = b""  # what its KV depends on beside its tokens and the model
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids

@@ -18,10 +18,12 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import http_server, main, serve
 from mlxpaged.cli.flags import parse_size
 from mlxpaged.engine import EngineConfig, Priority
-from mlxpaged.models import device_memory
+from mlxpaged.models import AdapterPath, device_memory
 from mlxpaged.registry import Registry
 
 DEFAULTS = EngineConfig()
+
+A_IN_X = AdapterPath("a", Path("x"))
 
 SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     # flag, value, another value, attribute, what the value means, what the other one means
@@ -63,6 +65,14 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--idle-unload", "10m", "1.5h", "idle_unload", 600.0, 5400.0),
     ("--idle-unload", "0", "90", "idle_unload", None, 90.0),
     ("--alias", "a=demo", "b=demo,c=demo", "aliases", {"a": "demo"}, {"b": "demo", "c": "demo"}),
+    (
+        "--adapter",
+        "a=x",
+        "b=y,demo:c=z",
+        "adapters",
+        (A_IN_X,),
+        (AdapterPath("b", Path("y")), AdapterPath("c", Path("z"))),
+    ),
     ("--memory", "8GB", "1GiB", "memory", 8_000_000_000, 2**30),
 ]
 
@@ -225,6 +235,31 @@ def test_the_port_and_the_model_can_be_variables_too(started: dict[str, Any], mo
     monkeypatch.setenv("MLXPAGED_MODEL", "none")
     assert main(["serve"]) == 0
     assert started["config"] is None
+
+
+def test_an_adapter_belongs_to_the_first_model_or_to_a_named_one(started: dict[str, Any]) -> None:
+    assert main(["serve", "--model", "demo", "--model", "two=demo", "--adapter", "a=x", "--adapter", "two:a=x"]) == 0
+    assert [model.config.adapters for model in started["models"].values()] == [(A_IN_X,), (A_IN_X,)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--adapter", "a"], "must be NAME=DIR"),
+        (["--adapter", "latest=x"], "is not 'latest'"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "cannot both be named 'a'"),
+        (["--adapter", "other:a=x"], "no model 'other' is served"),
+        (["--embedding-model", "e", "--adapter", "e:a=x"], "no model 'e' is served that generates text"),
+        (["none", "--adapter", "a=x"], "--adapter needs a MODEL"),
+    ],
+)
+def test_adapters_that_cannot_be_served_are_refused(
+    started: dict[str, Any], capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", *flags])
+    assert message in capsys.readouterr().err
+    assert "config" not in started
 
 
 def test_a_second_port_is_for_ollamas_clients(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
