@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Registry:
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.clock)
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._on_output: Callable[[Request, RequestOutput], None] | None = None
+        self._on_output: Callable[[str, Request, RequestOutput], None] | None = None
         self._draining: str | None = None
         self._started = False
         self._changing = asyncio.Lock()  # held while models are loaded or unloaded
@@ -88,11 +89,12 @@ class Registry:
         for model in self._at_start:
             self._begin(model)
 
-    def observe(self, on_output: Callable[[Request, RequestOutput], None]) -> None:
-        """Call `on_output` with every output and its request."""
+    def observe(self, on_output: Callable[[str, Request, RequestOutput], None]) -> None:
+        """Call `on_output` with every output, its request and its model's name."""
         self._on_output = on_output
-        for engine in self.engines:
-            engine.on_output = on_output
+        for model in self.models.values():
+            if model.engine is not None:
+                model.engine.on_output = partial(on_output, model.name)
 
     @property
     def _at_start(self) -> list[Model]:
@@ -100,7 +102,8 @@ class Registry:
 
     def _begin(self, model: Model) -> AsyncEngine:
         engine = model.engine = AsyncEngine(model.config, self.clock, self.thread)
-        engine.on_output = self._on_output
+        if self._on_output is not None:
+            engine.on_output = partial(self._on_output, model.name)
         engine.start(self.loop)
         return engine
 
