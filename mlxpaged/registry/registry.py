@@ -253,8 +253,15 @@ class Registry:
         return self.models.setdefault(found.name, self._model_of(found))
 
     async def on_disk(self) -> list[Found]:
-        """The models on this machine that are not served yet."""
-        return [each for each in await asyncio.to_thread(self.catalog.all) if each.name not in self.models]
+        """The models on this machine that are not served yet. Notes the sizes of those that are."""
+
+        def look() -> list[Found]:
+            for model in list(self.models.values()):
+                if model.size_bytes is None and (found := self.catalog.find_source(model.config.model)) is not None:
+                    model.size_bytes = found.size_bytes
+            return self.catalog.all()
+
+        return [each for each in await asyncio.to_thread(look) if each.name not in self.models]
 
     def _model_of(self, found: Found) -> Model:
         config = dataclasses.replace(
@@ -299,7 +306,8 @@ class Registry:
 
     def _end_loading(self, model: Model, task: asyncio.Task[AsyncEngine]) -> None:
         model.loading = None
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, LoadFailedError):  # a model that only finds no room has not failed
             model.error = str(error)
 
     async def _load(self, model: Model) -> AsyncEngine:
