@@ -273,7 +273,7 @@ def local_url(address: tuple[Any, ...]) -> str:
 
 def allow_open_files(answered: int) -> float:
     """Allow the open files that the server needs, if the system permits. A shell on a Mac starts with 256; each
-    connection needs one. answered: connections that are answered at once. Returns how many connections may be open."""
+    connection needs one. mlx-lm has set 2048 and at most 4096 when it was imported. answered: connections that are answered at once. Returns how many connections may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = answered + IDLE_CONNECTIONS + OTHER_FILES
     if hard != resource.RLIM_INFINITY:

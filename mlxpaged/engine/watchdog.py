@@ -103,13 +103,13 @@ class Watchdog(threading.Thread):
         self._watched.note_stall(activity, stall)
         self._on_stall(stall)
         if self._limits.exits:  # on a thread, because the log may be what everything waits for
-            threading.Thread(target=self._exit, args=(activity,), name="mlxpaged-exit", daemon=True).start()
+            threading.Thread(target=self._end_if_stalled, args=(activity,), name="mlxpaged-exit", daemon=True).start()
         ends = f"; the process ends in {GRACE_SECONDS:.0f} s" if self._limits.exits else ""
         logger.critical("%s%s; the stacks of all threads follow", stall, ends)
         dump_stacks()
         return True
 
-    def _exit(self, activity: Activity) -> None:
+    def _end_if_stalled(self, activity: Activity) -> None:
         """End the process, unless the stall is over by then."""
         self._ended.wait(GRACE_SECONDS)
         if self._watched.activity is activity and not self._ended.is_set():

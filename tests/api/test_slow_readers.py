@@ -80,7 +80,7 @@ def test_a_stream_that_nobody_reads_is_ended_and_its_blocks_are_free(server: Run
 
 
 def test_an_answer_that_nobody_reads_is_dropped(server: RunningServer) -> None:
-    with asking(server, 60, stream=False) as connection:
+    with asking(server, 120, stream=False) as connection:
         wait_until(lambda: server.engine.num_unfinished == 1)
         server.wait_idle()
         time.sleep(2 * TIMEOUT)

@@ -19,6 +19,7 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import http_server, main, serve
 from mlxpaged.cli.flags import parse_size
 from mlxpaged.engine import EngineConfig, Priority
+from mlxpaged.engine.watchdog import StallLimits
 from mlxpaged.models import AdapterPath, device_memory
 from mlxpaged.registry import Registry
 
@@ -221,7 +222,7 @@ def test_a_switch_can_be_a_variable(
     assert started[name] == value
     monkeypatch.setenv(variable(flag), off)
     assert main(["serve"]) == 0
-    assert started[name] == getattr(DEFAULTS, name)
+    assert started[name] == getattr(StallLimits() if name == "exits" else DEFAULTS, name)
     assert main(["serve", flag]) == 0
     assert started[name] == value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from tests.support import wait_until
 LIMIT = 96
 SERVE = f"""
 import resource, sys
+import mlxpaged.models.loader  # imports mlx-lm, which sets limits of its own: 2048, at most 4096
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
 from mlxpaged.cli import main
 sys.exit(main(["serve", "none", "--port", "0"]))
@@ -27,7 +29,11 @@ sys.exit(main(["serve", "none", "--port", "0"]))
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    with (tmp_path / "out").open("w") as out, subprocess.Popen([sys.executable, "-c", SERVE], stdout=out) as process:
+    env = os.environ | {"HOME": str(tmp_path)}
+    with (
+        (tmp_path / "out").open("w") as out,
+        subprocess.Popen([sys.executable, "-c", SERVE], stdout=out, env=env) as process,
+    ):
         try:
             wait_until(lambda: "http://" in (tmp_path / "out").read_text(), 30, 0.05)
             yield re.findall(r"http://\S+", (tmp_path / "out").read_text())[0]
