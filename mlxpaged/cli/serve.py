@@ -272,8 +272,11 @@ def local_url(address: tuple[Any, ...]) -> str:
 
 
 def allow_open_files(answered: int) -> float:
-    """Allow the open files that the server needs, if the system permits. A shell on a Mac starts with 256; each
-    connection needs one. mlx-lm has set 2048 and at most 4096 when it was imported. answered: connections that are answered at once. Returns how many connections may be open."""
+    """Allow the open files that the server needs, if the system permits. Returns how many connections may be open.
+
+    A shell on a Mac starts with 256 files, and mlx-lm's import sets 2,048, which can be raised to 4,096. answered:
+    connections that are answered at once.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = answered + IDLE_CONNECTIONS + OTHER_FILES
     if hard != resource.RLIM_INFINITY:
