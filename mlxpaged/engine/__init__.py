@@ -8,6 +8,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
 from mlxpaged.engine.embedding_core import EmbeddingInfo
 from mlxpaged.engine.errors import (
+    ConstraintFailedError,
     DeadlineExceededError,
     DuplicateRequestError,
     EngineBusyError,
@@ -33,6 +34,7 @@ from mlxpaged.scheduler import Priority
 __all__ = [
     "AsyncEngine",
     "Constraint",
+    "ConstraintFailedError",
     "ConstraintKind",
     "DeadlineExceededError",
     "DuplicateRequestError",
