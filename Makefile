@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -36,8 +36,24 @@ test-clients: $(STAMP)
 	$(BIN)/python tests/clients/install.py
 	$(BIN)/python -m pytest -m clients -W default tests/clients $(ARGS)
 
+# In a real terminal, with Ctrl-C at every phase. Needs tmux.
+test-cli: $(STAMP)
+	$(BIN)/python -m pytest -m terminal tests/terminal $(ARGS)
+
+# Needs prometheus and promtool: apt install prometheus, or brew install prometheus.
+test-deploy: $(STAMP)
+	$(BIN)/python -m pytest -m deploy tests/deploy
+
+# The page in the system's Chromium, or in Playwright's. axe-core, which looks for barriers, comes from npm.
+test-page: $(STAMP)
+	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[dev,browser]'; \
+	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,browser]'; fi
+	@command -v npm >/dev/null 2>&1 || { echo "There is no npm: install Node.js" >&2; exit 1; }
+	npm install --silent --no-audit --no-fund --prefix $(VENV)/browser axe-core@4.14.1
+	$(BIN)/python -m pytest -m browser -W default tests/browser $(ARGS)
+
 test-fuzz: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/test_demo_model.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
 
 # Branch coverage of mlxpaged/, servers that the tests start included.
 coverage: $(STAMP)
@@ -73,7 +89,7 @@ bench-scheduler: $(STAMP)
 
 wheel: $(STAMP)
 	rm -rf dist && $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
-	$(BIN)/python -m zipfile -l dist/mlxpaged-*.whl | grep -q metal_kernels/
+	$(BIN)/python deploy/check_wheel.py dist/mlxpaged-*.whl
 
 train-demo: $(STAMP)
 	$(BIN)/python demo_model/train.py --out mlxpaged/models/demo

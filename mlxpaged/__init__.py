@@ -1,14 +1,21 @@
 """mlxpaged: one model, many clients, one Mac."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from mlxpaged import mlx_settings
 from mlxpaged.cpu import blas
 
 blas.prepare()
 mlx_settings.prepare()
 
-try:
-    __version__ = version("mlxpaged")
-except PackageNotFoundError:  # run from a checkout that was never installed
-    __version__ = "0+unknown"
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    """`__version__`, read when it is needed: importlib.metadata takes five times as long as the start of Python."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("mlxpaged")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "0+unknown"

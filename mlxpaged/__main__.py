@@ -1,6 +1,46 @@
-"""`python -m mlxpaged` is `mlxpaged`."""
+"""The process of the `mlxpaged` command: `python -m mlxpaged` and the script."""
 
-from mlxpaged.cli import main
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+INTERRUPTED = 130
+"""The exit status is 128 plus the number of SIGINT, as in a shell."""
+
+
+def main() -> int:
+    """Returns the exit status. Ctrl-C shows no traceback: neither during the imports, nor while Python ends."""
+    sys.unraisablehook = end_if_interrupted
+    try:
+        from mlxpaged import cli
+
+        status = cli.main()
+    except BaseException as error:
+        if not was_interrupted(error):
+            raise
+        status = INTERRUPTED
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return status
+
+
+def end_if_interrupted(unraisable: Any) -> None:
+    """Replaces sys.unraisablehook. A KeyboardInterrupt inside of a __del__ would be printed and lost. Imports run many
+    of these. While a command handles SIGINT itself, it can only be lost."""
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        os._exit(INTERRUPTED)
+
+
+def was_interrupted(error: BaseException | None) -> bool:
+    """Some C extensions turn a KeyboardInterrupt during their import into an ImportError. mlx does."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

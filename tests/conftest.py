@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
 from mlxpaged.engine import EngineConfig, memory_pressure
 from tests.support import RunningServer, running_server
+
+collect_ignore = [] if find_spec("playwright") else ["browser"]
+"""`make test-page` installs Playwright."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,6 +77,14 @@ def _no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no-certificates")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_config_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands do not read the configuration file of the user who runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("no-config")))
         yield
 
 

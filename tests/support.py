@@ -10,7 +10,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import mlx.core as mx
 import pytest
 import uvicorn
 from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, quantize_model
 from mlx_lm.utils import load_model as load_plain_model
 from openai import OpenAI
@@ -116,6 +117,26 @@ def cast(path: Path, dtype: mx.Dtype) -> Path:
     model.update(tree_map_with_path(cast_array, model.parameters()))
     save_weights(path, model)
     return path
+
+
+def make_adapter(model: Path, directory: Path, seed: int, num_layers: int = 8, dora: bool = False, **lora: Any) -> Path:
+    """What `mlx_lm.lora` saves for a model, with random weights that change its answers. lora: parameters of LoRA."""
+    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.1} | lora
+    plain, _ = load_plain_model(model)
+    linear_to_lora_layers(plain, num_layers, parameters, use_dora=dora)
+    mx.random.seed(seed)
+    weights: dict[str, mx.array] = {}
+    arrays: Any = tree_flatten(plain.parameters())
+    for name, array in arrays:
+        if name.endswith((".lora_a", ".lora_b")):
+            weights[name] = 0.3 * mx.random.normal(array.shape)
+        elif name.endswith(".m"):
+            weights[name] = array * mx.random.uniform(0.8, 1.2, array.shape)
+    directory.mkdir(parents=True)
+    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": "dora" if dora else "lora", "num_layers": num_layers, "lora_parameters": parameters}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
 
 
 def save_weights(path: Path, model: Any) -> None:
@@ -261,11 +282,15 @@ def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: fl
         time.sleep(pause)
 
 
-def run_requests(core: EngineCore, prompts: list[list[int]], **params: Any) -> list[list[int]]:
-    """The generated tokens of every prompt, all submitted together and stepped to the end; greedy by default."""
+def run_requests(
+    core: EngineCore, prompts: list[list[int]], adapters: Sequence[str | None] = (), **params: Any
+) -> list[list[int]]:
+    """The generated tokens of every prompt, all submitted together and stepped to the end; greedy by default.
+    adapters: of the prompts; none by default."""
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | params
-    for i, prompt in enumerate(prompts):
-        core.add(Request(f"request-{i}", prompt, SamplingParams(**options), time.monotonic()))
+    names = adapters or [None] * len(prompts)
+    for i, (prompt, adapter) in enumerate(zip(prompts, names, strict=True)):
+        core.add(Request(f"request-{i}", prompt, SamplingParams(**options), time.monotonic(), adapter=adapter))
     outputs: dict[str, list[int]] = {f"request-{i}": [] for i in range(len(prompts))}
     while core.has_work():
         for output in core.step():

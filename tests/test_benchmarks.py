@@ -109,6 +109,13 @@ def test_the_benchmark_of_the_host_builds_both_graphs(
     assert all(float(title.split()[-1]) > 0 for title in titles)
 
 
+def test_the_benchmark_of_the_status_stream_measures(run: Callable[..., str]) -> None:
+    lines = run("watch.py", "--streams", "2", "--snapshots", "1").splitlines()
+    assert lines[0].startswith("streams 2, blocks ")
+    assert [line.split()[0] for line in lines[1:]] == ["step", "snapshot", "share", "map", "map", "map"]
+    assert float(lines[3].split()[1].rstrip("%")) > 0
+
+
 def test_the_benchmark_of_grammars_measures_on_a_stand_in_device(run: Callable[..., str]) -> None:
     sizes = ("--plain", "2", "--constrained", "1", "--new-tokens", "4", "--runs", "1", "--device-ms", "30")
     *_, schema, free, ratio = run("grammar.py", *sizes).splitlines()

@@ -11,13 +11,17 @@ import pytest
 
 from mlxpaged.cli import main
 from mlxpaged.engine import EngineConfig
+from mlxpaged.models.short_names import short_names
 from tests.api.helpers import raw
 from tests.support import RunningServer, running_server
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-COMMANDS = ("serve", "bench", "doctor", "keys add", "keys list", "keys remove")
+COMMANDS = (
+    *("serve", "chat", "run", "ps", "stop", "launch", "service install", "bench", "doctor"),
+    *("keys add", "keys list", "keys remove", "pull", "ls", "rm", "config", "completion"),
+)
 OF_OTHERS = {"--add-host", "--backend", "--before", "--budget", "--continuous-batching", "--model", "--openai-api-base"}
 """Flags of Docker, of clients, of other servers and of benchmarks/compare.py, and the other form of MODEL."""
 
@@ -52,12 +56,17 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_the_page_of_flags_has_exactly_the_flags_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = re.findall(r"^  (--[\w-]+)", help_of(command, capsys), flags=re.MULTILINE)
     flags = [flag for flag in flags if flag != "--model"]  # in the row of MODEL
-    documented = [name for name in names_in_table("configuration.md", f"## mlxpaged {command}") if name[0] == "-"]
+    page = next(
+        page
+        for page in ("configuration.md", "commands.md")
+        if f"\n## mlxpaged {command}\n" in (DOCS / page).read_text()
+    )
+    documented = [name for name in names_in_table(page, f"## mlxpaged {command}") if name[0] == "-"]
     assert sorted(documented) == sorted(flags)
 
 
 def test_flags_in_the_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    known = {flag for command in COMMANDS for flag in re.findall(r"--[\w-]+", help_of(command, capsys))}
+    known = {flag for command in ("", *COMMANDS) for flag in re.findall(r"--[\w-]+", help_of(command, capsys))}
     for page in (ROOT / "README.md", *PAGES):
         text = page.read_text()
         commands = "\n".join(re.findall(r"^mlxpaged .+$", text, flags=re.MULTILINE))
@@ -72,12 +81,22 @@ def test_the_table_of_endpoints_is_that_of_the_server(server: RunningServer) -> 
     assert sorted(names_in_table("api.md", "## Endpoints")) == sorted(served)
 
 
-def test_the_table_of_metrics_is_that_of_the_server(server: RunningServer) -> None:
+def metric_names(server: RunningServer) -> list[str]:
     with raw(server) as client:
         shown = client.get("/metrics").text
     names = re.findall(r"^# TYPE (mlxpaged_\w+) (?:counter|gauge|histogram)$", shown, flags=re.MULTILINE)
-    names = [name for name in names if not name.endswith("_created")]
-    assert sorted(names_in_table("operations.md", "## Metrics")) == sorted(names)
+    return [name for name in names if not name.endswith("_created")]
+
+
+def test_the_table_of_metrics_is_that_of_the_server(server: RunningServer) -> None:
+    assert sorted(names_in_table("operations.md", "## Metrics")) == sorted(metric_names(server))
+
+
+@pytest.mark.parametrize("path", ["grafana/mlxpaged.json", "prometheus/alerts.yml", "prometheus/alerts_test.yml"])
+def test_metrics_of_the_dashboard_and_the_alerts_exist(server: RunningServer, path: str) -> None:
+    used = re.findall(r"\b(mlxpaged_\w+?)(?:_bucket)?\b", (ROOT / "deploy" / path).read_text())
+    assert used
+    assert set(used) - set(metric_names(server)) == set()
 
 
 @pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"])
@@ -105,6 +124,12 @@ def test_the_examples_of_the_readme_are_answered(server: RunningServer, capsys: 
     assert answer["choices"][0]["message"]["content"]
     exec(example[1], {})
     assert capsys.readouterr().out
+
+
+def test_the_table_of_short_names_is_that_of_the_program() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", section("commands.md", "## Short names"), flags=re.MULTILINE)
+    documented = {f"{name}:{size}": gb for name, sizes in rows for size, gb in re.findall(r"`([^`]+)` ([\d.]+)", sizes)}
+    assert documented == {name: f"{row.bytes / 1e9:.1f}" for name, row in short_names().items()}
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from mlxpaged.api import ignored_fields
+from mlxpaged.api import ignored_fields, web
 from mlxpaged.api.access.local_names import LOCAL_ORIGIN
 from mlxpaged.api.access.middleware import KeyCheck, Origins, RequestLimit
 from mlxpaged.api.batches import BatchRunner, Store
@@ -23,6 +23,7 @@ from mlxpaged.api.errors import HANDLED, Errors, handle_api_error, handle_http_e
 from mlxpaged.api.openai.responses.store import ResponseStore
 from mlxpaged.api.request_id import RequestIds
 from mlxpaged.api.server import Server
+from mlxpaged.api.status_stream import StatusStream
 from mlxpaged.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def create_app(
             store.close()
 
     app = Starlette(
-        routes=[route for endpoint in ENDPOINTS for route in endpoint.routes()],
+        routes=[*(route for endpoint in ENDPOINTS for route in endpoint.routes()), *web.routes()],
         middleware=middleware(server),
         exception_handlers={HTTPException: handle_http_exception, **dict.fromkeys(HANDLED, handle_api_error)},
         lifespan=lifespan,
@@ -78,6 +79,7 @@ def create_app(
     app.state.server = server
     app.state.store = store
     app.state.responses = ResponseStore()
+    app.state.status_stream = StatusStream(server)
     return app
 
 

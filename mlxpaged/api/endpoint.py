@@ -15,7 +15,8 @@ from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.error_format import without_version
 from mlxpaged.api.errors import ApiError
 
-JSON, FORM, BYTES, TEXT = "application/json", "multipart/form-data", "application/octet-stream", "text/plain"
+JSON, FORM, BYTES = "application/json", "multipart/form-data", "application/octet-stream"
+TEXT, HTML = "text/plain", "text/html"
 
 Handler = Callable[[Request], Awaitable[Response]]
 

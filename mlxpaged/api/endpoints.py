@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from mlxpaged.api import openapi, requests, rerank, status, tokenize
+from mlxpaged.api import openapi, requests, rerank, status, status_stream, tokenize, web
 from mlxpaged.api.anthropic import messages
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
-from mlxpaged.api.endpoint import BYTES, FORM, TEXT, Access, Endpoint
+from mlxpaged.api.endpoint import BYTES, FORM, HTML, TEXT, Access, Endpoint
 from mlxpaged.api.ollama import models as ollama_models
 from mlxpaged.api.ollama import routes as ollama
 from mlxpaged.api.ollama import schema as ollama_schema
@@ -113,12 +113,26 @@ ENDPOINTS = (
     post("/api/create", ollama_models.refuse, "Always refused"),
     post("/api/copy", ollama_models.refuse, "Always refused"),
     delete("/api/delete", ollama_models.refuse, "Always refused"),
-    get("/", ollama_models.root, "Whether Ollama runs, on the port of --ollama-port", answer_type=TEXT),
+    get(
+        "/",
+        ollama_models.root,
+        "The page; on the port of --ollama-port: whether Ollama runs",
+        answer_type=HTML,
+        access=Access.OPEN,
+    ),
+    get("/docs", web.docs, "This document, readable", answer_type=HTML, access=Access.OPEN),
     get("/v1/status", status.status, "Requests and memory in the engine", access=Access.ADMIN),
+    get(
+        "/v1/status/stream",
+        status_stream.stream,
+        "The status twice a second, as events",
+        answer_type=EVENTS,
+        access=Access.ADMIN,
+    ),
     post("/v1/cache/clear", status.clear_cache, "Empty the prefix cache", access=Access.ADMIN),
     get("/health", status.health, "Whether the server takes requests", access=Access.OPEN),
     get("/metrics", status.metrics, "Prometheus metrics", answer_type=TEXT),
     get("/openapi.json", openapi.openapi, "This document"),
 )
 
-OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.access is Access.OPEN)
+OPEN_PATHS = web.PATHS | {endpoint.path for endpoint in ENDPOINTS if endpoint.access is Access.OPEN}

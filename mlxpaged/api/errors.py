@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlxpaged import engine
 from mlxpaged.api.access.redaction import redacted
 from mlxpaged.api.error_format import format_of
+from mlxpaged.api.refusals import Refusal
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.models.tokenizer import ChatTemplateError
 from mlxpaged.registry import NoRoomError
@@ -209,19 +211,30 @@ def answer_of(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 def note_refusal(error: ApiError, scope: Scope) -> None:
-    """Note a refused request in the log and the metrics. The line has no text of the client's beyond the path and the
-    names of fields."""
+    """Note a refused request in the log, the metrics and `server.refusals`. The note has no text of the client's
+    beyond the path and the names of fields."""
     if error.status != CLIENT_CLOSED_REQUEST and error.code not in ENDED:
-        code = error.refusal_code
-        scope["app"].state.server.metrics.count_refusal(code)
+        server = scope["app"].state.server
+        refusal = Refusal(
+            time=time.time(),
+            request_id=scope["state"]["request_id"],
+            method=shortened(scope["method"], MAX_METHOD),
+            path=shortened(quote(scope["path"]), MAX_PATH),
+            status=error.status,
+            param=None if error.param is None else without_keys(error.param),
+            code=error.refusal_code,
+            reason=error.reason,
+        )
+        server.metrics.count_refusal(refusal.code)
+        server.refusals.append(refusal)
         logger.info(
             "refused: method=%s path=%s status=%d param=%s code=%s reason=%s",
-            shortened(scope["method"], MAX_METHOD),
-            shortened(quote(scope["path"]), MAX_PATH),
-            error.status,
-            None if error.param is None else without_keys(error.param),
-            code,
-            error.reason,
+            refusal.method,
+            refusal.path,
+            refusal.status,
+            refusal.param,
+            refusal.code,
+            refusal.reason,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.server import Server
 from mlxpaged.engine import EmbeddingInfo, EngineInfo
@@ -18,7 +19,8 @@ def models_for(request: Request, server: Server) -> list[Model]:
     """The models that are served, and that the caller may use."""
     if server.registry is None:
         return []
-    return [server.registry.models[name] for name in server.names_for(request)]
+    caller = caller_of(request)
+    return [model for model in server.registry.models.values() if allows(caller, model.name)]
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def describe(model: Model) -> dict[str, Any]:
         "object": "model",
         "created": 0 if info is None else info.created,
         "owned_by": OWNER,
-        **state_fields(model.state, model.config.only_embeds, None if info is None else info.weight_bytes),
+        **state_fields(model.state, model.config.only_embeds, model.size_bytes if info is None else info.weight_bytes),
         "memory_bytes": model.memory_bytes,
         "pinned": model.pinned,
         "last_used": model.used_at,
@@ -41,6 +43,16 @@ def describe(model: Model) -> dict[str, Any]:
     if (error := model.failure) is not None:
         found["error"] = error
     return found if info is None else found | details(info)
+
+
+def describe_adapter(model: Model, adapter: str) -> dict[str, Any]:
+    """As its model, whose state it has. The memory of the model includes that of its adapters."""
+    found = describe(model) | {"id": f"{model.name}:{adapter}", "parent": model.name}
+    found |= {"size_bytes": None, "memory_bytes": None}
+    if "capabilities" in found:
+        found["capabilities"] = found["capabilities"] | {"embeddings": False}
+    found.pop("embedding_dimensions", None)
+    return found
 
 
 def state_fields(state: ModelState, only_embeds: bool, size_bytes: int | None) -> dict[str, Any]:

@@ -126,7 +126,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         for index in order[: body.top_n]
     ]
     answers = judged.answers
-    made = RerankResponse(id=answers.context.request_id, model=answers.info.model, results=results, usage=judged.usage)
+    made = RerankResponse(id=answers.context.request_id, model=answers.model, results=results, usage=judged.usage)
     return JSONResponse(made.model_dump(exclude_none=True))
 
 
@@ -143,7 +143,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
         id=answers.context.request_id,
         object="list",
         created=int(time.time()),
-        model=answers.info.model,
+        model=answers.model,
         data=[Score(index=index, object="score", score=each) for index, each in enumerate(judged.scores)],
         usage=judged.usage,
     )

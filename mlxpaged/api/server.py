@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from mlxpaged.api.errors import ApiError, bad_parameter, load_failed, model_not_
 from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
+from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 from mlxpaged.registry import LoadFailedError, Model, ModelUnknownError, NoRoomError, Registry
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ class Server:
         """Raises KeyFileError."""
         self.http = http
         self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None
-        self.metrics = Metrics(self._stats)
+        self.metrics = Metrics(lambda: () if registry is None else registry.models.values())
+        self.refusals: deque[Refusal] = deque(maxlen=MAX_REFUSALS)
         self.registry = registry
         if registry is not None:
             registry.observe(self._observe)
@@ -55,8 +58,8 @@ class Server:
         # Two, so that a slow grammar does not block the next one. The compiler releases the interpreter lock.
         self._compiling = asyncio.Semaphore(2)
 
-    def _observe(self, request: engine.Request, output: engine.RequestOutput) -> None:
-        self.metrics.observe(request, output)
+    def _observe(self, model: str, request: engine.Request, output: engine.RequestOutput) -> None:
+        self.metrics.observe(model, request, output)
         if (opened := self.open_requests.get(request.request_id)) is not None:
             opened.count(len(output.token_ids))
         if output.finish_reason is not None:
@@ -69,11 +72,6 @@ class Server:
                 output.num_output_tokens,
                 output.time - request.arrival_time,
             )
-
-    def _stats(self) -> dict[str, engine.EngineStats]:
-        """The latest statistics of the engines that are or were loaded, by the model's name."""
-        models = self.registry.models.values() if self.registry else ()
-        return {model.name: model.engine.stats for model in models if model.engine and model.engine.stats}
 
     def started(self) -> Registry:
         """Raises ApiError or EngineUnavailableError if the server takes no requests."""
@@ -115,7 +113,11 @@ class Server:
         if name is None:
             models = self.started().models.values()
             name = next((each.name for each in models if each.config.only_embeds), None)
-        loaded = await self._load(await self.model(request, name))
+        model = await self.model(request, name)
+        if self.started().adapter_in(name) is not None:
+            message = f"{name!r} is an adapter, which makes no embeddings; use {model.name!r}"
+            raise bad_parameter("model", message, code="embeddings_not_supported")
+        loaded = await self._load(model)
         return loaded, loaded.require_ready()
 
     async def begin_load(self, request: Request, name: str | None) -> Load | None:
@@ -137,9 +139,10 @@ class Server:
             raise no_room(model.name, error) from None
 
     def names_for(self, request: Request) -> list[str]:
-        """The models that are served, and that the caller may use."""
+        """The names of the models that are served, and that the caller may use, with those of their adapters."""
         caller = caller_of(request)
-        return [name for name in (self.registry.models if self.registry else ()) if allows(caller, name)]
+        models = self.registry.models.values() if self.registry else ()
+        return [name for model in models if allows(caller, model.name) for name in model.names]
 
     def ignore(self, request: Request, field: str, reason: str) -> None:
         """Note a field of a body that the model cannot honour. Raises ApiError, with the reason, if the server is
@@ -187,6 +190,11 @@ class Server:
         self._compiling.release()
         if not compiled.cancelled():
             compiled.exception()  # marks it as retrieved: after a timeout nothing else reads it
+
+    @property
+    def now(self) -> float:
+        """Seconds on the clock of requests and outputs."""
+        return self._clock()
 
     @property
     def uptime(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from typing import Any
 
 from starlette.requests import Request
@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.errors import RETRY
 from mlxpaged.api.metrics import CONTENT_TYPE
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import AsyncEngine, EngineInfo, EngineState, SequenceState
-from mlxpaged.engine.status import EngineStatus
+from mlxpaged.engine import AsyncEngine, EngineInfo, EngineState, EngineStatus, SequenceState
 from mlxpaged.registry import Model
 
 
@@ -71,7 +70,11 @@ def model_fields(model: Model) -> dict[str, Any]:
 
 async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
     """Returns what a loaded model has at work."""
-    found, info = await engine.status(), engine.info
+    return describe_engine(engine, await engine.status())
+
+
+def describe_engine(engine: AsyncEngine, found: EngineStatus) -> dict[str, Any]:
+    info = engine.info
     assert info is not None
     fields = {
         "steps": found.steps_total,
@@ -112,7 +115,7 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
 
 def describe(sequences: Sequence[SequenceState]) -> list[dict[str, Any]]:
     return [
-        asdict(sequence)
+        vars(sequence)  # asdict would copy each value: 25 us a sequence
         | {
             "status": sequence.status.value,
             "phase": None if sequence.phase is None else sequence.phase.value,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import mlx.core as mx
 
 from mlxpaged.attention import kernels
+from mlxpaged.attention.backends import BACKENDS
 from mlxpaged.attention.gather import GatherPool
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, Planner
@@ -17,9 +17,6 @@ from mlxpaged.attention.pool import KVPool, Locality, Memory, Options
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.cpu.kv_pool import CpuPool
-
-Backend = Literal["auto", "metal", "gather", "cpu"]
-BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
 def resolve_backend(backend: str) -> str:

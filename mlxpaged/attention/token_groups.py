@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,3 +37,18 @@ class Masks(NamedTuple):
     """The masks for the groups of a step. A model asks for masks before its layers run."""
 
     by_group: list[Any]
+
+
+running: TokenGroup | None = None
+"""The group that a module computes now; None if it takes all rows of the step. All steps run on one thread."""
+
+
+@contextlib.contextmanager
+def running_group(group: TokenGroup) -> Iterator[None]:
+    """Until the end of the context, modules compute this group."""
+    global running
+    before, running = running, group
+    try:
+        yield
+    finally:
+        running = before

@@ -17,6 +17,9 @@ SUPPORTED_BLOCK_SIZES = (8, 16, 32)
 DEFAULT_BLOCK_SIZE = 32
 """Tokens per block. No other place sets this default."""
 
+STATE_OF_COUNT = bytes((0, *range(2, 256), 255))
+"""By reference count: what `BlockPool.states` says of the block."""
+
 Content = TypeVar("Content")
 
 
@@ -82,6 +85,18 @@ class BlockPool(Generic[Content]):
 
     def usage(self) -> BlockUsage:
         return BlockUsage(self.num_blocks - self.num_free, cached=self._num_cached, free=len(self._empty))
+
+    def states(self) -> bytes:
+        """One byte for each block: 0 free, 1 cached, 1 + n if n sequences reference it, at most 255."""
+        try:
+            counts = bytes(self._ref_counts)
+        except ValueError:  # a count above 255. The general way takes ten times as long
+            counts = bytes(min(count, 255) for count in self._ref_counts)
+        states = bytearray(counts.translate(STATE_OF_COUNT))
+        for cached in (self._cached, self._passed):
+            for block in cached:
+                states[block] = 1
+        return bytes(states)
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]

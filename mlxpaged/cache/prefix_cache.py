@@ -1,8 +1,9 @@
 """Finds blocks by their contents, so that a known prefix of a prompt is not computed again.
 
 The key of a full block of tokens is a 128-bit hash of its predecessor's key and its own tokens. The first key is made
-from a seed: the model and the KV type, on which KV values also depend. The hash only finds a candidate: a hit also
-needs equal tokens and the same predecessor. So a collision causes a miss and never shares the KV of another prompt.
+from seeds: the model, its KV type and the adapter, on which KV values also depend. The hash only finds a candidate: a
+hit also needs equal tokens and the same predecessor. So a collision causes a miss and never shares the KV of another
+prompt.
 
 The KV of these tokens is in one block for each cache group. A hit needs all blocks of the groups without a window, and
 of the others only those that the next token sees.
@@ -69,11 +70,12 @@ class PrefixCache:
     def __contains__(self, record: CachedBlock) -> bool:
         return self._by_key.get(record.key) is record
 
-    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], num_tokens: int) -> None:
-        """Append to `keys` until it has the hashes of all full blocks of the first `num_tokens` tokens."""
+    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], num_tokens: int, seed: bytes = b"") -> None:
+        """Append to `keys` until it has the hashes of all full blocks of the first `num_tokens` tokens. seed: what the
+        KV of this sequence depends on, beside its tokens and the seed of the cache."""
         size = self._pool.block_size
         for index in range(len(keys), num_tokens // size):
-            parent_key = keys[-1] if keys else self._root
+            parent_key = keys[-1] if keys else self._root + seed
             keys.append(hash_block(parent_key, token_ids[index * size : (index + 1) * size]))
 
     def match(

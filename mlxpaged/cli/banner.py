@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from mlxpaged import __version__
-from mlxpaged.engine import EngineInfo
-from mlxpaged.registry import Registry
+if TYPE_CHECKING:
+    from mlxpaged.registry import Registry
 
 
 def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None = None) -> str:
     """The registry's default model must be loaded."""
+    from mlxpaged import __version__
+    from mlxpaged.engine import EngineInfo
+
     engine = registry.default.engine
     assert engine is not None
     info, config = engine.info, engine.config
@@ -38,6 +41,8 @@ def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None
         one, total = megabytes(states.bytes_per_state), megabytes(states.nbytes)
         extra += f"  states    {one} for each sequence: {states.max_num_seqs} sequences and "
         extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
+    if adapters := [name for model in registry.models.values() for name in model.names[1:]]:
+        extra += f"  adapters  {', '.join(adapters)}\n"
     for model in registry.loaded:
         if model.engine is None or model.engine.info is None or (made := model.engine.info.embedding_model) is None:
             continue

@@ -5,29 +5,36 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlxpaged.attention import BACKENDS, parse_tuning
+from mlxpaged.attention.backends import BACKENDS
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli import flags
+from mlxpaged.cli.flags import size
 from mlxpaged.engine import EngineConfig, Priority
-from mlxpaged.engine.memory import parse_size
 from mlxpaged.scheduler import PREFILL_MODES
 from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS
 
 DEFAULTS = EngineConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-size = flags.checked(parse_size)
 block_size = flags.fitting(int, f"one of {SUPPORTED_BLOCK_SIZES}", SUPPORTED_BLOCK_SIZES.__contains__)
 
 
 @flags.checked
 def tuning(text: str) -> str:
+    from mlxpaged.attention import parse_tuning  # heavy, and needed only if there is a value
+
     parse_tuning(text.lower())
     return text.lower()
 
 
+PRIORITIES = flags.one_of(*(each.name.lower() for each in Priority))
+
+
 def priority(text: str) -> Priority:
-    return Priority[flags.one_of(*(each.name.lower() for each in Priority))(text).upper()]
+    return Priority[PRIORITIES(text).upper()]
+
+
+flags.CHOICES[priority] = flags.CHOICES[PRIORITIES]
 
 
 def add_engine_flags(groups: flags.Flags) -> None:

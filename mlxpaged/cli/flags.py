@@ -1,7 +1,6 @@
-"""Defines flags that MLXPAGED_* variables can set too. The command line wins. An empty variable counts as not set.
+"""Defines flags that MLXPAGED_* variables and the configuration file can set too.
 
-engine_flags.py has the kinds of values that need the engine. Its import takes two seconds, and `mlxpaged keys` does
-without it.
+The command line wins, then the variable, then the file. An empty variable counts as not set.
 """
 
 from __future__ import annotations
@@ -12,9 +11,14 @@ import enum
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
+
+from mlxpaged.cli.config_file import Given
+from mlxpaged.cli.parser import Parser, Setting
 
 TRUE, FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
@@ -27,10 +31,15 @@ def variable(flag: str) -> str:
     return "MLXPAGED_" + flag.lstrip("-").replace("-", "_").upper()
 
 
+def key_of(flag: str) -> str:
+    """Returns the key of a flag in the configuration file: max-num-seqs for --max-num-seqs."""
+    return flag.lstrip("-")
+
+
 class Flags:
     """Adds flags to a parser. The help shows the default, or `otherwise` if the default is None."""
 
-    def __init__(self, parser: argparse.ArgumentParser, title: str | None = None, defaults: Any = None) -> None:
+    def __init__(self, parser: Parser, title: str | None = None, defaults: Any = None) -> None:
         self._parser = parser
         self._group = parser if title is None else parser.add_argument_group(title)
         self._defaults = defaults
@@ -44,13 +53,13 @@ class Flags:
         either = self._parser.add_mutually_exclusive_group()
         either.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help)
         same = f"the same as MODEL (default {default}) [{variable('model')}]"
-        default = os.environ.get(variable("model")) or default
-        either.add_argument("--model", default=default, metavar="MODEL", help=same)
+        either.add_argument("--model", default=self._setting("--model", default), metavar="MODEL", help=same)
 
     def models(self, default: str, help: str, more: str) -> None:
         """Add the names of models: one as MODEL, and further ones as --model. `models_of` collects them."""
         self._parser.add_argument("model", nargs="?", metavar="MODEL", help=help)
         self.values("--model", str, f"a further MODEL, or the first one (default {default}); {more}", "models")
+        self._parser.settings[-1] = self._parser.settings[-1]._replace(default=default)
         self._parser.set_defaults(default_model=default)
 
     def field(self, flag: str, kind: Kind, help: str, otherwise: str = "", dest: str | None = None) -> None:
@@ -75,27 +84,43 @@ class Flags:
             help += f" (default: {otherwise})"
         # argparse applies `type` to a default that is a string, such as the variable's.
         options: dict[str, Any] = {} if without_value is None else {"nargs": "?", "const": without_value}
-        self._add(flag, help, type=kind, default=os.environ.get(variable(flag)) or default, dest=dest, **options)
+        self._add(flag, help, kind, default=self._setting(flag, default, otherwise), dest=dest, **options)
 
     def values(self, flag: str, kind: Kind, help: str, dest: str) -> None:
-        """Add a flag that can be repeated. Its variable has commas between the values."""
-        texts = filter(None, (text.strip() for text in os.environ.get(variable(flag), "").split(",")))
+        """Add a flag that can be repeated. Its variable has commas between the values; the file has a list."""
+        texts = list(filter(None, (text.strip() for text in os.environ.get(variable(flag), "").split(","))))
+        given = [Given(text, variable(flag)) for text in texts] or self._parser.config.values(key_of(flag)) or []
+        self._parser.settings.append(Setting(key_of(flag), None, "none", given or None))
         try:
-            default = tuple(kind(text) for text in texts)
+            default = tuple(map(located(kind), given))
         except argparse.ArgumentTypeError as error:
-            self._parser.error(f"{variable(flag)}: {error}")
-        self._add(flag, f"{help}; can be repeated", action=Append, type=kind, default=default, dest=dest)
+            self._parser.error(f"{flag}: {error}")
+        self._add(flag, f"{help}; can be repeated", kind, action=Append, default=default, dest=dest)
 
-    def _add(self, flag: str, help: str, **options: Any) -> None:
-        metavar = METAVARS.get(options["type"], flag.rsplit("-", 1)[1].upper())
-        self._group.add_argument(flag, metavar=metavar, help=f"{help} [{variable(flag)}]", **options)
+    def _add(self, flag: str, help: str, kind: Kind, **options: Any) -> None:
+        if kind in CHOICES:
+            self._parser.choices[flag] = CHOICES[kind]
+        metavar = METAVARS.get(kind, flag.rsplit("-", 1)[1].upper())
+        self._group.add_argument(
+            flag, metavar=metavar, help=f"{help} [{variable(flag)}]", type=located(kind), **options
+        )
+
+    def _setting(self, flag: str, default: Any, otherwise: str = "") -> Any:
+        """The text that the variable or the file gives; else the default."""
+        text = os.environ.get(variable(flag))
+        given = Given(text, variable(flag)) if text else self._parser.config.value(key_of(flag))
+        self._parser.settings.append(Setting(key_of(flag), default, otherwise, given))
+        return default if given is None else given
 
     def switch(self, flag: str, help: str) -> None:
         text = os.environ.get(variable(flag), "").strip().lower()
         if text not in TRUE | FALSE:
             self._parser.error(f"{variable(flag)} must be 1 or 0, got {text!r}")
+        is_set = bool(os.environ.get(variable(flag)))
+        given = Given(text, variable(flag)) if is_set else self._parser.config.switch(key_of(flag))
+        self._parser.settings.append(Setting(key_of(flag), False, "", given))
         help = f"{help} [{variable(flag)}]"
-        self._group.add_argument(flag, action="store_true", default=text in TRUE, help=help)
+        self._group.add_argument(flag, action="store_true", default=(given or text) in TRUE, help=help)
 
 
 class Append(argparse.Action):
@@ -118,6 +143,20 @@ def from_flags(config: type[Config], args: argparse.Namespace, **fields: Any) ->
     """Makes a configuration of `fields`, and of the flags whose `dest` is the name of a field. Raises ValueError."""
     names = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
     return config(**{name: getattr(args, name) for name in names if hasattr(args, name)} | fields)
+
+
+def located(kind: Kind) -> Kind:
+    """Returns a parser whose error says which variable or which line of the file gives the value."""
+
+    def parse(text: str) -> Any:
+        try:
+            return kind(text)
+        except argparse.ArgumentTypeError as error:
+            if isinstance(text, Given):
+                raise argparse.ArgumentTypeError(f"{error} ({text.origin})") from None
+            raise
+
+    return parse
 
 
 def checked(parse: Kind) -> Kind:
@@ -147,8 +186,29 @@ def fitting(kind: Kind, what: str, fits: Callable[[Any], object]) -> Kind:
     return parse
 
 
+CHOICES: dict[Kind, tuple[str, ...]] = {}
+"""The values of the kinds that `one_of` makes, for the completion in shells."""
+
+
 def one_of(*choices: str) -> Kind:
-    return fitting(str.lower, f"one of {', '.join(choices)}", choices.__contains__)
+    kind = fitting(str.lower, f"one of {', '.join(choices)}", choices.__contains__)
+    CHOICES[kind] = choices
+    return kind
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512MB", "8GB", "1.5GiB" or a plain number of bytes. KB is 1,000 bytes, KiB is 1,024.
+
+    Raises ValueError for other texts.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B)?\s*", text.upper())
+    size = 0
+    if match is not None:
+        unit = 1024 if match[3] else 1000
+        size = int(Decimal(match[1]) * unit ** (" KMGT".index(match[2] or " ")))
+    if not 1 <= size <= sys.maxsize:
+        raise ValueError(f"not a memory size: {text!r}; write for example 512MB or 8GB")
+    return size
 
 
 def or_zero(parse: Kind, zero: Any) -> Kind:
@@ -171,6 +231,7 @@ positive_int = fitting(int, "a whole number of at least 1", lambda value: value 
 natural_int = fitting(int, "a whole number of at least 0", lambda value: value >= 0)
 port = fitting(int, "a whole number from 0 to 65535", range(65536).__contains__)
 fraction = fitting(float, "a number of at least 0 and below 1", lambda value: 0 <= value < 1)
+size = checked(parse_size)
 milliseconds = fitting(float, "a number of milliseconds, at least 0", lambda value: 0 <= value < math.inf)
 seconds = fitting(float, "a number of seconds, at least 0", lambda value: 0 <= value < math.inf)
 positive_seconds = fitting(float, "a positive number of seconds", lambda value: 0 < value < math.inf)

@@ -6,7 +6,6 @@ import logging
 import sys
 
 from mlxpaged.api.access.redaction import redacted
-from mlxpaged.api.request_id import current
 
 NOISY = ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn.error", "uvicorn.access")
 
@@ -15,6 +14,8 @@ class LineFormatter(logging.Formatter):
     """Removes API keys that a client has put into a path or that are in a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
+        from mlxpaged.api.request_id import current  # imports starlette, which `serve --help` does not need
+
         request_id = current()
         record.request = f"{request_id} " if request_id is not None else ""
         return redacted(super().format(record))

@@ -9,22 +9,25 @@ import ipaddress
 import resource
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import uvloop
+from typing import TYPE_CHECKING, Any
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import flags
-from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority, size
+from mlxpaged.cli.background_server import end_with_standard_input
+from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority
 from mlxpaged.cli.exit import exit_status
+from mlxpaged.cli.flags import size
 from mlxpaged.cli.logs import set_up
-from mlxpaged.engine import EngineConfig
-from mlxpaged.models import tool_parsers
-from mlxpaged.models.device_memory import limit_memory
+from mlxpaged.cli.parser import heavy_imports
+from mlxpaged.cli.running_servers import registered
+from mlxpaged.models import AdapterPath, tool_parsers
 from mlxpaged.models.generation_config import LIMITS
-from mlxpaged.registry import Catalog, Limits, Model, Registry, registry_of
+
+if TYPE_CHECKING:
+    from mlxpaged.engine import EngineConfig
+    from mlxpaged.registry import Model, Registry
 
 NO_MODEL = "none"
 BACKLOG = 2048
@@ -50,6 +53,8 @@ def add_parser(commands: Any) -> None:
     formats = f"tool call format: {', '.join(parsers)}"
     model.field("--tool-parser", flags.one_of(*parsers), formats, "by the chat template")
     model.switch("--reranker", "MODEL is a reranker like Qwen3-Reranker, for /v1/rerank, whatever its name is")
+    adapter = "LoRA adapter, as NAME=DIR for the first model, or MODEL:NAME=DIR; requests name it MODEL:NAME"
+    model.values("--adapter", adapter_path, adapter, "adapter_paths")
     embeds = "model for /v1/embeddings, loaded at the start"
     model.value("--embedding-model", str, None, embeds, "MODEL, if it makes embeddings")
     model.value("--served-embedding-model-name", str, None, "name of the embedding model in the API", "as given")
@@ -75,6 +80,7 @@ def add_parser(commands: Any) -> None:
     network.field("--max-connections", flags.positive_int, "requests that are answered at once; further ones get a 503")
     largest = f"{HttpConfig.max_body_bytes // 2**20}MiB"
     network.value("--max-body-size", size, largest, "largest request body", dest="max_body_bytes")
+    network.switch("--until-eof", "end when standard input is closed, for a program that starts the server")
     network.value("--drain-timeout", flags.seconds, 30, "seconds that running requests have at shutdown to finish")
 
     access = groups.group("access", HttpConfig())
@@ -121,11 +127,23 @@ def named(text: str) -> tuple[str, str]:
     return name, model
 
 
+@flags.checked
+def adapter_path(text: str) -> AdapterPath:
+    """Its name may have that of a model, as MODEL:NAME."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ValueError(f"must be NAME=DIR or MODEL:NAME=DIR, got {text!r}")
+    return AdapterPath(name, Path(path).expanduser())
+
+
 def server_models(args: argparse.Namespace) -> Registry | None:
     """Returns None for a server without a model. Raises ValueError if flags contradict each other."""
+    with heavy_imports():
+        from mlxpaged.registry import Catalog, Limits, Model, registry_of
     names = flags.models_of(args)
     if NO_MODEL in names:
-        for flag, given in (("--embedding-model", args.embedding_model), ("--swap-space", args.swap_space_bytes)):
+        needing = {"--embedding-model": args.embedding_model, "--adapter": args.adapter_paths}
+        for flag, given in (needing | {"--swap-space": args.swap_space_bytes}).items():
             if given:
                 raise ValueError(f"{flag} needs a MODEL; it cannot be used with {NO_MODEL!r}")
         if len(names) > 1:
@@ -147,6 +165,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     for other in others:
         name, path = name_and_path(other)
         models.append(Model(name, of(plain, path, name)))
+    give_adapters(models, args.adapter_paths)
     return registry_of(
         models,
         plain,
@@ -156,6 +175,18 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         limits=Limits(args.max_loaded_models, args.idle_unload),
         catalog=Catalog(args.model_dirs),
     )
+
+
+def give_adapters(models: Sequence[Model], paths: Sequence[AdapterPath]) -> None:
+    """Raises ValueError for an adapter of a model that is not served, or that only makes embeddings."""
+    by_name = {model.name: model for model in models if not model.config.only_embeds}
+    for name, path in paths:
+        of_model, _, adapter = name.rpartition(":")
+        model = by_name.get(of_model or models[0].name)
+        if model is None:
+            raise ValueError(f"--adapter {name!r}: no model {of_model!r} is served that generates text")
+        adapters = (*model.config.adapters, AdapterPath(adapter, path))
+        model.config = dataclasses.replace(model.config, adapters=adapters)
 
 
 def of(config: EngineConfig, model: str, name: str, **fields: Any) -> EngineConfig:
@@ -189,9 +220,18 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--host {args.host} can be reached from other machines: {remedy} --insecure")
     allow_open_files(args.max_connections + OTHER_FILES)
     http = flags.from_flags(HttpConfig, args, ollama_port=addresses[1][1] if len(addresses) > 1 else None)
+    with heavy_imports():
+        import uvloop
+
+        from mlxpaged.models.device_memory import limit_memory
     limit_memory(args.memory)
+    if args.until_eof:
+        end_with_standard_input()
     status = 0
-    with contextlib.suppress(KeyboardInterrupt):  # a SIGINT before the server handles it
+    with (
+        contextlib.suppress(KeyboardInterrupt),  # a SIGINT before the server handles it
+        registered(local_url(addresses[0]), shared=not args.until_eof),
+    ):
         if registry is not None:
             registry.start(uvloop.new_event_loop())  # tokens reach clients sooner than with asyncio's loop
         # Imported only now: this takes a second, in which the engine thread reads weights.
@@ -199,6 +239,14 @@ def run(args: argparse.Namespace) -> int:
 
         status = run_server(registry, listeners, http, args.data_dir, args.drain_timeout)
     return exit_status(status, has_engine=registry is not None)
+
+
+def local_url(address: tuple[Any, ...]) -> str:
+    """Returns the URL of a listening address for clients on this machine: of 0.0.0.0, that of 127.0.0.1."""
+    host = ipaddress.ip_address(address[0])
+    if host.is_unspecified:
+        host = ipaddress.ip_address("127.0.0.1" if host.version == 4 else "::1")
+    return f"http://[{host}]:{address[1]}" if host.version == 6 else f"http://{host}:{address[1]}"
 
 
 def allow_open_files(count: int) -> None:

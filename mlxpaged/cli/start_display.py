@@ -7,22 +7,20 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from mlxpaged.cli.status_line import StatusLine
 from mlxpaged.engine import Progress, Stage
 
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0
 """Between two log lines of a stage."""
-ERASE = "\x1b[2K"
-"""Erases the terminal's line (ECMA-48, EL 2)."""
 
 
 class StartDisplay:
     """`show` is called often. clock: seconds."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
-        self._rewrites = stream.isatty()
+        self._line = StatusLine(stream)
         self._clock = clock
         self._shown: Progress | None = None
         self._stage: Stage | None = None
@@ -32,15 +30,12 @@ class StartDisplay:
         if progress is None or progress == self._shown:
             return
         self._shown = progress
-        if self._rewrites:  # the cursor stays at the start of the line: a log line overwrites it
-            self._stream.write(f"{ERASE}{progress}\r")
-            self._stream.flush()
+        if self._line.is_terminal:
+            self._line.show(str(progress))
         elif progress.stage is not self._stage or self._clock() - self._logged_at >= LOG_SECONDS:
             self._stage, self._logged_at = progress.stage, self._clock()
             logger.info("%s", progress)
 
     def end(self) -> None:
         """Erase the line."""
-        if self._rewrites and self._shown is not None:
-            self._stream.write(ERASE)
-            self._stream.flush()
+        self._line.clear()

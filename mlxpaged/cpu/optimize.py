@@ -21,7 +21,7 @@ from mlxpaged.cpu import streams
 from mlxpaged.cpu.exp2 import LOG2E, exp2
 from mlxpaged.cpu.joined_linear import join_projections
 from mlxpaged.cpu.rope_tables import tabulate_ropes
-from mlxpaged.cpu.split_linear import split_linear_layers
+from mlxpaged.cpu.split_linear import SplitFeedForward, split_linear_layers
 
 swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
@@ -36,6 +36,18 @@ def optimize_for_cpu(model: Module) -> None:
         tabulate_ropes(model)
         join_projections(model)
         split_linear_layers(model)
+
+
+def parts_of_projection(network: Any, name: str) -> list[tuple[Any, slice, slice]]:
+    """The layers that replace a projection of a feed-forward network, with the outputs and the inputs that each has.
+    Empty if the network is not split: the projection is still its own layer."""
+    found, first = [], 0
+    for part in network.parts if isinstance(network, SplitFeedForward) else ():
+        units = slice(first, first + part.gate_proj.weight.shape[0])
+        first = units.stop
+        outputs, inputs = (slice(None), units) if name == "down_proj" else (units, slice(None))
+        found.append((part[name], outputs, inputs))
+    return found
 
 
 def route_activation(model: Module) -> None:

@@ -25,7 +25,7 @@ from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.prompt_progress import WaitingLine
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
-from mlxpaged.engine.status import EngineStats, EngineStatus
+from mlxpaged.engine.status import EngineSnapshot, EngineStats, EngineStatus
 from mlxpaged.scheduler import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -204,6 +204,10 @@ class AsyncEngine:
     async def status(self) -> EngineStatus:
         """Raises EngineUnavailableError or EngineBusyError."""
         return await self._ask(lambda core: (core.status(), []))
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Raises EngineUnavailableError or EngineBusyError."""
+        return await self._ask(lambda core: (core.snapshot(), []))
 
     async def clear_cache(self) -> int:
         """Empty the prefix cache. Returns the number of blocks that it held. Raises EngineUnavailableError or

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.models import DEMO_MODEL, tool_parsers
+from mlxpaged.models import DEMO_MODEL, AdapterPath, tool_parsers
 from mlxpaged.models.generation_config import LIMITS
 from mlxpaged.scheduler import Priority, SchedulerConfig
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class EngineConfig:
     served_model_name: str | None = None  # name in the API; None: same as `model`
     tool_parser: str | None = None  # one of mlx-lm's; None: mlx-lm finds it in the chat template
     reranker: bool = False  # whether `model` is a reranker like Qwen3-Reranker, also if its name does not say so
+    adapters: tuple[AdapterPath, ...] = ()  # LoRA adapters that are served beside the model
     only_embeds: bool = False  # whether `model` is used for embeddings only
     embedding_max_model_len: int = 8192  # tokens of the longest input for embeddings, at most the model's context
 
@@ -59,16 +62,13 @@ class EngineConfig:
     retune: bool = False  # whether attention_tuning "auto" measures again
 
     def __post_init__(self) -> None:
-        try:
-            resolve_backend(self.attention_backend)
-        except ValueError as error:
-            raise ValueError(f"attention_backend: {error}") from None
-        self._check_tuning()
+        self._check_attention()
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
         self.scheduler_config(num_blocks=1)  # checks the scheduler's fields
         if self.tool_parser not in (None, *tool_parsers()):
             raise ValueError(f"tool_parser must be one of {', '.join(tool_parsers())}, got {self.tool_parser!r}")
+        self._check_adapters()
         for name in ("embedding_max_model_len", "max_model_len", "kv_cache_bytes", "request_timeout", "ttft_timeout"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
@@ -83,7 +83,25 @@ class EngineConfig:
         if self.swap_dir is not None and not self.swap_space_bytes:
             raise ValueError("swap_dir needs swap_space_bytes (--swap-space)")
 
-    def _check_tuning(self) -> None:
+    def _check_adapters(self) -> None:
+        names = [adapter.name for adapter in self.adapters]
+        for name in names:
+            if not ADAPTER_NAME.fullmatch(name) or name == "latest":
+                raise ValueError(
+                    f"an adapter's name has letters, digits, '.', '_' and '-', and is not 'latest', got {name!r}"
+                )
+            if names.count(name) > 1:
+                raise ValueError(f"two adapters of a model cannot both be named {name!r} (--adapter)")
+
+    def _check_attention(self) -> None:
+        if (self.attention_backend, self.attention_tuning) == ("auto", "auto"):
+            return  # without an import of mlx, for `mlxpaged serve --help`
+        from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
+
+        try:
+            resolve_backend(self.attention_backend)
+        except ValueError as error:
+            raise ValueError(f"attention_backend: {error}") from None
         try:
             forced = parse_tuning(self.attention_tuning)
         except ValueError as error:

@@ -21,7 +21,14 @@ from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
-from mlxpaged.engine.status import EngineStats, EngineStatus, engine_status
+from mlxpaged.engine.status import (
+    MAX_WAITING_LISTED,
+    MAX_WAITING_WATCHED,
+    EngineSnapshot,
+    EngineStats,
+    EngineStatus,
+    engine_status,
+)
 from mlxpaged.engine.step import HostError, InFlightStep, PromptResult
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.models import ServedModel
@@ -101,6 +108,8 @@ class EngineCore:
         prompt, arrival_time = request.prompt_token_ids, request.arrival_time
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
+        sequence.adapter = request.adapter
+        sequence.cache_seed = self.served.adapters.cache_seed(request.adapter)
         parent_id = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         parent = None if parent_id is None else self.requests[parent_id]
         sequence.fork_of = None if parent is None else parent.sequence
@@ -174,9 +183,14 @@ class EngineCore:
         cache.clear()
         return dropped
 
-    def status(self) -> EngineStatus:
+    def status(self, max_waiting: int = MAX_WAITING_LISTED) -> EngineStatus:
         sequences = (running.sequence for running in self.requests.values())
-        return engine_status(self.scheduler, sequences, self._num_steps, self.clock())
+        return engine_status(self.scheduler, sequences, self._num_steps, self.clock(), max_waiting)
+
+    def snapshot(self) -> EngineSnapshot:
+        started = time.thread_time()
+        status, states = self.status(MAX_WAITING_WATCHED), self.scheduler.pool.states()
+        return EngineSnapshot(status, states, time.thread_time() - started)
 
     def stats(self) -> EngineStats:
         return EngineStats(

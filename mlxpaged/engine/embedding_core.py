@@ -9,7 +9,7 @@ from mlxpaged.cache import BlockUsage
 from mlxpaged.engine.embedder import Embedder, EmbeddingRequest
 from mlxpaged.engine.pool_resizer import REST_SECONDS
 from mlxpaged.engine.request import EndedRequest, RequestOutput
-from mlxpaged.engine.status import EngineStats, EngineStatus
+from mlxpaged.engine.status import EngineSnapshot, EngineStats, EngineStatus
 from mlxpaged.scheduler import SchedulerStats
 
 NO_BLOCKS = BlockUsage(0, 0, 0)
@@ -81,6 +81,9 @@ class EmbeddingCore:
 
     def status(self) -> EngineStatus:
         return EngineStatus(NO_SEQUENCES, 0, (), ())
+
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot(self.status(), block_states=b"", seconds=0.0)
 
     def close(self) -> None:
         """It has no files."""

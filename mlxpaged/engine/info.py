@@ -42,6 +42,7 @@ class EngineInfo:
         self.reranker = served.reranker
         self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
+        self.adapters = served.adapters.names
 
     @property
     def max_tokens_in_pool(self) -> int:

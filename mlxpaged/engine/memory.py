@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
-import sys
 from dataclasses import dataclass
-from decimal import Decimal
 
 import mlx.core as mx
 
@@ -34,21 +31,6 @@ STATE_CACHE_SHARE = 0.1
 
 STATE_CACHE = 2 * 2**30
 """Most bytes of these checkpoints by default: 13 of Qwen3.5-27B, 147 MiB each."""
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "512MB", "8GB", "1.5GiB" or a plain number of bytes. KB is 1,000 bytes, KiB is 1,024.
-
-    Raises ValueError for other texts.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B)?\s*", text.upper())
-    size = 0
-    if match is not None:
-        unit = 1024 if match[3] else 1000
-        size = int(Decimal(match[1]) * unit ** (" KMGT".index(match[2] or " ")))
-    if not 1 <= size <= sys.maxsize:
-        raise ValueError(f"not a memory size: {text!r}; write for example 512MB or 8GB")
-    return size
 
 
 def prepare_device_memory() -> None:

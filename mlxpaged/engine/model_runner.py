@@ -98,6 +98,7 @@ class ModelRunner:
     ) -> None:
         self._model = served.model
         self._rows = served.rows
+        self._adapters = served.adapters.step
         self._block_size = block_size
         self._caches = ModelCaches(served.layers, num_blocks, block_size, backend, tunings, layout=layout)
         self.layers = self._caches.layers
@@ -166,25 +167,27 @@ class ModelRunner:
         if any(row.prompt_logprobs for row in rows):
             selected = np.concatenate([selected, prompt_tokens(rows, last)])
         more = [token_ids, selected]
+        in_flight = None
         if PENDING in tokens:
             assert sampled is not None
+            in_flight = sampled.tokens
             more.append(indices_of_pending(batch, token_ids, last, sampled))
         contexts = [row.start + row.num_tokens for row in rows]
-        step = HostStep.build(
-            query_lens,
-            contexts,
-            block_tables,
-            self._block_size,
-            more,
-            self._caches.views,
-            self._caches.planners,
-        )
-        vector, tokens_in_flight = step.upload(), None if sampled is None or len(more) < 3 else sampled.tokens
-        if self._states or not self.overlaps:
-            rows_of_states = state_rows(batch) if self._states else ()
-            logits = self._logits(step, vector, tokens_in_flight, rows_of_states, running)
-        else:
-            logits = self._graphs.run(step, vector, tokens_in_flight)
+        index = self._adapters.begin([row.sequence.adapter for row in rows], query_lens)
+        if index is not None:
+            more.append(index)
+        try:
+            step = HostStep.build(
+                query_lens, contexts, block_tables, self._block_size, more, self._caches.views, self._caches.planners
+            )
+            vector = step.upload()
+            if self._states or not self.overlaps:
+                rows_of_states = state_rows(batch) if self._states else ()
+                logits = self._logits(step, vector, in_flight, rows_of_states, running)
+            else:
+                logits = self._graphs.run(step, vector, in_flight, self._adapters.active)
+        finally:
+            self._adapters.end()
         self.model_calls += 1
         return logits
 
@@ -199,7 +202,9 @@ class ModelRunner:
         """The graph of a step. vector: its upload. sampled: tokens that replace the pending ones."""
         metas, (ids, wanted_rows, *indices) = step.on_device(vector)
         if sampled is not None:
-            ids = mx.where(ids == PENDING, sampled[indices[0]], ids)
+            ids = mx.where(ids == PENDING, sampled[indices.pop(0)], ids)
+        if indices:
+            self._adapters.upload(indices[0])
         try:
             if self._rows is not None:
                 self._rows.rows = wanted_rows

@@ -13,6 +13,8 @@ from mlxpaged.scheduler import Priority, Scheduler, SchedulerStats, Sequence, Se
 from mlxpaged.scheduler.queue import ORDER
 
 MAX_WAITING_LISTED = 1000
+MAX_WAITING_WATCHED = 100
+"""In a snapshot, which is taken twice a second."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,25 @@ class EngineStatus:
     scheduler: SchedulerStats
     steps_total: int
     running: tuple[SequenceState, ...]
-    waiting: tuple[SequenceState, ...]  # the first MAX_WAITING_LISTED, preempted and swapped ones included
+    waiting: tuple[SequenceState, ...]  # the first ones in the queue, preempted and swapped ones included
 
 
-def engine_status(scheduler: Scheduler, sequences: Iterable[Sequence], steps_total: int, now: float) -> EngineStatus:
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """What a watcher sees. block_states: as `BlockPool.states`. seconds: CPU time of
+    the engine thread, to make it."""
+
+    status: EngineStatus
+    block_states: bytes
+    seconds: float
+
+
+def engine_status(
+    scheduler: Scheduler, sequences: Iterable[Sequence], steps_total: int, now: float, max_waiting: int
+) -> EngineStatus:
     """sequences: all unfinished ones."""
     waiting = [sequence for sequence in sequences if sequence.status is not SequenceStatus.RUNNING]
-    first = heapq.nsmallest(MAX_WAITING_LISTED, waiting, ORDER)
+    first = heapq.nsmallest(max_waiting, waiting, ORDER)
     return EngineStatus(
         scheduler.stats(),
         steps_total,

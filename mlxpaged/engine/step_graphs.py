@@ -55,10 +55,17 @@ class StepGraphs:
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
         self.enabled = True
 
-    def run(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> mx.array:
-        """The logits of a step. vector: its upload. sampled: tokens of the step in flight."""
+    def run(
+        self, step: HostStep, vector: mx.array, sampled: mx.array | None, adapters: tuple[str | None, ...] = (None,)
+    ) -> mx.array:
+        """The logits of a step. vector: its upload. sampled: tokens of the step in flight. adapters: whose layers are
+        in the graph."""
         signature = step.signature if self.enabled else None
-        graph = None if signature is None else self._graph((signature, None if sampled is None else sampled.shape))
+        graph = (
+            None
+            if signature is None
+            else self._graph((signature, None if sampled is None else sampled.shape, adapters))
+        )
         if graph is None or graph.steps < TRACE_AT:
             return self._build(step, vector, sampled)
         self._caches.check_blocks(step)

@@ -57,6 +57,7 @@ def peak_of_chunk(served: ServedModel, tokens: int, block_size: int) -> int:
     count = CacheGroups(layout.windows, block_size).blocks_needed(tokens, tokens)
     runner = ModelRunner(served, count, block_size, "auto", layout=layout)
     sequence = Sequence(0, [0] * tokens, 1)
+    sequence.adapter = next(iter(served.adapters.names), None)  # a step with adapters takes more
     batch = Batch((ScheduledSequence(sequence, 0, tokens, samples=True),))
     tables = np.arange(count, dtype=np.int32).reshape(len(layout.windows), 1, -1)
     before = int(mx.get_active_memory())

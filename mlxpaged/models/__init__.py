@@ -1,24 +1,33 @@
 """Models: loading, their layers, output head and tokenizer, and the bundled demo model."""
 
-from mlxpaged.cpu.streams import synchronize
-from mlxpaged.models.embedding import EmbeddingFacts, EmbeddingModel
-from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.loader import (
-    DEMO_MODEL,
-    ServedModel,
-    load_embedding_model,
-    load_model,
-    own_embedding_model,
-    resolve_model,
-    tool_parsers,
-)
-from mlxpaged.models.preflight import Reserved
-from mlxpaged.models.tokenizer import PLAIN_CALLS, Tags, Tokenizer, ToolFormat
-from mlxpaged.models.turns import Turns
+from typing import TYPE_CHECKING
+
+from mlxpaged.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from mlxpaged.cpu.streams import synchronize
+    from mlxpaged.models.adapter_path import AdapterPath
+    from mlxpaged.models.embedding import EmbeddingFacts, EmbeddingModel
+    from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
+    from mlxpaged.models.loader import (
+        ServedModel,
+        load_embedding_model,
+        load_model,
+        own_embedding_model,
+        resolve_model,
+    )
+    from mlxpaged.models.preflight import Reserved
+    from mlxpaged.models.short_names import DEMO_MODEL
+    from mlxpaged.models.tokenizer import PLAIN_CALLS, Tags, Tokenizer, ToolFormat
+    from mlxpaged.models.tool_formats import tool_parsers
+    from mlxpaged.models.turns import Turns
+else:
+    __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "DEMO_MODEL",
     "PLAIN_CALLS",
+    "AdapterPath",
     "EmbeddingFacts",
     "EmbeddingModel",
     "InsufficientMemoryError",

@@ -153,9 +153,12 @@ def check_causal(config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError("its config.json asks for code of its own (auto_map), which mlx-lm does not run")
 
 
+known_classes = inspect.signature(load_model).parameters["get_model_classes"].default
+"""mlx-lm's function from a config to the classes of the model and of its arguments."""
+
+
 def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:
     """The model, without an output head if its architecture allows that. Raises the errors of mlx-lm."""
-    known_classes = inspect.signature(load_model).parameters["get_model_classes"].default
 
     def classes(config: dict[str, Any]) -> tuple[type[Module], type]:
         model_class, args_class = known_classes(config)

@@ -11,3 +11,7 @@ class UnsupportedModelError(Exception):
 
 class InsufficientMemoryError(UnsupportedModelError, MemoryError):
     """The model could be served if more memory were free. The message has both amounts."""
+
+
+class AdapterError(UnsupportedModelError):
+    """An adapter cannot be used with its model. The message names it and says why."""

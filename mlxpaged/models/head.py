@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class RowSelection:
-    """The rows of the running step that the output head projects; None means all."""
+    """The rows of the running step that the output head projects; None means all. is_projecting: during its call."""
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
+        self.is_projecting = False
 
     def __call__(self, hidden: mx.array) -> mx.array:
         return hidden if self.rows is None else hidden[self.rows]
@@ -51,6 +52,10 @@ def _subclass_in_place(head: Any, method: str, selection: RowSelection) -> None:
     base = type(head)
 
     def project(self: Any, hidden: mx.array) -> mx.array:
-        return getattr(base, method)(self, selection(hidden))  # type: ignore[no-any-return]
+        selection.is_projecting = True
+        try:
+            return getattr(base, method)(self, selection(hidden))  # type: ignore[no-any-return]
+        finally:
+            selection.is_projecting = False
 
     head.__class__ = type(base.__name__, (base,), {method: project})

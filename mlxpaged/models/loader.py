@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.tool_parsers
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
@@ -19,10 +18,18 @@ from mlx_lm.utils import get_total_parameters, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.attention import ReportAmount, WindowMismatchError
-from mlxpaged.cpu.optimize import optimize_for_cpu
+from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection
+from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.models.adapters import (
+    Adapters,
+    check_adapters,
+    check_files,
+    install_adapters,
+    load_adapters,
+)
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
-from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.errors import AdapterError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.generation_config import read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.json_files import read_object
@@ -41,12 +48,12 @@ from mlxpaged.models.preflight import (
 from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
+from mlxpaged.models.short_names import DEMO_MODEL, full_name, near_names
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-DEMO_MODEL = "demo"
 DEMO_PATH = Path(__file__).parent / "demo"
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
@@ -83,6 +90,7 @@ class ServedModel:
     reranker: Reranker | None
     no_reranker_because: str
     sampling: Mapping[str, float]
+    adapters: Adapters = field(default_factory=Adapters)
 
     @property
     def kv_layers(self) -> list[KV]:
@@ -92,12 +100,13 @@ class ServedModel:
 
 def resolve_model(name: str, reserved: Reserved = NOTHING) -> Path:
     """The directory of the demo model, of a local model, or of a hub repository, which is downloaded if it is not
-    cached. The weights are neither downloaded nor read if other files show that they cannot be loaded. reserved: memory
-    that is needed beside the weights.
+    cached. A repository may have a short name. The weights are neither downloaded nor read if other files show that
+    they cannot be loaded. reserved: memory that is needed beside the weights.
 
     Raises ModelNotFoundError, whose message says what was tried, or UnsupportedModelError."""
     if name == DEMO_MODEL:
         return DEMO_PATH
+    name = full_name(name)
     path = Path(name).expanduser()
     if path.is_file():
         with path.open("rb") as file:
@@ -110,7 +119,9 @@ def resolve_model(name: str, reserved: Reserved = NOTHING) -> Path:
         raise ModelNotFoundError(f"{path} is a file; use an MLX model, a directory with config.json and safetensors")
     if not path.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
-            raise ModelNotFoundError(f"no such directory: {path}; a hub repository is named OWNER/NAME")
+            near = ", ".join(near_names(name)) if "/" not in name else ""
+            meant = f"; did you mean {near}?" if near else "; a hub repository is named OWNER/NAME"
+            raise ModelNotFoundError(f"no such directory: {path}{meant}")
         path = download(name, reserved)
     check_before_loading(name, path, local_file_sizes(path), reserved)
     return path
@@ -118,12 +129,28 @@ def resolve_model(name: str, reserved: Reserved = NOTHING) -> Path:
 
 def download(name: str, reserved: Reserved) -> Path:
     """The directory of a hub repository in the local cache. Raises ModelNotFoundError or UnsupportedModelError."""
-    try:
-        sizes = hub_file_sizes(name)
-        if sizes is not None:
-            small_files = snapshot_download(name, allow_patterns=SMALL_FILES)
-            check_before_loading(name, Path(small_files), sizes, reserved)
+    download_small_files(name, reserved)
+    with hub_errors_explained(name):
         return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, WEIGHTS]))
+
+
+def download_small_files(name: str, reserved: Reserved = NOTHING) -> tuple[Path, FileSizes] | None:
+    """The directory of a hub repository with all but its weights, and the sizes of all files; None if the hub does not
+    tell them. Raises ModelNotFoundError, or UnsupportedModelError if the model cannot be loaded."""
+    with hub_errors_explained(name):
+        sizes = hub_file_sizes(name)
+        if sizes is None:
+            return None
+        directory = Path(snapshot_download(name, allow_patterns=SMALL_FILES))
+    check_before_loading(name, directory, sizes, reserved)
+    return directory, sizes
+
+
+@contextlib.contextmanager
+def hub_errors_explained(name: str) -> Iterator[None]:
+    """Turns the errors of the hub's library into ModelNotFoundError."""
+    try:
+        yield
     except hub_errors.GatedRepoError:
         message = f"{name} is gated: accept its terms on the hub and log in with `hf auth login`"
         raise ModelNotFoundError(message) from None
@@ -140,11 +167,6 @@ def check_before_loading(name: str, directory: Path, sizes: FileSizes, reserved:
         raise type(error)(f"{name} cannot be loaded: {error}") from None
 
 
-def tool_parsers() -> list[str]:
-    """The names of mlx-lm's tool-call parsers."""
-    return sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
-
-
 def load_model(
     name: str,
     served_name: str | None = None,
@@ -153,15 +175,18 @@ def load_model(
     max_model_len: int | None = None,
     reserved: Reserved = NOTHING,
     is_reranker: bool = False,
+    adapters: Sequence[AdapterPath] = (),
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
     tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. turns: of other
     models; they get the bytes of weights that are loaded, and of all. max_model_len: None for the context length.
     reserved: memory that is needed beside the weights. is_reranker: True if the user says so, False if the name
-    decides. Call it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    decides. adapters: to be loaded beside it. Call it on the thread that will run the model. Raises ModelNotFoundError
+    or UnsupportedModelError.
     """
     turns = turns or Turns()
+    check_files(adapters)
     path = turns.during(lambda: resolve_model(name, reserved))
     own_config, recommended = read_object(path / "config.json"), read_generation_config(path)
     limit = context_length(own_config)
@@ -183,11 +208,17 @@ def load_model(
     try:
         longest = context_length(config)
         reference = make_reference(model, longest)
+        loaded = load_adapters(model, name, adapters, reference, turns)
         turns.take()
         optimize_for_cpu(model)
         turns.take()
         layers, vocab_size = find_layers(model, reference, turns), int(reference.logits.shape[1])
+        installed = install_adapters(model, loaded, parts_of_projection)
         rows = select_rows_before_head(model, vocab_size, lambda rows: selects_rows(model, layers, reference, rows))
+        installed.step.head = rows
+        check_adapters(model, layers, loaded, installed.step, turns)
+    except AdapterError:
+        raise
     except UnsupportedModelError as error:
         kind = config.get("model_type", "this")
         raise UnsupportedModelError(
@@ -206,11 +237,12 @@ def load_model(
         vocab_size=vocab_size,
         context_length=longest,
         max_model_len=min(longest, max_model_len or longest),
-        weight_bytes=weight_bytes(model),
+        weight_bytes=weight_bytes(model) + installed.nbytes,
         num_parameters=num_parameters,
         reranker=reranker,
         no_reranker_because=no_reranker_because,
         sampling=recommended.sampling,
+        adapters=installed,
     )
 
 

@@ -19,6 +19,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlxpaged.attention import AttentionMetadata, LatentLayer, PagedLayer, precision
+from mlxpaged.models.adapted_layers import StepAdapters
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.head import RowSelection
@@ -74,10 +75,18 @@ class ProbedLatentLayer(ProbedLayer, LatentLayer):
 
 
 class PagedRun:
-    """Runs steps of the probe's sequences on paged caches."""
+    """Runs steps of the probe's sequences on paged caches. adapter: of the prompt's sequences; the others have none."""
 
-    def __init__(self, model: Module, specs: Sequence[LayerSpec], reference: Reference) -> None:
+    def __init__(
+        self,
+        model: Module,
+        specs: Sequence[LayerSpec],
+        reference: Reference,
+        adapters: StepAdapters | None = None,
+        adapter: str | None = None,
+    ) -> None:
         self._model, self._tokens = model, reference.tokens
+        self._adapters, self._adapter = adapters or StepAdapters(), adapter
         self._tables = block_tables(len(reference.tokens))
         num_blocks = 1 + max(map(max, self._tables.values()))
         self.caches = ModelCaches(specs, num_blocks, BLOCK_SIZE, layer_types=(ProbedLayer, ProbedLatentLayer))
@@ -89,13 +98,18 @@ class PagedRun:
         contexts = [row.start + row.num_tokens for row in step]
         meta = AttentionMetadata.build(lens, contexts, [self._tables[row.sequence_id] for row in step], BLOCK_SIZE)
         ids = [token for row in step for token in self._part(row)]
+        index = self._adapters.begin([None if row.sequence_id == OTHER else self._adapter for row in step], lens)
         try:
+            if index is not None:
+                self._adapters.upload(mx.array(index))
             logits = self.caches.run(self._model, mx.array(ids), [meta], step, self._tables)
             mx.eval(logits, self.caches.arrays)
         except UnsupportedModelError:
             raise
         except Exception as error:
             raise UnsupportedModelError(f"it does not run on paged caches: {type(error).__name__}: {error}") from error
+        finally:
+            self._adapters.end()
         wanted = len(ids) if logits_rows is None else logits_rows
         if logits.shape[0] != wanted:
             raise UnsupportedModelError(f"its output head returns {logits.shape[0]} rows of logits, not {wanted}")
@@ -108,11 +122,16 @@ class PagedRun:
 
 
 def probe(
-    model: Module, specs: Sequence[LayerSpec], reference: Reference, turns: Turns | None = None
+    model: Module,
+    specs: Sequence[LayerSpec],
+    reference: Reference,
+    turns: Turns | None = None,
+    adapters: StepAdapters | None = None,
+    adapter: str | None = None,
 ) -> list[LayerSpec]:
     """Run the reference's prompt in ragged steps. Returns the specs, completed with what this showed about the layers'
-    attention. Raises UnsupportedModelError if the logits differ."""
-    run = PagedRun(model, specs, reference)
+    attention. adapter: with which the reference was computed. Raises UnsupportedModelError if the logits differ."""
+    run = PagedRun(model, specs, reference, adapters, adapter)
     per_sequence = is_per_sequence(specs)
     planned = steps(len(reference.tokens), shares_blocks=not per_sequence)
     kinds: dict[str, list[float]] = defaultdict(list)

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlxpaged.attention import LatentLayer
-from mlxpaged.attention.token_groups import Masks, TokenGroup
+from mlxpaged.attention.token_groups import Masks, TokenGroup, running_group
 
 State = list[mx.array | None]
 """The arrays of one layer, [n, ...] each for n sequences. An entry that the layer never sets is None."""
@@ -322,7 +322,9 @@ def call_in_groups(module: Module) -> None:
                     return value.by_group[index]
                 return caches[id(value)] if id(value) in caches else group.select(value, num_tokens)
 
-            results.append(base.__call__(self, *map(own, args), **{name: own(each) for name, each in kwargs.items()}))
+            with running_group(group):
+                named = {name: own(each) for name, each in kwargs.items()}
+                results.append(base.__call__(self, *map(own, args), **named))
             for layer in owned:
                 layer.store(index)
         return join(groups, results)

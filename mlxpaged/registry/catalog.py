@@ -9,6 +9,7 @@ from huggingface_hub import constants, scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound, HFValidationError
 
 from mlxpaged.models.preflight import local_file_sizes, weight_files
+from mlxpaged.models.short_names import full_name
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,14 @@ class Catalog:
         self._directories = directories
 
     def find(self, name: str) -> Found | None:
-        """A name is that of a repository (OWNER/NAME) or of a directory."""
+        """A name is that of a repository (OWNER/NAME), its short name, or that of a directory."""
         parts = Path(name).parts
         if Path(name).is_absolute() or ".." in parts or not parts:
             return None
         for directory in self._directories:
             if (found := described(name, directory / name)) is not None:
                 return found
+        name = full_name(name)
         try:
             config = (
                 try_to_load_from_cache(name, "config.json", constants.HF_HUB_CACHE) if name.count("/") == 1 else None
@@ -50,6 +52,11 @@ class Catalog:
     def find_directory(self, path: Path) -> Found | None:
         """A directory anywhere on the machine."""
         return described(str(path), path)
+
+    def find_source(self, source: str) -> Found | None:
+        """What a flag names: a directory, or a repository if it is downloaded."""
+        path = Path(source).expanduser()
+        return described(source, path) if path.is_dir() else self.find(source)
 
     def all(self) -> list[Found]:
         """All models that `find` finds, by name."""

@@ -27,8 +27,18 @@ class Model:
     engine: AsyncEngine | None = None
     error: str | None = None
     used_at: int | None = None
+    size_bytes: int | None = None  # of its weights on the disk; None if it is not known
     num_waiting: int = 0  # requests that wait for the load
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(adapter.name for adapter in self.config.adapters)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and those with its adapters."""
+        return self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)
 
     @property
     def state(self) -> ModelState:

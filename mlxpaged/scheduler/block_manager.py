@@ -236,7 +236,7 @@ class BlockManager:
         if sequence.num_computed_tokens // self.block_size <= len(table.chain):
             return  # no block became full, as in most steps
         num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
-        self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, num_tokens)
+        self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, num_tokens, sequence.cache_seed)
         table.publish(sequence.token_ids, num_tokens, sequence.block_keys)
         self._attach(sequence)
 
@@ -370,7 +370,7 @@ class BlockManager:
         if self.prefix_cache is None:
             return []
         tokens = sequence.token_ids
-        self.prefix_cache.extend_keys(sequence.block_keys, tokens, sequence.num_known_tokens)
+        self.prefix_cache.extend_keys(sequence.block_keys, tokens, sequence.num_known_tokens, sequence.cache_seed)
         most = len(tokens) - 1 if sequence.logits_from is None else sequence.logits_from
         usable = sequence.block_keys[: most // self.block_size]
         return self.prefix_cache.match(usable, tokens, chain)

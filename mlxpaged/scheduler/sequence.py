@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from enum import Enum, IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mlxpaged.cache import BlockTable, CachedBlock
+if TYPE_CHECKING:  # the flags import Priority, and these need numpy
+    from mlxpaged.cache import BlockTable, CachedBlock
 
 
 class Priority(IntEnum):
@@ -97,6 +98,8 @@ class Sequence:
         # Written by the engine, before it adds the sequence to the scheduler.
         self.sequence_id = sequence_id
         self.request_id = ""  # for the log
+        self.adapter: str | None = None  # that computes it; None: the model without one
+        self.cache_seed = b""  # what its KV depends on beside its tokens and the model
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids

@@ -15,6 +15,9 @@ from mlxpaged.api.openai.schema import SamplingFields
 from tests.api.helpers import ask, bearer, raw, run_on, write_keys
 from tests.support import RunningServer, running_server
 
+OPEN = {"/", "/docs", "/health"}
+"""These paths need no key."""
+
 
 @pytest.fixture
 def described(demo_server: RunningServer) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def test_every_endpoint_is_routed_and_described_and_nothing_else_is(
     routed = {
         (method, route.path.replace(":path}", "}"))
         for route in demo_server.app.routes
-        if isinstance(route, Route)
+        if isinstance(route, Route) and not route.path.startswith("/web/")  # the files of the page
         for method in (route.methods or set()) - {"HEAD"}
     }
     assert len(listed) == len(ENDPOINTS)
@@ -68,7 +71,7 @@ def test_a_server_with_keys_says_so_and_that_one_is_not_needed_for_its_health(
         found = client.get("/openapi.json", headers=bearer(key)).json()
     assert found["security"] == either
     assert set(found["components"]["securitySchemes"]) == {"bearer", "apiKey"}
-    assert {path for path, each in found["paths"].items() if each.get("get", {}).get("security") == []} == {"/health"}
+    assert {path for path, each in found["paths"].items() if each.get("get", {}).get("security") == []} == OPEN
 
 
 def test_ids_have_a_form_where_another_one_is_refused(demo_server: RunningServer, described: dict[str, Any]) -> None:
@@ -96,7 +99,7 @@ def test_the_errors_of_keys_and_limits_are_listed_where_they_can_come(described:
         for method, operation in methods.items():
             listed = set(operation["responses"])
             assert "403" in listed
-            assert ("401" in listed) == (path != "/health")
+            assert ("401" in listed) == (path not in OPEN)
             assert ({"400", "408", "413"} <= listed) == ("requestBody" in operation)
             assert ("429" in listed) == (method == "post")
 

@@ -59,6 +59,25 @@ def test_ten_thousand_random_operations_keep_the_books_balanced() -> None:
         assert usage.cached == sum(pool.content(b) is not None and pool.ref_count(b) == 0 for b in range(64))
 
 
+def test_states_tell_free_cached_used_and_shared_blocks_apart() -> None:
+    pool: BlockPool[str] = BlockPool(6, 4)
+    used, shared, cached, crowded, passed = pool.allocate(5)
+    for block in (cached, passed):
+        pool.remember(block, f"{block}")
+    pool.release([cached])
+    pool.release([passed], passed=True)
+    pool.share(shared)
+    assert pool.states() == bytes([2, 3, 1, 2, 1, 0])
+    for _ in range(253):
+        pool.share(crowded)
+    assert pool.states()[crowded] == 255
+    for _ in range(2):
+        pool.share(crowded)
+    assert pool.ref_count(crowded) == 256
+    assert pool.states() == bytes([2, 3, 1, 255, 1, 0])
+    assert pool.states()[used] == 2
+
+
 def test_freeing_twice_raises() -> None:
     pool: BlockPool[str] = BlockPool(2)
     [block] = pool.allocate(1)

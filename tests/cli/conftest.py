@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from mlxpaged.cli import main, serve
+from mlxpaged.cli import connection, main, serve
 from mlxpaged.cli.bench import command
 from tests.cli.helpers import Result
 from tests.metal_on_cpu.fixtures import copied_kernels, unchecked
 
 __all__ = ["copied_kernels", "unchecked"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's home: no command finds the user's own servers."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(connection, "DEFAULT_URL", "http://127.0.0.1:1")
+    return tmp_path / "home"
 
 
 @pytest.fixture

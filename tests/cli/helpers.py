@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import parse_qs
 
 import httpx
 
@@ -77,21 +79,22 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 @contextlib.contextmanager
 def mlxpaged(directory: Path, *args: str, env: Mapping[str, str] | None = None, fork: bool = True) -> Iterator[Command]:
     """fork: save the imports. Without it, or if `env` has variables of libraries, which may read them when they are
-    imported, the process starts as a user's does."""
-    forks = fork and forked.IS_SUPPORTED and all(name.startswith("MLXPAGED_") for name in env or {})
+    imported, the process starts as a user's does. Its home is `directory`, so that no other command finds a server."""
+    forks = fork and forked.IS_SUPPORTED and all(name.startswith(("MLXPAGED_", "HOME")) for name in env or {})
     directory.mkdir(parents=True, exist_ok=True)
+    env = {"HOME": str(directory), **(env or {})}
     stdout, stderr = directory / "stdout", directory / "stderr"
     process: subprocess.Popen[bytes] | ForkedProcess
     with open(stdout, "wb") as out, open(stderr, "wb") as err:
         process = (
-            ForkedProcess(args, environment(env or {}), stdout, stderr)
+            ForkedProcess(args, environment(env), stdout, stderr)
             if forks
             else subprocess.Popen(
                 [sys.executable, "-m", "mlxpaged", *args],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=environment(env or {}),
+                env=environment(env),
             )
         )
     try:
@@ -123,10 +126,19 @@ def question(url: str, text: str = "What is 17 + 25?", model: str | None = None)
 
 
 @contextlib.contextmanager
-def hub(repository: str, directory: Path, sizes: Mapping[str, int] | None = None) -> Iterator[tuple[str, list[str]]]:
+def hub(
+    repository: str,
+    directory: Path,
+    sizes: Mapping[str, int] | None = None,
+    breaks_off: str | None = None,
+    stalls: str | None = None,
+) -> Iterator[tuple[str, list[str]]]:
     """A server that speaks as much of the hub's API as a download needs and has one repository with the files of
-    `directory`. sizes: what it tells if it is asked for the sizes of the files; None if it does not know them. Yields
-    its address and the list of requests it got."""
+    `directory`. sizes: what it tells if it is asked for the sizes of the files; None if it does not know them.
+    breaks_off: a file of which the first request gets half. stalls: a file of which a request gets half, and the rest
+    when the server ends. Yields its address and the list of requests it got, with the range that they ask for."""
+    left_to_break = [breaks_off]
+    ended = threading.Event()
     files = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
     requests: list[str] = []
 
@@ -135,7 +147,12 @@ def hub(repository: str, directory: Path, sizes: Mapping[str, int] | None = None
             self.do_GET()
 
         def do_GET(self) -> None:
-            requests.append(f"{self.command} {self.path}")
+            asked = self.headers.get("Range")
+            requests.append(f"{self.command} {self.path}" + (f" {asked}" if asked else ""))
+            if self.path.startswith("/api/models?"):  # a search
+                words = parse_qs(self.path.partition("?")[2]).get("search", [""])[0].lower().split()
+                hit = all(word in repository.lower() for word in words)
+                return self.answer_json([{"_id": "1", "id": repository, "modelId": repository}] if hit else [])
             path = self.path.partition("?")[0]
             if path in (f"/api/models/{repository}", *(f"/api/models/{repository}/revision/{r}" for r in revisions)):
                 siblings = [{"rfilename": name} | ({"size": sizes[name]} if sizes else {}) for name in files]
@@ -152,14 +169,38 @@ def hub(repository: str, directory: Path, sizes: Mapping[str, int] | None = None
             for revision in revisions:
                 prefix = f"/{repository}/resolve/{revision}/"
                 if path.startswith(prefix) and path.removeprefix(prefix) in files:
-                    return self.answer(files[path.removeprefix(prefix)], "application/octet-stream")
+                    return self.answer_file(path.removeprefix(prefix))
             known = path.startswith((f"/api/models/{repository}/", f"/{repository}/"))
             return self.answer(b"", "text/plain", 404, "EntryNotFound" if known else "RepoNotFound")
+
+        def answer_file(self, name: str) -> None:
+            data, asked = files[name], re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+            if asked is not None:
+                start = int(asked[1])
+                ranged = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
+                self.answer(data[start:], "application/octet-stream", 206, headers=ranged)
+            elif self.command == "GET" and left_to_break[0] == name:
+                left_to_break[0] = None
+                self.close_connection = True
+                self.answer(data, "application/octet-stream", sent=len(data) // 2)
+            elif self.command == "GET" and name == stalls:
+                self.answer(data, "application/octet-stream", sent=len(data) // 2)
+                ended.wait(DEADLINE)
+            else:
+                self.answer(data, "application/octet-stream")
 
         def answer_json(self, data: Any) -> None:
             self.answer(json.dumps(data).encode(), "application/json")
 
-        def answer(self, data: bytes, kind: str, status: int = 200, error: str | None = None) -> None:
+        def answer(
+            self,
+            data: bytes,
+            kind: str,
+            status: int = 200,
+            error: str | None = None,
+            headers: Mapping[str, str] = MappingProxyType({}),
+            sent: int | None = None,
+        ) -> None:
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
@@ -167,9 +208,11 @@ def hub(repository: str, directory: Path, sizes: Mapping[str, int] | None = None
             self.send_header("X-Repo-Commit", REVISION)
             if error is not None:
                 self.send_header("X-Error-Code", error)
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(data)
+                self.wfile.write(data[:sent])
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -181,5 +224,6 @@ def hub(repository: str, directory: Path, sizes: Mapping[str, int] | None = None
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}", requests
         finally:
+            ended.set()
             server.shutdown()
             thread.join(DEADLINE)

@@ -343,6 +343,7 @@ def test_the_engine_has_the_flags_of_serve(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(command, "Bench", NoBench)
     monkeypatch.setattr(command, "set_up", lambda level: None)
+    monkeypatch.setattr(command, "exit_status", lambda status: status)  # else this process would end
     assert main(["bench"]) == 0
     monkeypatch.setenv("MLXPAGED_BLOCK_SIZE", "16")
     assert main(["bench", "someone/model", "--max-num-seqs", "9", "--swap-space", "1GB", "--no-prefix-cache"]) == 0

@@ -12,7 +12,7 @@ import pytest
 from mlxpaged.attention import tuner, tuning_cache
 from mlxpaged.attention.self_check import CASES
 from mlxpaged.cli import main
-from mlxpaged.cli.doctor import command
+from mlxpaged.cli.doctor import command, flags
 from mlxpaged.cli.doctor.step_graph import command_buffers
 from mlxpaged.models import load_model
 from tests.attention.step_graphs import fused_functions
@@ -58,7 +58,7 @@ def test_the_report_of_a_model_has_checks_times_rates_and_memory_and_no_name_of_
     assert main(["doctor", str(model), "--json", "--retune", "--block-size", "16", "--report"]) == 0
     output = capsys.readouterr().out
     found = json.loads(output)
-    assert json.loads((tmp_path / command.REPORT_FILE).read_text()) == found
+    assert json.loads((tmp_path / flags.REPORT_FILE).read_text()) == found
     assert "secret" not in output
     check_measurements(found, "metal")
     assert found["model"] == {

@@ -16,10 +16,14 @@ import pytest
 from mlxpaged import __version__, cli
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import http_server, main, serve
+from mlxpaged.cli.flags import parse_size
 from mlxpaged.engine import EngineConfig, Priority
+from mlxpaged.models import AdapterPath, device_memory
 from mlxpaged.registry import Registry
 
 DEFAULTS = EngineConfig()
+
+A_IN_X = AdapterPath("a", Path("x"))
 
 SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     # flag, value, another value, attribute, what the value means, what the other one means
@@ -61,6 +65,14 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--idle-unload", "10m", "1.5h", "idle_unload", 600.0, 5400.0),
     ("--idle-unload", "0", "90", "idle_unload", None, 90.0),
     ("--alias", "a=demo", "b=demo,c=demo", "aliases", {"a": "demo"}, {"b": "demo", "c": "demo"}),
+    (
+        "--adapter",
+        "a=x",
+        "b=y,demo:c=z",
+        "adapters",
+        (A_IN_X,),
+        (AdapterPath("b", Path("y")), AdapterPath("c", Path("z"))),
+    ),
     ("--memory", "8GB", "1GiB", "memory", 8_000_000_000, 2**30),
 ]
 
@@ -130,7 +142,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(http_server, "run_server", no_server)
     monkeypatch.setattr(serve, "exit_status", lambda status, has_engine: status)
     monkeypatch.setattr(serve, "set_up", no_logging)
-    monkeypatch.setattr(serve, "limit_memory", lambda limit: found.update(memory=limit))
+    monkeypatch.setattr(device_memory, "limit_memory", lambda limit: found.update(memory=limit))
     monkeypatch.setenv("MLXPAGED_PORT", "0")
     return found
 
@@ -223,6 +235,31 @@ def test_the_port_and_the_model_can_be_variables_too(started: dict[str, Any], mo
     monkeypatch.setenv("MLXPAGED_MODEL", "none")
     assert main(["serve"]) == 0
     assert started["config"] is None
+
+
+def test_an_adapter_belongs_to_the_first_model_or_to_a_named_one(started: dict[str, Any]) -> None:
+    assert main(["serve", "--model", "demo", "--model", "two=demo", "--adapter", "a=x", "--adapter", "two:a=x"]) == 0
+    assert [model.config.adapters for model in started["models"].values()] == [(A_IN_X,), (A_IN_X,)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--adapter", "a"], "must be NAME=DIR"),
+        (["--adapter", "latest=x"], "is not 'latest'"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "cannot both be named 'a'"),
+        (["--adapter", "other:a=x"], "no model 'other' is served"),
+        (["--embedding-model", "e", "--adapter", "e:a=x"], "no model 'e' is served that generates text"),
+        (["none", "--adapter", "a=x"], "--adapter needs a MODEL"),
+    ],
+)
+def test_adapters_that_cannot_be_served_are_refused(
+    started: dict[str, Any], capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", *flags])
+    assert message in capsys.readouterr().err
+    assert "config" not in started
 
 
 def test_a_second_port_is_for_ollamas_clients(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +493,9 @@ def test_an_unknown_command_or_flag_ends_with_status_2(args: list[str], capsys: 
     with pytest.raises(SystemExit) as end:
         main(args)
     assert end.value.code == 2
-    assert "usage: mlxpaged" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert message.startswith("mlxpaged")
+    assert message.count("\n") == 1
 
 
 @pytest.mark.usefixtures("_interrupts")
@@ -491,3 +530,37 @@ def test_help_lists_every_flag_with_its_variable(capsys: pytest.CaptureFixture[s
     for flag in [*ALL_FLAGS, "MODEL"]:
         assert flag in text
         assert variable(flag) in "".join(text.split()) or flag == "MODEL"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("256MB", 256_000_000),
+        ("8GB", 8_000_000_000),
+        ("8gb", 8_000_000_000),
+        ("1.5GiB", 3 * 2**29),
+        ("1KiB", 1024),
+        ("2MiB", 2 * 2**20),
+        ("3kb", 3000),
+        ("1TB", 10**12),
+        ("1TiB", 2**40),
+        (" 64 MB ", 64_000_000),
+        ("1048576", 1048576),
+        ("0.5KB", 500),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_a_size_is_read_with_decimal_and_binary_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ", "GB", "-1GB", "+1GB", "1e9", "8 G", "8GBs", "0", "0GB", "0.1", "1,5GB", "1.GB", ".5GB", "1 2MB"),
+        *("nan", "inf", "0x10", "9" * 400 + "GB", "9" * 400 + ".0"),
+    ],
+)
+def test_anything_else_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not a memory size.*8GB"):
+        parse_size(text)

@@ -40,9 +40,9 @@ def make(keys: Callable[..., Result]) -> Callable[..., str]:
 
 def test_the_command_starts_without_the_engine() -> None:
     engine = ("mlx", "transformers", "starlette")
-    code = "import sys, mlxpaged.cli.keys; print(*sys.modules)"
+    code = "import sys, mlxpaged.cli.keys.command; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "mlxpaged.cli.keys" in modules
+    assert "mlxpaged.cli.keys.command" in modules
     assert not set(engine) & set(modules)
 
 

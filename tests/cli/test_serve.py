@@ -223,12 +223,14 @@ def test_both_ports_lead_to_the_same_server() -> None:
     urls = [url_of(listener) for listener in listeners]
     app = create_app(None, http=HttpConfig(ollama_port=listeners[1].getsockname()[1]))
     server = HttpServer(app, listeners, 0)
-    found: list[list[int]] = []
+    found: list[tuple[int, str]] = []
 
     def ask() -> None:
         try:
             with httpx.Client(trust_env=False, timeout=DEADLINE) as client:
-                found.extend([client.get(f"{url}{path}").status_code for path in ("/api/version", "/")] for url in urls)
+                for url in urls:
+                    version, root = (client.get(f"{url}{path}") for path in ("/api/version", "/"))
+                    found.append((version.status_code, root.headers["content-type"].partition(";")[0]))
         finally:
             server.should_exit = True
 
@@ -236,7 +238,7 @@ def test_both_ports_lead_to_the_same_server() -> None:
     client.start()
     assert server.run_until_signal() == 0
     client.join()
-    assert found == [[200, 404], [200, 200]]
+    assert found == [(200, "text/html"), (200, "text/plain")]
 
 
 def test_a_port_in_use_is_said_in_a_sentence(run: Callable[..., Result]) -> None:

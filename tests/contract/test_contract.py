@@ -32,7 +32,7 @@ def test_no_body_that_fits_the_description_or_not_makes_the_server_fail_or_hang(
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
             *("--checks", CHECKS, "--max-examples", "40", "--mode", "all", "--request-timeout", "30"),
-            *("--generation-deterministic", "--no-color"),
+            *("--generation-deterministic", "--no-color", "--exclude-path", "/v1/status/stream"),  # it has no end
         ]
         result = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
         assert result.returncode == 0, result.stdout[-20_000:] + result.stderr[-2000:]

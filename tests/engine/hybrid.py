@@ -121,10 +121,11 @@ def request(
     banned: tuple[int, ...] = (),
     fork_of: str | None = None,
     priority: Priority = Priority.NORMAL,
+    adapter: str | None = None,
 ) -> Request:
     bias = dict.fromkeys(banned, -mx.inf)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logit_bias=bias)
-    return Request(name, prompt, params, time.monotonic(), priority, fork_of=fork_of)
+    return Request(name, prompt, params, time.monotonic(), priority, fork_of=fork_of, adapter=adapter)
 
 
 def run(core: EngineCore, requests: list[Request], before_step: Callable[[int], None] = lambda step: None) -> Run:

@@ -13,7 +13,7 @@ import pytest
 
 from mlxpaged.engine import EngineConfig, build_engine, builder, engine_thread, memory
 from mlxpaged.engine.embedder import Embedder
-from mlxpaged.engine.memory import kv_blocks, parse_size, swap_slots
+from mlxpaged.engine.memory import kv_blocks, swap_slots
 from mlxpaged.models import ModelNotFoundError, device_memory, load_embedding_model, load_model
 from mlxpaged.models.device_memory import free_device_memory, system_free_memory
 from mlxpaged.models.layers import bytes_per_token, state_bytes
@@ -31,40 +31,6 @@ LFM2 = {
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
 }
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("256MB", 256_000_000),
-        ("8GB", 8_000_000_000),
-        ("8gb", 8_000_000_000),
-        ("1.5GiB", 3 * 2**29),
-        ("1KiB", 1024),
-        ("2MiB", 2 * 2**20),
-        ("3kb", 3000),
-        ("1TB", 10**12),
-        ("1TiB", 2**40),
-        (" 64 MB ", 64_000_000),
-        ("1048576", 1048576),
-        ("0.5KB", 500),
-        ("9007199254740993", 9007199254740993),
-    ],
-)
-def test_a_size_is_read_with_decimal_and_binary_units(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", " ", "GB", "-1GB", "+1GB", "1e9", "8 G", "8GBs", "0", "0GB", "0.1", "1,5GB", "1.GB", ".5GB", "1 2MB"),
-        *("nan", "inf", "0x10", "9" * 400 + "GB", "9" * 400 + ".0"),
-    ],
-)
-def test_anything_else_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match=r"not a memory size.*8GB"):
-        parse_size(text)
 
 
 @pytest.fixture

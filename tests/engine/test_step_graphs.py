@@ -17,13 +17,13 @@ from mlxpaged.attention.metadata import Planner
 from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine, model_runner, step_graphs
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.models import ServedModel, load_model
+from mlxpaged.models import AdapterPath, ServedModel, load_model
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.layers import bytes_per_token
 from tests.engine.test_model_runner import CountingMlx
 from tests.lazy_kernels import LazyKernels, no_fusion
 from tests.models.architectures import make_architecture
-from tests.support import make_tiny_model, run_requests
+from tests.support import make_adapter, make_tiny_model, run_requests
 
 LAYERS = 2
 PROMPTS = [list(range(3, 33)), [5, 6, 7], list(range(40, 100))]
@@ -78,6 +78,21 @@ def test_layers_that_share_memory_or_keys_are_replayed(kind: str, lazy: LazyKern
     expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=40)
     core = make_core(served, "metal")
     assert run_requests(core, PROMPTS, max_tokens=40) == expected
+    assert lazy.calls < core.stats().attention_calls_total
+
+
+def test_steps_with_adapters_are_replayed(lazy: LazyKernels, tmp_path: Path) -> None:
+    """A graph has the layers of its adapters. Which row has which adapter is in the upload."""
+    path = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=LAYERS)
+    adapters = [AdapterPath(name, make_adapter(path, tmp_path / name, i)) for i, name in enumerate(("red", "blue"))]
+    served = load_model(str(path), adapters=adapters)
+    chosen = [(None, "red", "blue"), ("blue", "red", None), ("red", None, None), ("red", "red", "red")]
+
+    def answers(core: EngineCore) -> list[list[int]]:
+        return [tokens for names in chosen for tokens in run_requests(core, PROMPTS, names, max_tokens=30)]
+
+    core = make_core(served, "metal", prefix_caching=False)
+    assert answers(core) == answers(make_core(served, "gather", prefix_caching=False))
     assert lazy.calls < core.stats().attention_calls_total
 
 

@@ -16,10 +16,11 @@ import secrets
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from mlxpaged.api.access.key_names import NAME_PATTERN, TIERS, TierName
 from mlxpaged.api.atomic_file import replacing
 
 PREFIX = "sk-mlxpaged-"
@@ -30,10 +31,7 @@ DIGEST_BYTES = 32
 MAX_KEYS = 1000
 """The key of each request is compared with all of them, which takes about a microsecond per key."""
 
-TierName = Literal["high", "normal", "low"]
 PerMinute = Annotated[int, Field(ge=1, le=10**9)]
-TIERS: tuple[TierName, ...] = ("high", "normal", "low")
-NAME_PATTERN = "^[A-Za-z0-9._-]{1,64}$"
 
 
 class KeyFileError(Exception):

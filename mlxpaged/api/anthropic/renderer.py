@@ -111,7 +111,7 @@ class MessageRenderer(Renderer):
             "id": self._answers.context.request_id,
             "type": "message",
             "role": "assistant",
-            "model": self._answers.info.model,
+            "model": self._answers.model,
             "content": content,
             **reason,
             "usage": self._usage(),

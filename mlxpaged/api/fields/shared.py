@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mlxpaged.api.fields.table import Outcome, Row, alias, honoured, ignored, label, refused
+from mlxpaged.api.fields.table import Outcome, Row, alias, by_model, honoured, ignored, label, refused
 
 ONLY_TOP = "the tokens to sample from are chosen by `top_p`, `top_k` and `min_p`"
 NO_TOOLS = "the server runs no tools itself"
-ONE_MODEL = "the server has the weights that it was started with"
+NAMED_ADAPTER = "use `adapters`, which names one"
 CACHED = "every prompt is looked up in the prefix cache"
 ONLY_COMPLETIONS = "chat completions have it; this API does not"
 LOADED = "the server's flags decide how the model is loaded"
@@ -207,9 +207,9 @@ REFUSALS: tuple[Row, ...] = (
     refused("truncate_prompt_tokens", 10, "prompts are never cut"),
     refused("t_max_predict_ms", 100, "use `timeout`", (0,)),
     refused("cache_salt", "s", "keys share the prefix cache"),
-    refused("adapters", "a", ONE_MODEL, ("",)),
-    refused("lora", [{"id": 0, "scale": 1}], ONE_MODEL, ([],)),
-    refused("lora_path", "a", ONE_MODEL, ("",)),
+    by_model("adapters", "a", "mlx-lm's; the name of an [adapter](models.md#lora-adapters)", neutral=("",)),
+    refused("lora", [{"id": 0, "scale": 1}], NAMED_ADAPTER, ([],)),
+    alias("lora_path", "a", "adapters", "SGLang", neutral=("",)),
     refused("kv_transfer_params", {"a": 1}, "the KV cache stays on this server", ({},)),
     refused("options", {"top_k": 5}, "Ollama's; give its fields beside the others", ({},)),
     refused("format", "json", "Ollama's; use `response_format` or `guided_json`", ("",)),

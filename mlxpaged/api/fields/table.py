@@ -71,8 +71,8 @@ def honoured(field: str, value: Any, note: str = "", **also: Any) -> Row:
     return row(Outcome.HONOURED, field, value, note, also)
 
 
-def by_model(field: str, value: Any, note: str = "", **also: Any) -> Row:
-    return row(Outcome.MODEL, field, value, note, also)
+def by_model(field: str, value: Any, note: str = "", neutral: tuple[Any, ...] = (), **also: Any) -> Row:
+    return row(Outcome.MODEL, field, value, note, also, neutral=neutral)
 
 
 def label(field: str, value: Any, note: str = "", **also: Any) -> Row:

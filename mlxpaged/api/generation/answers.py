@@ -36,9 +36,11 @@ from mlxpaged.engine import (
 
 @dataclass
 class Answers:
-    """streams: `candidates` of them for each prompt, in the prompts' order. forget: called when the answers end."""
+    """model: the name of what answers. streams: `candidates` of them for each prompt, in the prompts' order. forget:
+    called when the answers end."""
 
     info: EngineInfo
+    model: str
     context: RequestContext
     _request: GenerationRequest
     _prompts: Prompts

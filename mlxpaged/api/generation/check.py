@@ -45,6 +45,20 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
     return request
 
 
+def adapter_of(request: GenerationRequest, of_model: str | None, info: EngineInfo) -> str | None:
+    """The adapter that a request names. of_model: the one in the name of its model. Raises ApiError."""
+    asked = request.adapters
+    if not asked:
+        return of_model
+    if asked not in info.adapters:
+        names = ", ".join(map(repr, info.adapters)) or "none, because it was started without --adapter"
+        message = f"{info.model!r} does not have the adapter {asked!r}; it has {names}"
+        raise request.refusal("adapters", message, code="adapter_not_found")
+    if of_model not in (None, asked):
+        raise request.refusal("adapters", f"differs from the adapter of the model {request.model!r}")
+    return asked
+
+
 def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> None:
     """Raises ApiError for fields that this model's chat template would ignore, or whose effect nothing could read."""
     tokenizer, name = info.tokenizer, request.client_name

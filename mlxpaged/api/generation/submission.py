@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.requests import Request as HttpRequest
 
 from mlxpaged.api.generation.answers import Answers
-from mlxpaged.api.generation.check import ContextLengthError, check_request
+from mlxpaged.api.generation.check import ContextLengthError, adapter_of, check_request
 from mlxpaged.api.generation.prompt import Prompts, prepare
 from mlxpaged.api.generation.request import Chat, GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext, context_of
@@ -27,6 +27,7 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
     server = server_of(http)
     request = await server.prepare(http, lambda: check_request(translate()))
     engine, info = await server.ready(http, request.model)
+    adapter = adapter_of(request, server.started().adapter_in(request.model), info)
     request = request.with_defaults(info.sampling_defaults)
     context = context_of(http, request, engine.config, id_prefix)
     num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)
@@ -36,7 +37,7 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
             prompts = await prepare(http, request, info)
             if opened.cancelled:
                 raise RequestCancelledError("the request was cancelled")
-            requests = engine_requests(request, context, opened, prompts, arrival_time)
+            requests = engine_requests(request, context, opened, prompts, arrival_time, adapter)
             streams = engine.submit(requests)
         opened.submitted = True
         opened.count(sum(len(prompt) for prompt in prompts.token_ids))
@@ -50,11 +51,17 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
             case PromptTooLongError():
                 raise ContextLengthError(prompts.param, error) from None
         raise
-    return Answers(info, context, request, prompts, streams, lambda: server.open_requests.close(opened))
+    model = info.model if adapter is None else f"{info.model}:{adapter}"
+    return Answers(info, model, context, request, prompts, streams, lambda: server.open_requests.close(opened))
 
 
 def engine_requests(
-    request: GenerationRequest, context: RequestContext, opened: OpenRequest, prompts: Prompts, arrival_time: float
+    request: GenerationRequest,
+    context: RequestContext,
+    opened: OpenRequest,
+    prompts: Prompts,
+    arrival_time: float,
+    adapter: str | None,
 ) -> list[Request]:
     """Returns as many requests as candidates for each prompt. With a seed, candidate `i` is the answer to one request
     with seed + i."""
@@ -76,6 +83,7 @@ def engine_requests(
                 timeout=context.timeout,
                 ttft_timeout=context.ttft_timeout,
                 timeline=context.timeline or request.timed,
+                adapter=adapter,
             )
         )
     return requests

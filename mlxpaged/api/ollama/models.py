@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from mlxpaged.api import web
 from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.errors import ApiError, model_not_found
@@ -31,7 +31,10 @@ def served_name(request: Request, name: str) -> str:
     """Returns the name of a served model without the tag that Ollama adds. Other names stay as they are."""
     registry = server_of(request).registry
     model = None if registry is None else registry.served(name)
-    return name if model is None else model.name
+    if registry is None or model is None:
+        return name
+    adapter = registry.adapter_in(name)
+    return model.name if adapter is None else f"{model.name}:{adapter}"
 
 
 def tagged(name: str) -> str:
@@ -39,11 +42,11 @@ def tagged(name: str) -> str:
 
 
 async def root(request: Request) -> Response:
-    """Clients look here whether Ollama runs. Only the port of --ollama-port answers."""
+    """The page. On the port of --ollama-port, clients look here whether Ollama runs."""
     _, port = request.scope["server"]
-    if port != server_of(request).http.ollama_port:
-        raise HTTPException(404)
-    return PlainTextResponse("Ollama is running")
+    if port == server_of(request).http.ollama_port:
+        return PlainTextResponse("Ollama is running")
+    return await web.index(request)
 
 
 async def version(request: Request) -> Response:
@@ -51,7 +54,8 @@ async def version(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    return JSONResponse({"models": [entry(model) for model in models_for(request, server_of(request))]})
+    models = models_for(request, server_of(request))
+    return JSONResponse({"models": [entry(model, name) for model in models for name in model.names]})
 
 
 async def ps(request: Request) -> Response:
@@ -60,7 +64,7 @@ async def ps(request: Request) -> Response:
     for model in models_for(request, server_of(request)):
         if (info := loaded_info(model)) is not None:
             more = {"size_vram": model.memory_bytes, "expires_at": NEVER, "context_length": info.max_model_len}
-            running.append(entry(model) | more)
+            running += [entry(model, name) | more for name in model.names]
     return JSONResponse({"models": running})
 
 
@@ -71,7 +75,8 @@ async def show(request: Request, body: OllamaShowRequest) -> Response:
     if found is None or not allows(caller_of(request), found.name):
         raise model_not_found(asked, server.names_for(request))
     info = loaded_info(found)
-    details = details_of(info)
+    name = served_name(request, asked)
+    details = details_of(info) | {"parent_model": "" if name == found.name else found.name}
     family = details["family"]
     facts: dict[str, Any] = {"general.architecture": family}
     if info is not None:
@@ -103,16 +108,16 @@ def loaded_info(model: Model) -> EngineInfo | EmbeddingInfo | None:
     return model.engine.info if model.is_loaded and model.engine is not None else None
 
 
-def entry(model: Model) -> dict[str, Any]:
-    """digest: of the name, because the weights are not hashed."""
+def entry(model: Model, name: str) -> dict[str, Any]:
+    """name: of the model, or with an adapter. digest: of the name, because the weights are not hashed."""
     info = loaded_info(model)
     return {
-        "name": tagged(model.name),
-        "model": tagged(model.name),
+        "name": tagged(name),
+        "model": tagged(name),
         "modified_at": timestamp(0 if info is None else info.created),
         "size": 0 if info is None else info.weight_bytes,
-        "digest": hashlib.sha256(model.name.encode()).hexdigest(),
-        "details": details_of(info),
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": details_of(info) | {"parent_model": "" if name == model.name else model.name},
     }
 
 
@@ -123,7 +128,6 @@ def details_of(info: EngineInfo | EmbeddingInfo | None) -> dict[str, Any]:
         family, size = info.model_type, parameters(info.num_parameters)
         bits = f"{info.weight_bytes * 8 / info.num_parameters:.1f} bits"
     return {
-        "parent_model": "",
         "format": "safetensors",
         "family": family,
         "families": [family],

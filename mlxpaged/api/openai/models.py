@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.errors import ApiError, load_failed, model_not_found, no_room
-from mlxpaged.api.models import OWNER, describe, models_for, state_fields
+from mlxpaged.api.models import OWNER, describe, describe_adapter, models_for, state_fields
 from mlxpaged.api.server import server_of
 from mlxpaged.registry import LoadFailedError, ModelBusyError, ModelState, NoRoomError
 
@@ -15,7 +15,11 @@ from mlxpaged.registry import LoadFailedError, ModelBusyError, ModelState, NoRoo
 async def list_models(request: Request) -> Response:
     """The models that are served, then those that are on this machine and are loaded if a request names them."""
     server = server_of(request)
-    served = [describe(model) for model in models_for(request, server)]
+    served = [
+        described
+        for model in models_for(request, server)
+        for described in (describe(model), *(describe_adapter(model, adapter) for adapter in model.adapters))
+    ]
     caller = caller_of(request)
     found = [] if server.registry is None else await server.registry.on_disk()
     on_disk = [
@@ -32,7 +36,8 @@ async def get_model(request: Request) -> Response:
     model = None if server.registry is None else server.registry.served(name)
     if model is None or not allows(caller_of(request), model.name):
         raise model_not_found(name, server.names_for(request))
-    return JSONResponse(describe(model))
+    adapter = server.started().adapter_in(name)
+    return JSONResponse(describe(model) if adapter is None else describe_adapter(model, adapter))
 
 
 async def load(request: Request) -> Response:

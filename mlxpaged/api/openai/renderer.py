@@ -32,7 +32,7 @@ class CompletionsRenderer(Renderer):
             "id": answers.context.request_id,
             "object": chunk_kind,
             "created": int(time.time()),
-            "model": answers.info.model,
+            "model": answers.model,
             "service_tier": answers.context.service_tier,
         }
 

@@ -101,6 +101,7 @@ class SamplingFields(RequestFields, StructuredFields):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # vLLM's
+    adapters: str | None = None  # mlx-lm's
 
     @model_validator(mode="after")
     def _a_stream_has_no_prompt_logprobs(self) -> SamplingFields:

@@ -7,21 +7,19 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import uvloop
 from rich.console import Console
 
 from mlxpaged.cli import INTERRUPTED
 from mlxpaged.cli.banner import megabytes
-from mlxpaged.cli.bench import plan as plans
-from mlxpaged.cli.bench.plan import NoRoomError, Plan
+from mlxpaged.cli.bench.flags import complete_flags
+from mlxpaged.cli.bench.plan import NoRoomError, Plan, make_plan
 from mlxpaged.cli.bench.progress import progress_display
 from mlxpaged.cli.bench.report import json_report, report_console, table
 from mlxpaged.cli.doctor.machine import machine
-from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config
+from mlxpaged.cli.engine_flags import engine_config
 from mlxpaged.cli.exit import exit_status
-from mlxpaged.cli.flags import Flags, output_file, positive_int, positive_ints
 from mlxpaged.cli.logs import set_up
 from mlxpaged.engine import (
     AsyncEngine,
@@ -37,41 +35,12 @@ STOP_SECONDS = 10.0
 UNPRINTABLE = "the figures cannot be printed"
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "bench",
-        usage="%(prog)s [MODEL] [flags]",
-        description="Answer the same prompts one at a time and several at a time, and compare; or, with "
-        "--context-sweep, measure prefill and decoding at growing contexts. Runs in this process, with the engine that "
-        "serves, without HTTP. Each flag can also be set as the environment variable in brackets.",
-    )
-    flags = Flags(parser)
-    flags.model(DEFAULTS.model, "model directory or hub repository; 'demo' is the bundled model")
-    load = flags.group("measurement")
-    several = "requests at a time, for example 2,4,8,16; one at a time is always measured, too"
-    load.value("--concurrency", positive_ints, None, several, f"{plans.CONCURRENCY}, at most --prompts")
-    load.value("--prompts", positive_int, None, "number of prompts", f"{plans.PROMPTS}, at least --concurrency")
-    lengths = "lengths of the prompts in tokens, used in turn; limited to the context"
-    load.value("--prompt-tokens", positive_ints, None, lengths, ",".join(map(str, plans.PROMPT_TOKENS)))
-    load.value("--max-tokens", positive_int, 128, "tokens of every answer")
-    load.value("--runs", positive_int, 3, "number of repetitions")
-    load.switch(
-        "--context-sweep", f"measure contexts of {plans.FIRST_CONTEXT}, {2 * plans.FIRST_CONTEXT} and so on instead"
-    )
-    longest = "longest prompt of --context-sweep"
-    load.value("--max-context", positive_int, None, longest, "what fits the model's context and the KV cache")
-    load.value("--json", output_file, None, "file for the figures as JSON; - for standard output")
-    add_engine_flags(flags)
-    add_log_level(flags, "warning")
-    parser.set_defaults(run=run, parser=parser)
-
-
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 0, 1 if the model cannot be measured, 2 for bad flags, 130 after SIGINT."""
     set_up(args.log_level)
     try:
         config = engine_config(args)
-        plans.complete_flags(args, config.max_num_seqs)
+        complete_flags(args, config.max_num_seqs)
         bench = Bench(config, args)
     except ValueError as error:
         args.parser.error(str(error))
@@ -117,7 +86,7 @@ class Bench:
         await self.engine.wait_loaded()
         info = self.engine.require_ready()
         assert isinstance(info, EngineInfo)
-        self._plan = plans.make_plan(self._args, info)
+        self._plan = make_plan(self._args, info)
         pool = f"{megabytes(info.kv_cache_bytes)}, room for {info.max_tokens_in_pool} tokens"
         model = f"{info.num_layers} layers, {megabytes(info.weight_bytes)} of weights, {info.backend} attention"
         rows = ("model", f"{info.model}: {model}"), ("KV cache", pool), ("load", self._plan.description)

@@ -8,15 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mlxpaged.cli.bench.flags import FIRST_CONTEXT, PROMPT_TOKENS
 from mlxpaged.cli.bench.load import Load
 from mlxpaged.engine import AsyncEngine, EngineInfo
 
-CONCURRENCY = 8
-PROMPTS = 15
-PROMPT_TOKENS = (32, 128, 512)
 WARM_UP_TOKENS = 4
 WARM_UP_CONTEXT = 1024
-FIRST_CONTEXT = 128
 
 Begin = Callable[[str], Callable[[int], None]]
 """Takes a description of what is measured now; returns a function that takes numbers of computed tokens."""
@@ -49,22 +46,6 @@ class Plan:
         for run, load in itertools.product(range(1, self.runs + 1), self.loads):
             advance = begin(f"{load.name}, run {run} of {self.runs}")
             await load.run(engine, self.max_tokens, vocab_size, advance)
-
-
-def complete_flags(args: argparse.Namespace, max_num_seqs: int) -> None:
-    """Set the defaults that depend on other flags. Raises ValueError if flags contradict each other, or one has no
-    effect."""
-    for name in ("concurrency", "prompts", "prompt_tokens") if args.context_sweep else ("max_context",):
-        if getattr(args, name) is not None:
-            needs = "cannot be combined with" if args.context_sweep else "needs"
-            raise ValueError(f"--{name.replace('_', '-')} {needs} --context-sweep")
-    args.concurrency = args.concurrency or (min(CONCURRENCY, args.prompts or PROMPTS, max_num_seqs),)
-    args.prompts = args.prompts or max(PROMPTS, *args.concurrency)
-    most = max(args.concurrency)
-    if most > max_num_seqs:
-        raise ValueError(f"--concurrency is {most}, but --max-num-seqs is only {max_num_seqs}")
-    if most > args.prompts:
-        raise ValueError(f"--concurrency is {most}, but --prompts is only {args.prompts}")
 
 
 def make_plan(args: argparse.Namespace, info: EngineInfo) -> Plan:

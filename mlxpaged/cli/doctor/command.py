@@ -22,32 +22,10 @@ from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cli.doctor.speed import engine_rates, make_engine, mlx_lm_rates, prefill_peak
 from mlxpaged.cli.doctor.step_graph import command_buffers
-from mlxpaged.cli.engine_flags import DEFAULTS, add_block_size, add_retune
-from mlxpaged.cli.flags import Flags, output_file, positive_int
 from mlxpaged.engine import EngineCore
 from mlxpaged.models import ModelNotFoundError, ServedModel, UnsupportedModelError, load_model, resolve_model
 
-REPORT_FILE = "mlxpaged-doctor.json"
 SIZES = Sizes()
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        usage="%(prog)s [MODEL] [flags]",
-        description="Run every attention kernel that a model needs, compare the results with MLX's own operations, "
-        "and measure on this machine: which kernel is fastest for each shape of batch, attention beside MLX's, tokens "
-        "per second beside mlx-lm's, and the memory of the largest prefill.",
-    )
-    flags = Flags(parser, defaults=DEFAULTS)
-    flags.model(DEFAULTS.model, "model directory or hub repository, whose layers decide which kernels are needed")
-    add_block_size(flags)
-    flags.field("--max-num-seqs", positive_int, "most sequences in a batch for which kernels are timed")
-    add_retune(flags)
-    flags.switch("--json", "print JSON, to paste into an issue, instead of tables")
-    written = f"also write the JSON to a file, {REPORT_FILE} if none is named"
-    flags.value("--report", output_file, None, written, without_value=REPORT_FILE)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

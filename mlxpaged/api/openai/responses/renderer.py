@@ -101,7 +101,7 @@ class ResponseRenderer(Renderer):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._answers.info.model,
+            "model": self._answers.model,
             "output": [],
             "usage": None,
             **body.model_dump(include=REPEATED),

@@ -1,0 +1,86 @@
+// Conversations in the browser's database. A browser that refuses one keeps them until the tab is closed.
+
+const STORE = "conversations";
+
+function opened() {
+  return new Promise((resolve, reject) => {
+    const request = indexedDB.open("mlxpaged", 1);
+    request.onupgradeneeded = () => request.result.createObjectStore(STORE, { keyPath: "id" });
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+}
+
+function done(request) {
+  return new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+}
+
+export class Conversations {
+  constructor() {
+    this.byId = new Map();
+    this.database = opened().catch(() => null);
+  }
+
+  async store(mode) {
+    const database = await this.database;
+    return database && database.transaction(STORE, mode).objectStore(STORE);
+  }
+
+  async load() {
+    const store = await this.store("readonly");
+    for (const each of store === null ? [] : await done(store.getAll())) this.byId.set(each.id, each);
+  }
+
+  /** The latest first. */
+  list() {
+    return [...this.byId.values()].sort((one, other) => other.updated - one.updated);
+  }
+
+  get(id) {
+    return this.byId.get(id) ?? null;
+  }
+
+  add(model, settings) {
+    const now = Date.now();
+    const conversation = {
+      id: crypto.getRandomValues(new Uint32Array(3)).join("-"),
+      title: "New chat",
+      created: now,
+      updated: now,
+      model,
+      settings,
+      messages: [],
+    };
+    this.byId.set(conversation.id, conversation);
+    return conversation;
+  }
+
+  async save(conversation) {
+    conversation.updated = Date.now();
+    const store = await this.store("readwrite");
+    if (store !== null) await done(store.put(conversation));
+  }
+
+  async remove(id) {
+    this.byId.delete(id);
+    const store = await this.store("readwrite");
+    if (store !== null) await done(store.delete(id));
+  }
+}
+
+/** The messages as the API takes them. */
+export function asRequest(conversation) {
+  const system = conversation.settings.system.trim();
+  const messages = conversation.messages
+    .filter((each) => !each.error || each.content)
+    .map(({ role, content, toolCalls, toolCallId }) => ({
+      role,
+      content,
+      ...(toolCalls?.length ? { tool_calls: toolCalls } : {}),
+      ...(toolCallId ? { tool_call_id: toolCallId } : {}),
+    }));
+  return [...(system ? [{ role: "system", content: system }] : []), ...messages];
+}

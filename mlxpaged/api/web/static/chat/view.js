@@ -1,0 +1,352 @@
+// The chat: conversations at the side, the messages of one of them, and the field to write in.
+import { announce, button, h } from "../lib/dom.js";
+import { AnswerMessage, editor, userMessage } from "./message.js";
+import { receive } from "./answer.js";
+import { asRequest, Conversations } from "./conversations.js";
+import { ModelPicker } from "./models.js";
+import { editSettings, fields, noSettings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+
+const LAST_MODEL = "mlxpaged-model";
+
+export class ChatView {
+  constructor() {
+    this.conversations = new Conversations();
+    this.current = null;
+    this.running = new Map(); // by conversation id: the AbortController of its answer
+    this.answers = new Map(); // by message: what draws it
+    this.picker = new ModelPicker((model) => this.chooseModel(model));
+    this.sidebar = new Sidebar({
+      add: () => this.startChat(),
+      rename: (conversation, title) => this.rename(conversation, title),
+      remove: (conversation) => this.remove(conversation),
+    });
+    this.title = h("h1", { tabindex: "-1" }, "New chat");
+    this.chats = button("Chats", () => this.toggleSidebar(), {
+      class: "quiet narrow",
+      "aria-expanded": "false",
+      "aria-controls": "conversations",
+    });
+    this.messages = h("div", { class: "messages" });
+    this.field = h("textarea", {
+      rows: 1,
+      name: "message",
+      "aria-label": "Message",
+      placeholder: "Message",
+      enterkeyhint: "send",
+      oninput: () => this.fitField(),
+      onkeydown: (event) => this.onKey(event),
+    });
+    this.send = h("button", { type: "submit", class: "primary" }, "Send");
+    this.stop = button("Stop", () => this.stopAnswer(), { hidden: true });
+    this.composer = h(
+      "form",
+      {
+        class: "composer",
+        onsubmit: (event) => {
+          event.preventDefault();
+          this.submit();
+        },
+      },
+      this.field,
+      this.send,
+      this.stop,
+    );
+    this.bar = h(
+      "div",
+      { class: "bar" },
+      this.chats,
+      this.title,
+      this.picker.element,
+      button("Settings", () => this.editSettings(), { class: "quiet" }),
+    );
+    this.column = h("section", { class: "conversation" }, this.bar, this.messages, this.composer);
+    this.element = h("div", { class: "chat" }, this.sidebar.element, this.column);
+    this.loaded = this.conversations.load();
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.element.isConnected && !document.querySelector("dialog[open]")) this.stopAnswer();
+    });
+    document.addEventListener("key-changed", () => this.element.isConnected && this.loadModels());
+  }
+
+  /** id: of a conversation; empty for a new one. */
+  async enter(id) {
+    await this.loaded;
+    const known = this.conversations.get(id);
+    if (this.current === null || (known !== null && known !== this.current) || (id === "new" && this.current.messages.length)) {
+      this.show(known ?? this.newConversation());
+    }
+    this.loadModels();
+  }
+
+  leave() {}
+
+  newConversation() {
+    const settings = this.current?.settings ?? noSettings();
+    const conversation = this.conversations.add(localStorage.getItem(LAST_MODEL) ?? "", structuredClone(settings));
+    this.conversations.byId.delete(conversation.id); // it is kept from its first message on
+    return conversation;
+  }
+
+  async loadModels() {
+    try {
+      await this.picker.load();
+      this.problem?.remove();
+    } catch (error) {
+      this.showProblem(error.message);
+    }
+    this.showModel();
+  }
+
+  showProblem(text) {
+    this.problem?.remove();
+    this.problem = h("p", { class: "notice error", role: "alert" }, text, " ", button("Try again", () => this.loadModels()));
+    this.bar.after(this.problem);
+  }
+
+  showModel() {
+    const { model } = this.current;
+    const known = this.picker.get(model) !== null || this.current.messages.length > 0;
+    this.current.model = this.picker.show(known ? model : "") ?? "";
+  }
+
+  chooseModel(model) {
+    this.current.model = model;
+    localStorage.setItem(LAST_MODEL, model);
+    this.keep(this.current);
+  }
+
+  async editSettings() {
+    const settings = await editSettings(this.current.settings, this.picker.get(this.current.model));
+    if (settings === null) return;
+    this.current.settings = settings;
+    this.keep(this.current);
+  }
+
+  /** Saves a conversation that has messages. */
+  async keep(conversation) {
+    if (conversation.messages.length === 0) return;
+    const plain = { ...conversation, messages: conversation.messages.map(({ running, progress, comment, ...rest }) => rest) };
+    this.conversations.byId.set(conversation.id, conversation);
+    try {
+      await this.conversations.save(plain);
+      conversation.updated = plain.updated;
+    } catch (error) {
+      this.showProblem(`The browser cannot keep this chat: ${error.message}`);
+    }
+    this.showSidebar();
+  }
+
+  showSidebar() {
+    this.sidebar.show(this.conversations.list(), this.current);
+  }
+
+  toggleSidebar(open = !this.element.classList.contains("side-open")) {
+    this.element.classList.toggle("side-open", open);
+    this.chats.setAttribute("aria-expanded", String(open));
+  }
+
+  startChat() {
+    this.show(this.newConversation());
+    if (location.hash !== "#/chat") history.pushState(null, "", "#/chat");
+    this.showModel();
+    this.field.focus();
+  }
+
+  rename(conversation, title) {
+    conversation.title = title;
+    conversation.named = true;
+    if (conversation === this.current) this.title.textContent = title;
+    this.keep(conversation);
+    announce("Renamed");
+  }
+
+  async remove(conversation) {
+    this.running.get(conversation.id)?.abort();
+    await this.conversations.remove(conversation.id);
+    announce("Deleted");
+    if (conversation === this.current) this.startChat();
+    else this.showSidebar();
+  }
+
+  // -- one conversation --------------------------------------------------------------------------------------------
+
+  show(conversation) {
+    this.current = conversation;
+    this.toggleSidebar(false);
+    this.title.textContent = conversation.title;
+    this.showModel();
+    this.draw();
+    this.showSidebar();
+    this.messages.scrollTop = this.messages.scrollHeight;
+  }
+
+  draw() {
+    const { messages } = this.current;
+    if (messages.length === 0) {
+      this.messages.replaceChildren(
+        h("p", { class: "empty" }, "Write a message. The conversation stays in this browser."),
+      );
+    } else {
+      this.messages.replaceChildren(...messages.map((message) => this.drawn(message)));
+    }
+    this.showRunning();
+  }
+
+  drawn(message) {
+    if (message.role !== "assistant") {
+      return userMessage(message, { edit: (event) => this.edit(message, event.target.closest("article")) });
+    }
+    let answer = this.answers.get(message);
+    if (answer === undefined) {
+      const conversation = this.current;
+      answer = new AnswerMessage(message, {
+        regenerate: () => this.regenerate(),
+        isLast: () => conversation.messages.at(-1) === message,
+        waitsFor: (call) => this.waitsFor(conversation, message, call),
+        giveResult: (call, result) => this.giveResult(message, call, result),
+      });
+      this.answers.set(message, answer);
+    } else {
+      answer.update();
+    }
+    return answer.element;
+  }
+
+  showRunning() {
+    const runs = this.running.has(this.current.id);
+    this.stop.hidden = !runs;
+    this.send.hidden = runs;
+  }
+
+  fitField() {
+    this.field.style.height = "auto";
+    this.field.style.height = `${Math.min(this.field.scrollHeight + 2, 240)}px`;
+  }
+
+  onKey(event) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      this.composer.requestSubmit();
+    }
+  }
+
+  submit() {
+    const text = this.field.value.trim();
+    if (!text || this.running.has(this.current.id)) return;
+    this.field.value = "";
+    this.fitField();
+    this.say(text);
+  }
+
+  say(text) {
+    const conversation = this.current;
+    if (conversation.messages.length === 0 && !conversation.named) {
+      conversation.title = text.replace(/\s+/g, " ").slice(0, 60);
+      this.title.textContent = conversation.title;
+      history.replaceState(null, "", `#/chat/${conversation.id}`);
+    }
+    conversation.messages.push({ role: "user", content: text });
+    this.answer(conversation);
+  }
+
+  edit(message, element) {
+    if (this.running.has(this.current.id)) return;
+    const form = editor(message, {
+      cancel: () => this.draw(),
+      send: (text) => {
+        this.cutFrom(message);
+        this.say(text);
+        this.field.focus();
+      },
+    });
+    element.replaceWith(form.element);
+    form.focus();
+  }
+
+  regenerate() {
+    if (this.running.has(this.current.id)) return;
+    this.cutFrom(this.current.messages.at(-1));
+    this.answer(this.current);
+    this.field.focus();
+  }
+
+  /** Drops a message and those after it. */
+  cutFrom(message) {
+    const { messages } = this.current;
+    for (const each of messages.splice(messages.indexOf(message))) this.answers.delete(each);
+  }
+
+  // -- tools ---------------------------------------------------------------------------------------------------------
+
+  waitsFor(conversation, message, call) {
+    const later = conversation.messages.slice(conversation.messages.indexOf(message) + 1);
+    return later.every((each) => each.role === "tool" && each.toolCallId !== call.id);
+  }
+
+  giveResult(message, call, result) {
+    const conversation = this.current;
+    conversation.messages.push({ role: "tool", content: result, toolCallId: call.id });
+    if (message.toolCalls.some((each) => this.waitsFor(conversation, message, each))) {
+      this.draw();
+      this.keep(conversation);
+    } else {
+      this.answer(conversation);
+    }
+  }
+
+  // -- answers -------------------------------------------------------------------------------------------------------
+
+  async answer(conversation) {
+    const messages = asRequest(conversation);
+    const message = { role: "assistant", content: "", reasoning: "", toolCalls: [], model: "" };
+    message.running = true;
+    conversation.messages.push(message);
+    const control = new AbortController();
+    this.running.set(conversation.id, control);
+    this.draw();
+    this.scrollDown();
+    this.keep(conversation);
+    announce("The answer begins");
+    try {
+      if (!conversation.model) await this.loadModels(); // the user was faster than the list
+      message.model = conversation.model;
+      const body = { model: conversation.model, messages, ...fields(conversation.settings) };
+      await receive(body, message, {
+        signal: control.signal,
+        changed: () => {
+          this.answers.get(message)?.changed();
+          if (this.current === conversation && this.isAtEnd()) requestAnimationFrame(() => this.scrollDown());
+        },
+      });
+    } catch (error) {
+      if (control.signal.aborted) message.stopped = true;
+      else message.error = error.message;
+    }
+    message.running = false;
+    message.progress = message.comment = null;
+    this.running.delete(conversation.id);
+    const followed = this.isAtEnd();
+    this.answers.get(message)?.update();
+    if (this.current === conversation) {
+      this.showRunning();
+      if (followed) this.scrollDown();
+      if (!message.error) announce(message.stopped ? "The answer is stopped" : `The answer: ${message.content}`);
+    }
+    this.keep(conversation);
+  }
+
+  stopAnswer() {
+    this.running.get(this.current?.id)?.abort();
+    this.field.focus();
+  }
+
+  isAtEnd() {
+    const { scrollTop, scrollHeight, clientHeight } = this.messages;
+    return scrollHeight - scrollTop - clientHeight < 80;
+  }
+
+  scrollDown() {
+    this.messages.scrollTop = this.messages.scrollHeight;
+  }
+}

@@ -1,0 +1,91 @@
+"""Reads the user's messages: several lines, a history file, completion of `/` commands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+from mlxpaged.cli.chat.slash import COMMANDS
+
+QUOTES = '"""'
+PROMPT, CONTINUED = ">>> ", "... "
+PRIVATE = 0o600
+
+
+class Reader:
+    """words: returns what may follow a command, by the command's name; for `/model`, the names of the models."""
+
+    def __init__(self, history: Path, words: Callable[[str], Iterable[str]]) -> None:
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            multiline=True,
+            prompt_continuation=CONTINUED,
+            history=open_history(history),
+            key_bindings=key_bindings(),
+            completer=SlashCompleter(words),
+            complete_while_typing=True,
+        )
+
+    def read(self) -> str:
+        """Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        text = self._session.prompt().strip()
+        if text.startswith(QUOTES):
+            text = text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+        return text
+
+
+def open_history(path: Path) -> History:
+    """Only the user may read the file. If it cannot be written, the history is that of this chat."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE))
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+def key_bindings() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        """Send the message, unless it has begun with three quotes that are still open."""
+        buffer = event.current_buffer
+        if buffer.text.lstrip().startswith(QUOTES) and buffer.text.count(QUOTES) % 2:
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+class SlashCompleter(Completer):
+    def __init__(self, words: Callable[[str], Iterable[str]]) -> None:
+        self._words = words
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/") or "\n" in text:
+            return
+        name, space, rest = text.partition(" ")
+        if not space:
+            for command in COMMANDS:
+                if f"/{command.name}".startswith(name):
+                    yield Completion(f"/{command.name}", -len(name), display_meta=command.help)
+        elif name in ("/save", "/load"):
+            yield from self._paths.get_completions(Document(rest), complete_event)
+        elif " " not in rest:
+            yield from (Completion(word, -len(rest)) for word in self._words(name[1:]) if word.startswith(rest))

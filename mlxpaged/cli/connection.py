@@ -1,0 +1,133 @@
+"""Finds the server that a command talks to, and the model there. `connected` starts a server if none runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from mlxpaged.cli.background_server import BackgroundServer, wait_loaded
+from mlxpaged.cli.client import Client, ServerError, model_path
+from mlxpaged.cli.flags import Flags
+from mlxpaged.cli.parser import Parser
+from mlxpaged.cli.running_servers import running_servers
+from mlxpaged.cli.status_line import StatusLine
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+LOADED = "loaded"
+"""A state. A server that has one model says none."""
+Entry = dict[str, Any]
+"""What GET /v1/models says about a model."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    client: Client
+    model: str
+    is_own: bool
+    """The server was started for this command, and ends with it."""
+
+
+def server_url(text: str) -> str:
+    """Parses the address of a server. Clients of OpenAI's API have /v1 at its end, which may be there here too."""
+    address = urlsplit(text.strip() if "://" in text else f"http://{text.strip()}")
+    try:
+        port = address.port
+    except ValueError:
+        port = 0
+    if address.scheme not in ("http", "https") or not address.hostname or port == 0 or address.query:
+        raise argparse.ArgumentTypeError(f"must be an address such as {DEFAULT_URL}, got {text!r}")
+    return f"{address.scheme}://{address.netloc}{address.path.rstrip('/').removesuffix('/v1')}"
+
+
+def add_server_flags(parser: Parser, starts: bool = False) -> None:
+    """starts: the command starts a server if none runs."""
+    server = Flags(parser).group("server")
+    found = "the one that runs on this machine" + (", or a new one" if starts else "")
+    server.value("--url", server_url, None, "address of the server", found)
+    server.value("--api-key", str, None, "API key, for a server that needs one")
+
+
+def running(args: argparse.Namespace) -> Client:
+    """Returns a client of the server of --url, or else of the one that was started last, or of the default port. Raises
+    ServerError if there is none."""
+    client = found(args)
+    if client is None:
+        raise ServerError("no server runs: start one with `mlxpaged serve`, or name its address with --url")
+    return client
+
+
+def found(args: argparse.Namespace) -> Client | None:
+    if args.url is not None:
+        client = Client(args.url, args.api_key)
+        client.health()
+        return client
+    urls = [server.url for server in running_servers() if server.shared]
+    for url in (*urls, DEFAULT_URL):  # there may be one of another user, or in a container
+        client = Client(url, args.api_key)
+        with contextlib.suppress(ServerError):
+            client.health()
+            return client
+    return None
+
+
+@contextlib.contextmanager
+def connected(args: argparse.Namespace, model: str | None) -> Iterator[Connection]:
+    """Connects to the running server when its models are loaded. Without --url, a server is started if none runs, and
+    ended with the context. Standard error shows what is waited for. model: the user's name for it; None: any."""
+    line = StatusLine(sys.stderr)
+    with contextlib.ExitStack() as stack:
+        stack.callback(line.clear)
+        client = found(args)
+        is_own = client is None
+        if client is None:
+            server = BackgroundServer(None if model is None else model)
+            stack.callback(server.end)
+            client = Client(server.wait_ready(line.show), args.api_key)
+            model = None  # the server may have a better name for it
+        else:
+            wait_loaded(client, line.show)
+        name = chosen(client, model, line.show)
+        line.clear()
+        yield Connection(client, name, is_own)
+
+
+def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> str:
+    """Returns the server's name of the model, which is loaded then, if the server can do this and the key may. Raises
+    ServerError."""
+    entries = generating(client)
+    if model is None:
+        if not entries:
+            raise ServerError(f"the server at {client.url} serves no model that generates text")
+        model = str(entries[0]["id"])
+    states = {entry["id"]: entry.get("state", LOADED) for entry in entries}
+    if states.get(model) == LOADED:
+        return model
+    name = str(Path(model).resolve()) if model not in states and Path(model).is_dir() else model
+    show(f"loading {model}")
+    try:
+        return str(client.post(model_path(name, "load"), seconds=None)["id"])
+    except ServerError as error:
+        if error.status == 403:  # only admins load models by hand; a request loads it too
+            return name
+        if error.status not in (404, 405):  # 405: a server before there was this endpoint
+            raise
+        served = f"It serves {', '.join(states)}." if states else "It serves no model."
+        raise ServerError(f"the server at {client.url} does not serve {model}. {served}") from None
+
+
+def generating(client: Client) -> list[Entry]:
+    """Returns the models that generate text, loaded ones first."""
+    entries = [entry for entry in client.get("/v1/models")["data"] if kind_of(entry) == "generate"]
+    return sorted(entries, key=lambda entry: entry.get("state", LOADED) != LOADED)
+
+
+def kind_of(entry: Entry) -> str:
+    """Returns "generate" or "embeddings"."""
+    generates = entry.get("capabilities", {}).get("completions", True)
+    return str(entry.get("kind") or ("generate" if generates else "embeddings"))

@@ -1,0 +1,37 @@
+"""The flags of `mlxpaged doctor`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mlxpaged.cli.engine_flags import DEFAULTS, add_block_size, add_retune
+from mlxpaged.cli.flags import Flags, output_file, positive_int
+from mlxpaged.cli.parser import heavy_imports
+
+REPORT_FILE = "mlxpaged-doctor.json"
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        usage="%(prog)s [MODEL] [flags]",
+        description="Run every attention kernel that a model needs, compare the results with MLX's own operations, "
+        "and measure on this machine: which kernel is fastest for each shape of batch, attention beside MLX's, tokens "
+        "per second beside mlx-lm's, and the memory of the largest prefill.",
+    )
+    flags = Flags(parser, defaults=DEFAULTS)
+    flags.model(DEFAULTS.model, "model directory or hub repository, whose layers decide which kernels are needed")
+    add_block_size(flags)
+    flags.field("--max-num-seqs", positive_int, "most sequences in a batch for which kernels are timed")
+    add_retune(flags)
+    flags.switch("--json", "print JSON, to paste into an issue, instead of tables")
+    written = f"also write the JSON to a file, {REPORT_FILE} if none is named"
+    flags.value("--report", output_file, None, written, without_value=REPORT_FILE)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    with heavy_imports():
+        from mlxpaged.cli.doctor.command import run
+    return run(args)

@@ -1,0 +1,1 @@
+"""API keys: their file, from the command line."""

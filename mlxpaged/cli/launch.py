@@ -1,0 +1,141 @@
+"""`mlxpaged launch claude | codex | opencode` starts a coding agent that uses the running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpaged.cli.arguments import keep_after_dashes
+from mlxpaged.cli.client import ServerError
+from mlxpaged.cli.connection import Connection, add_server_flags, connected, running
+
+NO_KEY = "unused"
+"""Agents want a key, which a server without keys does not look at."""
+OUTPUT_TOKENS = 8192
+SIGNALLED = 128
+"""Added to the number of the signal that has ended the agent, as in a shell."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    variables: dict[str, str]
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Agent:
+    """settings: what it needs to use a server."""
+
+    install: str
+    settings: Callable[[Connection], Settings]
+
+
+def claude(connection: Connection) -> Settings:
+    # One model for all: Claude Code asks others for titles and for its subagents.
+    models = [f"ANTHROPIC_{kind}MODEL" for kind in ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_")]
+    return Settings(
+        {
+            "ANTHROPIC_BASE_URL": connection.client.url,
+            "ANTHROPIC_API_KEY": connection.client.key or NO_KEY,
+            **dict.fromkeys(models, connection.model),
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(max_model_len(connection)),
+        }
+    )
+
+
+def codex(connection: Connection) -> Settings:
+    """Overrides ~/.codex/config.toml and leaves it as it is. A JSON string is also one of TOML."""
+    values = {
+        "model": connection.model,
+        "model_context_window": max_model_len(connection),
+        "model_provider": "mlxpaged",
+        "model_providers.mlxpaged.name": "mlxpaged",
+        "model_providers.mlxpaged.base_url": f"{connection.client.url}/v1",
+        "model_providers.mlxpaged.wire_api": "responses",
+        "model_providers.mlxpaged.env_key": "MLXPAGED_API_KEY",
+    }
+    args = tuple(word for name, value in values.items() for word in ("-c", f"{name}={json.dumps(value)}"))
+    return Settings({"MLXPAGED_API_KEY": connection.client.key or NO_KEY}, args)
+
+
+def opencode(connection: Connection) -> Settings:
+    limit = max_model_len(connection)
+    model = {"tool_call": True, "limit": {"context": limit, "output": min(OUTPUT_TOKENS, limit // 2)}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{connection.client.url}/v1", "apiKey": connection.client.key or NO_KEY},
+        "models": {connection.model: model},
+    }
+    config = {"model": f"mlxpaged/{connection.model}", "provider": {"mlxpaged": provider}}
+    return Settings({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+AGENTS = {
+    "claude": Agent("npm install -g @anthropic-ai/claude-code", claude),
+    "codex": Agent("npm install -g @openai/codex", codex),
+    "opencode": Agent("npm install -g opencode-ai", opencode),
+}
+
+
+def max_model_len(connection: Connection) -> int:
+    entries = connection.client.get("/v1/models")["data"]
+    return next(int(entry["max_model_len"]) for entry in entries if entry["id"] == connection.model)
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "launch",
+        usage="%(prog)s {claude,codex,opencode} [MODEL] [flags] [-- ...]",
+        description="Start a coding agent that uses the running server. What is after -- goes to the agent.",
+        epilog="The exit status is that of the agent; 1 if it is not installed or if there is no server.",
+    )
+    parser.add_argument("agent", choices=tuple(AGENTS), help="the program to start")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name of a served model (default: the first one)")
+    printed = "print the variables and the command instead, for a server that runs"
+    parser.add_argument("--print", action="store_true", help=printed, dest="prints")
+    add_server_flags(parser, starts=True)
+    keep_after_dashes(parser, "agent_args")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    agent = AGENTS[args.agent]
+    try:
+        if args.prints:
+            running(args)
+        elif (program := shutil.which(args.agent)) is None:
+            print(f"mlxpaged: {args.agent} is not installed. To install it: {agent.install}", file=sys.stderr)
+            return 1
+        with connected(args, args.model) as connection:
+            settings = agent.settings(connection)
+            words = [*settings.args, *args.agent_args]
+            if args.prints:
+                for name, value in settings.variables.items():
+                    print(f"export {name}={shlex.quote(value)}")
+                print(shlex.join([args.agent, *words]))
+                return 0
+            return wait_for([program, *words], settings.variables)
+    except ServerError as error:
+        print(f"mlxpaged: {error}", file=sys.stderr)
+        return 1
+
+
+def wait_for(command: list[str], variables: dict[str, str]) -> int:
+    """Run a program in the terminal of this process until its end. Returns its exit status, as a shell does. Ctrl-C is
+    for the program alone. A handler is reset in the program, which an ignored signal would not be."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        status = subprocess.call(command, env=os.environ | variables)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return status if status >= 0 else SIGNALLED - status

@@ -1,0 +1,87 @@
+"""`mlxpaged ls` lists the models in the local cache of the hub, and says which of them can be served."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mlxpaged.cli.banner import megabytes
+from mlxpaged.cli.parser import heavy_imports
+from mlxpaged.models.short_names import short_name
+
+if TYPE_CHECKING:
+    from mlxpaged.models.downloads import Download
+
+COLUMNS = ("name", "size", "kind", "quantization", "context", "served")
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ls",
+        usage="%(prog)s [--json]",
+        description="List the downloaded models: size, kind, quantization, context length, and whether they can be "
+        "served, or why not.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: sizes in bytes, and the directories")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    with heavy_imports():
+        from mlxpaged.models.downloads import downloads
+    rows = [described(download) for download in downloads()]
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    if not rows:
+        print("no model is downloaded; `mlxpaged pull qwen3:4b` downloads one", file=sys.stderr)
+        return 0
+    table = [[column.upper() for column in COLUMNS], *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return 0
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    name = f"{row['name']} ({row['short_name']})" if row["short_name"] else row["name"]
+    served = "yes" if row["served"] else f"no: {row['reason']}"
+    return [name, megabytes(row["bytes"]), row["kind"], row["quantization"], str(row["context_length"] or "-"), served]
+
+
+def described(download: Download) -> dict[str, Any]:
+    """A row: what --json prints."""
+    from mlxpaged.models.device_memory import free_device_memory
+    from mlxpaged.models.downloads import quantization
+    from mlxpaged.models.errors import UnsupportedModelError
+    from mlxpaged.models.json_files import read_object
+    from mlxpaged.models.loader import context_length
+    from mlxpaged.models.preflight import check_directory, local_file_sizes
+    from mlxpaged.models.reranker import KNOWN
+
+    config: dict[str, Any] = {}
+    try:
+        if missing := download.missing_files():
+            raise UnsupportedModelError(
+                f"{missing[0]} is missing: `mlxpaged pull {download.name}` resumes the download"
+            )
+        config = read_object(download.path / "config.json", missing_is_empty=True)
+        check_directory(download.path, local_file_sizes(download.path), free_device_memory())
+        reason = None
+    except UnsupportedModelError as error:
+        reason = str(error)
+    is_reranker = KNOWN in download.name.lower()
+    makes_embeddings = (download.path / "modules.json").is_file()
+    return {
+        "name": download.name,
+        "short_name": short_name(download.name),
+        "bytes": download.bytes,
+        "kind": "reranker" if is_reranker else "embeddings" if makes_embeddings else "generate",
+        "quantization": quantization(config),
+        "context_length": context_length(config) if config else None,
+        "served": reason is None,
+        "reason": reason,
+        "path": str(download.path),
+    }

@@ -1,0 +1,155 @@
+"""`mlxpaged pull MODEL` downloads a model from the hub, after it has said whether and how it fits this machine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxpaged.cli.banner import megabytes
+from mlxpaged.cli.parser import heavy_imports
+from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.short_names import DEMO_MODEL, full_name, largest_within, near_names, short_name, short_names
+
+if TYPE_CHECKING:
+    from mlxpaged.models.preflight import FileSizes
+
+ROOM = 0.7
+"""Share of the free memory for the weights of a model that is suggested instead; the rest is for its KV cache."""
+
+SEARCH_SECONDS = 10
+MOST_FOUND = 8
+"""Repositories that are named if there is no model of the name."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "pull",
+        usage="%(prog)s MODEL",
+        description="Download a model from the Hugging Face hub. First its small files show whether it can be served "
+        "here and which context fits beside its weights. An interrupted download is resumed.",
+    )
+    parser.add_argument("name", metavar="MODEL", help="hub repository, or a short name such as qwen3:4b")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status: 0, or 1 if the model cannot be downloaded or could not be served."""
+    name = full_name(args.name)
+    if name == DEMO_MODEL or Path(name).expanduser().is_dir():
+        print(f"{args.name} is on this machine: mlxpaged serve {args.name}")
+        return 0
+    with heavy_imports():
+        from mlxpaged.models import loader
+        from mlxpaged.models.preflight import NOTHING
+    try:
+        if name.count("/") != 1:
+            raise ModelNotFoundError(f"there is no model named {args.name!r}")
+        found = loader.download_small_files(name)
+        if found is not None:
+            directory, sizes = found
+            check_disk(directory, sizes)
+            print("\n".join(description(name, directory, sizes)), flush=True)
+        with ended_by_signal():
+            path = loader.download(name, NOTHING)
+    except ModelNotFoundError as error:
+        print(f"mlxpaged: {error}{suggestions(args.name)}", file=sys.stderr)
+        return 1
+    except InsufficientMemoryError as error:
+        print(f"mlxpaged: {error}{smaller()}", file=sys.stderr)
+        return 1
+    except UnsupportedModelError as error:
+        print(f"mlxpaged: {error}", file=sys.stderr)
+        return 1
+    print(f"downloaded to {path}\nserve it: mlxpaged serve {short_name(name) or name}")
+    return 0
+
+
+def check_disk(directory: Path, sizes: FileSizes) -> None:
+    """Raises UnsupportedModelError if the weights that are missing do not fit on the disk."""
+    from mlxpaged.models.preflight import weight_files
+
+    missing = sum(size or 0 for file, size in weight_files(sizes).items() if not (directory / file).exists())
+    if missing > (free := free_disk(directory)):
+        raise UnsupportedModelError(f"{megabytes(missing)} are to be downloaded, but the disk has {megabytes(free)}")
+
+
+def free_disk(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
+    """What the model is, and what fits beside its weights."""
+    from mlxpaged.engine.memory import least_step
+    from mlxpaged.models.device_memory import default_device_memory
+    from mlxpaged.models.downloads import quantization
+    from mlxpaged.models.fit import fit, layers_of
+    from mlxpaged.models.json_files import read_object
+    from mlxpaged.models.loader import context_length
+    from mlxpaged.models.preflight import weight_files
+
+    config = read_object(directory / "config.json")
+    weights = sum(size or 0 for size in weight_files(sizes).values())
+    longest = context_length(config)
+    yield f"{name}: {config['model_type']}, {quantization(config)}, {megabytes(weights)}, context length {longest}"
+    free = max(0, default_device_memory() - weights - least_step())
+    try:
+        specs = layers_of(directory)
+    except UnsupportedModelError as error:
+        yield f"memory    {megabytes(free)} are free beside its weights; {error}"
+        return
+    tokens = min(longest, fit(specs, free).tokens)
+    fits = "its whole context fits" if tokens == longest else f"a context of {tokens} tokens fits"
+    yield f"memory    {megabytes(free)} are free beside its weights: {fits}"
+    if tokens < longest:
+        yield f"          to limit it: --max-model-len {max(1, tokens)}"
+
+
+def suggestions(name: str) -> str:
+    """The end of the message about a name that is no model: names that the user may have meant."""
+    from huggingface_hub import constants, get_session
+
+    near = near_names(name.rpartition("/")[2])
+    lines = [f"short names: {', '.join(near)}"] if near else []
+    search: dict[str, str | int] = {
+        "search": name.rpartition("/")[2].replace(":", " "),
+        "author": "mlx-community",
+        "limit": MOST_FOUND,
+    }
+    try:  # not HfApi.list_models, which tries for 46 s if the machine is offline
+        answer = get_session().get(f"{constants.ENDPOINT}/api/models", params=search, timeout=SEARCH_SECONDS)
+        answer.raise_for_status()
+        if found := [model["id"] for model in answer.json()]:
+            lines.append(f"on the hub: {', '.join(found)}")
+    except Exception as error:  # its own errors, and those of its HTTP library, which depends on its version
+        lines.append(f"the hub was not searched: {type(error).__name__}; is this machine online?")
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def smaller() -> str:
+    """The end of the message about a model that is too large: the largest one of the table that would fit."""
+    from mlxpaged.models.device_memory import default_device_memory
+
+    name = largest_within(ROOM * default_device_memory())
+    return "" if name is None else f"; {name} would fit ({megabytes(short_names()[name].bytes)})"
+
+
+@contextlib.contextmanager
+def ended_by_signal() -> Iterator[None]:
+    """A SIGINT ends the process at once. Otherwise the hub's library would first finish the files in flight."""
+
+    def end(*_: Any) -> None:
+        print("\nmlxpaged: interrupted; `mlxpaged pull` resumes the download", file=sys.stderr, flush=True)
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,59 @@
+"""What a service manager must do, and how its programs are called."""
+
+from __future__ import annotations
+
+import subprocess
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class ServiceError(Exception):
+    """The service manager refuses, or is not there."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the service runs. directory: relative paths in the command are relative to it."""
+
+    command: tuple[str, ...]
+    directory: Path
+    variables: dict[str, str]
+
+
+class Manager(ABC):
+    """path: of the file that describes the service."""
+
+    path: Path
+
+    @abstractmethod
+    def content(self, job: Job) -> bytes:
+        """Returns the content of the file."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the service of the file, now and at each login. One that runs is restarted. Raises ServiceError."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the service and do not start it again. Raises ServiceError."""
+
+    @abstractmethod
+    def pid(self) -> int | None:
+        """Returns the process, or None if it does not run. Raises ServiceError."""
+
+    @abstractmethod
+    def logs(self) -> str:
+        """Returns where the log is: a file or a command."""
+
+
+def call(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Raises ServiceError if the program is missing or, with `check`, fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ServiceError(f"{command[0]} cannot be run: {error.strerror}") from None
+    if check and done.returncode != 0:
+        said = (done.stderr or done.stdout).strip()
+        raise ServiceError(f"`{' '.join(command)}` has failed: {said or f'status {done.returncode}'}")
+    return done

@@ -1,0 +1,65 @@
+"""A systemd unit of the user: systemd.service(5), systemd.syntax(7)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mlxpaged.cli.service.manager import Job, Manager, call
+
+UNIT = "mlxpaged.service"
+RESTART_SECONDS = 30
+"""Between two starts of a server that fails, which may have read many gigabytes before."""
+
+TEMPLATE = """[Unit]
+Description=mlxpaged, a server for language models
+After=network.target
+
+[Service]
+ExecStart={command}
+WorkingDirectory={directory}
+{variables}Restart=on-failure
+RestartSec={restart}
+
+[Install]
+WantedBy=default.target
+"""
+
+
+class Systemd(Manager):
+    def __init__(self) -> None:
+        configuration = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+        self.path = Path(configuration) / "systemd" / "user" / UNIT
+
+    def content(self, job: Job) -> bytes:
+        variables = (f"Environment={quoted(f'{name}={value}')}\n" for name, value in job.variables.items())
+        return TEMPLATE.format(
+            command=" ".join(quoted(word).replace("$", "$$") for word in job.command),
+            directory=str(job.directory).replace("%", "%%"),
+            variables="".join(variables),
+            restart=RESTART_SECONDS,
+        ).encode()
+
+    def start(self) -> None:
+        self._call("daemon-reload")
+        self._call("enable", UNIT)
+        self._call("restart", UNIT)
+
+    def stop(self) -> None:
+        self._call("disable", "--now", UNIT)
+
+    def pid(self) -> int | None:
+        pid = int(self._call("show", "--property=MainPID", "--value", UNIT).strip() or 0)
+        return pid or None
+
+    def logs(self) -> str:
+        return f"journalctl --user -u {UNIT}"
+
+    def _call(self, *args: str) -> str:
+        return call("systemctl", "--user", *args).stdout
+
+
+def quoted(word: str) -> str:
+    """Quotes a word of a unit: backslashes, quotes, and % of its specifiers."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("%", "%%")
+    return f'"{escaped}"'

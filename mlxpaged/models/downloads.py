@@ -1,0 +1,68 @@
+"""The models that are in the local cache of the hub. Nothing here imports mlx."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.json_files import read_object
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Download:
+    """A repository. path: the files of its newest revision. bytes: of all its revisions on the disk."""
+
+    name: str
+    path: Path
+    bytes: int
+
+    def missing_files(self) -> list[str]:
+        """Files of weights that the index names and that are not here: the download was interrupted."""
+        try:
+            wanted = read_object(self.path / INDEX, missing_is_empty=True).get("weight_map")
+        except UnsupportedModelError:
+            return [INDEX]
+        names = set(wanted.values()) if isinstance(wanted, dict) else set()
+        return sorted(name for name in names if not (self.path / str(name)).exists())
+
+
+def downloads() -> list[Download]:
+    """By name. Data sets and broken entries of the cache are left out."""
+    found = [
+        Download(
+            repo.repo_id, max(repo.revisions, key=lambda each: each.last_modified).snapshot_path, repo.size_on_disk
+        )
+        for repo in repositories()
+        if repo.revisions
+    ]
+    return sorted(found, key=lambda each: each.name.lower())
+
+
+def remove(name: str) -> None:
+    """Delete all revisions of a repository of the cache."""
+    commits = [revision.commit_hash for repo in repositories() if repo.repo_id == name for revision in repo.revisions]
+    scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*commits).execute()
+
+
+def repositories() -> list[CachedRepoInfo]:
+    try:
+        return [repo for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos if repo.repo_type == "model"]
+    except CacheNotFound:
+        return []
+
+
+def quantization(config: dict[str, object]) -> str:
+    """For example "4-bit", "mxfp4" or "bfloat16", from a config.json."""
+    part = config.get("quantization") or config.get("quantization_config")
+    if isinstance(part, dict):
+        mode, bits = part.get("mode", "affine"), part.get("bits")
+        return str(mode) if mode != "affine" else f"{bits}-bit" if bits else str(part.get("quant_method", "?"))
+    text = config.get("text_config")
+    kind = config.get("dtype") or config.get("torch_dtype") or (text.get("dtype") if isinstance(text, dict) else None)
+    return str(kind or "?")

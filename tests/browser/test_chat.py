@@ -1,0 +1,276 @@
+"""The chat in Chromium, against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from mlxpaged.api.config import HttpConfig
+from mlxpaged.engine import EngineConfig
+from tests.api.helpers import write_keys
+from tests.browser.conftest import PHONE, Visit
+from tests.support import RunningServer, running_server
+
+pytestmark = pytest.mark.browser
+
+Start = Callable[..., Visit]
+Picture = Callable[[Page, str], None]
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.json"
+
+
+@pytest.fixture(scope="module")
+def key(keys: Path) -> str:
+    return write_keys(keys, anna={})["anna"]
+
+
+@pytest.fixture(scope="module")
+def closed(keys: Path, key: str) -> Iterator[RunningServer]:
+    """A server with API keys."""
+    with running_server(EngineConfig(kv_cache_bytes=16_000_000), http=HttpConfig(api_keys=keys)) as server:
+        yield server
+
+
+def button(where: Any, name: str) -> Any:
+    return where.get_by_role("button", name=name, exact=True)
+
+
+def test_a_chat_is_streamed_to_its_end(visit: Start, scripted: RunningServer, picture: Picture) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("How do priorities age?")
+    expect(button(tab.page, "Stop")).to_be_visible()
+    answer = tab.answered()
+    expect(answer.locator("pre")).to_contain_text("def effective_priority")
+    expect(answer.locator("td").first).to_have_text("low")
+    expect(answer.locator("ol li")).to_have_count(2)
+    expect(answer.locator(".stats")).to_contain_text("tokens/s")
+    expect(answer.locator(".stats")).to_contain_text("first token after")
+    expect(tab.page.get_by_label("Message")).to_be_focused()
+    thinking = answer.locator("details.thinking")
+    assert not thinking.evaluate("each => each.open")
+    expect(thinking.locator("strong")).to_be_hidden()
+    thinking.locator("summary").click()
+    expect(thinking.locator("strong")).to_have_text("Markdown")
+    thinking.locator("summary").click()
+    expect(tab.page.locator("#announcer")).to_contain_text("The answer:")
+    picture(tab.page, "chat")
+    tab.check_accessible()
+    tab.page.emulate_media(color_scheme="dark")
+    tab.check_accessible()
+
+
+def test_code_is_copied(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted, permissions=["clipboard-read", "clipboard-write"])
+    tab.open()
+    tab.say("How do priorities age?")
+    answer = tab.answered()
+    button(answer.locator(".code-bar"), "Copy").click()
+    expect(answer.locator(".code-bar button")).to_have_text("Copied")
+    assert tab.page.evaluate("navigator.clipboard.readText()").startswith("def effective_priority")
+
+
+def test_nothing_that_a_model_writes_runs_or_loads(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Attack!")
+    answer = tab.answered()
+    text = answer.locator(".answer")
+    expect(text).to_contain_text("<script>window.hacked = 1</script>")
+    expect(text).to_contain_text("<b>code</b>")
+    expect(text.locator("sub")).to_have_text("2")
+    links = text.locator("a").evaluate_all(
+        "all => all.map(each => [each.textContent, each.href, each.target, each.rel])"
+    )
+    outside = ["_blank", "noopener noreferrer"]
+    assert [link for link in links if link[1]] == [
+        ["good", "https://example.com/good", *outside],
+        ["image", "https://example.com/picture.png", *outside],
+    ]
+    assert text.locator("img, script, style, iframe, form, [onclick], [onerror], [style], [id], .composer").count() == 0
+    assert tab.page.evaluate("window.hacked") is None
+
+
+def test_an_answer_is_stopped_and_made_again(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Count!")
+    answer = tab.page.locator(".message.assistant")
+    expect(answer).to_contain_text("word word")
+    button(tab.page, "Stop").click()
+    expect(answer.locator(".note")).to_have_text("Stopped.")
+    length = len(answer.locator(".answer").inner_text())
+    scripted.wait_idle()
+    assert len(answer.locator(".answer").inner_text()) == length < 5000
+    button(answer, "Regenerate").click()
+    expect(answer).to_have_count(1)
+    expect(answer).to_contain_text("word word")
+    tab.page.keyboard.press("Escape")
+    expect(answer.locator(".note")).to_have_text("Stopped.")
+    scripted.wait_idle()
+
+
+def test_an_edited_turn_replaces_what_followed_it(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Wrong question")
+    expect(tab.answered()).to_contain_text("A wrong answer.")
+    tab.say("Second chat")
+    expect(tab.answered()).to_contain_text("Here too.")
+    button(tab.page.locator(".message.user").first, "Edit").click()
+    field = tab.page.get_by_label("Edit your message")
+    expect(field).to_be_focused()
+    field.press("Escape")
+    expect(tab.page.locator(".message")).to_have_count(4)
+    button(tab.page.locator(".message.user").first, "Edit").click()
+    field.fill("Right question")
+    field.press("Enter")
+    expect(tab.answered()).to_contain_text("A right answer.")
+    expect(tab.page.locator(".message")).to_have_count(2)
+
+
+def test_calls_of_tools_are_shown_and_get_their_result(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    button(tab.page, "Settings").click()
+    dialog = tab.page.get_by_role("dialog")
+    tools = dialog.get_by_label("Tools")
+    tools.fill("{")
+    button(dialog, "Save").click()
+    expect(dialog).to_be_visible()  # this is not JSON
+    tools.fill(json.dumps(TOOLS))
+    dialog.get_by_label("Temperature").fill("0.5")
+    tab.check_accessible()
+    button(dialog, "Save").click()
+    expect(dialog).to_be_hidden()
+    with tab.page.expect_request("**/v1/chat/completions") as sent:
+        tab.say("Weather in Rome?")
+    assert json.loads(sent.value.post_data or "")["temperature"] == 0.5
+    call = tab.answered().get_by_role("region", name="Call of get_weather")
+    expect(call).to_contain_text('"city": "Rome"')
+    call.get_by_label("Result").fill("Sunny, 25 degrees")
+    button(call, "Give result").click()
+    expect(tab.page.locator(".message.tool")).to_contain_text("Sunny, 25 degrees")
+    expect(tab.answered()).to_contain_text("It is sunny in Rome.")
+
+
+def test_conversations_stay_in_the_browser_and_are_renamed_exported_and_deleted(
+    visit: Start, scripted: RunningServer
+) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Right question")
+    tab.answered()
+    button(tab.page, "New chat").click()
+    tab.say("Second chat")
+    tab.answered()
+    tab.page.reload()
+    chats = tab.page.get_by_role("navigation", name="Conversations").get_by_role("link")
+    expect(chats).to_have_text(["Second chat", "Right question"])
+    expect(tab.answered()).to_contain_text("Here too.")
+    chats.last.click()
+    expect(tab.answered()).to_contain_text("A right answer.")
+    tab.page.get_by_label("Actions of Right question").click()
+    button(tab.page, "Rename").click()
+    tab.page.get_by_role("textbox", name="Name").fill("Renamed")
+    tab.page.get_by_role("textbox", name="Name").press("Enter")
+    expect(tab.page.get_by_role("heading", level=1)).to_have_text("Renamed")
+    tab.page.get_by_label("Actions of Renamed").click()
+    with tab.page.expect_download() as download:
+        button(tab.page, "Export").click()
+    exported = json.loads(Path(download.value.path()).read_text())
+    assert download.value.suggested_filename == "Renamed.json"
+    assert [message["content"] for message in exported["messages"]] == ["Right question", "A right answer."]
+    tab.page.reload()
+    tab.page.get_by_label("Actions of Renamed").click()
+    button(tab.page, "Delete").click()
+    button(tab.page.get_by_role("dialog"), "Delete").click()
+    expect(chats).to_have_text(["Second chat"])
+    tab.page.reload()
+    expect(chats).to_have_text(["Second chat"])
+
+
+def test_a_wrong_key_is_refused_and_the_right_one_is_kept_for_the_tab(
+    visit: Start, closed: RunningServer, key: str
+) -> None:
+    tab = visit(closed)
+    tab.allowed = {401, 403}
+    tab.open()
+    dialog = tab.page.get_by_role("dialog", name="API key")
+    expect(dialog).to_contain_text("needs an API key")
+    tab.check_accessible()
+    field = dialog.get_by_label("API key")
+    field.fill("sk-wrong")
+    field.press("Enter")
+    expect(dialog).to_contain_text("does not know the API key")
+    field.fill(key)
+    field.press("Enter")
+    expect(dialog).to_be_hidden()
+    tab.say("What is 17 + 25?")
+    expect(tab.answered().locator(".answer")).to_have_text("42")
+    stored = "() => [sessionStorage.getItem('mlxpaged-key'), localStorage.getItem('mlxpaged-key')]"
+    assert tab.page.evaluate(stored) == [key, None]
+    assert key not in tab.page.url
+    tab.page.reload()
+    expect(tab.page.get_by_label("Model", exact=True)).to_have_value("demo")
+    tab.page.get_by_role("link", name="Server").click()
+    expect(tab.page.get_by_role("alert")).to_contain_text("needs an admin key")
+    button(tab.page, "Forget key").click()
+    assert tab.page.evaluate(stored) == [None, None]
+
+
+def test_the_page_works_on_a_phone_and_with_the_keyboard(
+    visit: Start, scripted: RunningServer, picture: Picture
+) -> None:
+    tab = visit(scripted, PHONE, is_mobile=True, has_touch=True)
+    tab.open()
+    tab.say("How do priorities age?")
+    expect(tab.answered().locator("table")).to_be_visible()
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
+    picture(tab.page, "chat-phone")
+    tab.check_accessible()
+    chats = button(tab.page, "Chats")
+    chats.tap()
+    expect(chats).to_have_attribute("aria-expanded", "true")
+    expect(tab.page.get_by_role("link", name="How do priorities age?")).to_be_visible()
+    tab.check_accessible()
+    chats.tap()
+    desk = visit(scripted)
+    desk.open()
+    desk.page.keyboard.press("Tab")
+    expect(desk.page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    desk.page.keyboard.press("Enter")
+    expect(desk.page.locator("main")).to_be_focused()
+
+
+def test_the_colours_follow_the_system_or_the_switch(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted, color_scheme="dark")
+    tab.open()
+    back = "getComputedStyle(document.body).backgroundColor"
+    dark = tab.page.evaluate(back)
+    tab.page.get_by_role("button", name="Colours: auto").click()
+    light = tab.page.evaluate(back)
+    assert (dark, light) == ("rgb(21, 24, 27)", "rgb(255, 255, 255)")
+    tab.page.reload()
+    assert tab.page.evaluate(back) == light
+    tab.page.get_by_role("button", name="Colours: light").click()
+    tab.page.emulate_media(color_scheme="light")
+    assert tab.page.evaluate(back) == dark
+
+
+def test_an_error_of_the_server_is_shown_in_its_own_words(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.allowed = {400}
+    tab.open()
+    tab.say("x" * 9000)
+    note = tab.answered().get_by_role("alert")
+    expect(note).to_contain_text("tokens")

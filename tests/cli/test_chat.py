@@ -1,0 +1,260 @@
+"""`mlxpaged chat` without its terminal: the loop, its commands, the file of a saved chat, the reader's keys."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from mlxpaged.cli.chat.chat import Chat, uninterrupted
+from mlxpaged.cli.chat.conversation import Conversation
+from mlxpaged.cli.chat.reader import Reader, SlashCompleter
+from mlxpaged.cli.client import Client
+from tests.cli.helpers import Result
+from tests.cli.screen import shown
+from tests.scripted import scripted_server
+from tests.support import RunningServer, wait_until
+
+SCRIPT = {
+    "Why?": "<think>\nHm, why.\n</think>\n\nBecause *so*.",
+    "Hello": "Hi.",
+    "And then?": "Then \x1b[2Jthis.",
+    "Long?": "so " * 2000,
+    "Be rude.": "No.",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
+        yield server
+
+
+class Session:
+    """A chat in which the user types what the test says. In place of a text, a function can do something."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self.out = io.StringIO()
+        self.conversation = Conversation("scripted")
+        self.chat = Chat(Client(server.url), self.conversation, self.out, shows_stats=False)
+
+    def type(self, *texts: str | BaseException) -> str:
+        """What the terminal shows of it."""
+        before, todo = len(self.out.getvalue()), list(texts)
+
+        def read() -> str:
+            if not todo:
+                raise EOFError
+            text = todo.pop(0)
+            if isinstance(text, BaseException):
+                raise text
+            return text
+
+        with uninterrupted():
+            self.chat.run(read)
+        return shown(self.out.getvalue()[before:])
+
+
+@pytest.fixture
+def session(server: RunningServer) -> Session:
+    return Session(server)
+
+
+def test_each_answer_sees_the_conversation(session: Session) -> None:
+    assert session.type("Hello", "And then?").split("\n")[:2] == ["Hi.", "Then [2Jthis."]
+    assert session.conversation.messages == [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "And then?"},
+        {"role": "assistant", "content": "Then \x1b[2Jthis."},
+    ]
+
+
+def test_thinking_is_folded_and_can_be_unfolded(session: Session) -> None:
+    found = session.type("Why?")
+    assert found.startswith("thought for 0 s, /think shows it\nBecause ")
+    assert "Hm" not in found
+    assert session.conversation.messages[1]["content"] == "Because *so*."
+    assert session.type("/think") == "Hm, why.\n"
+
+
+def interrupt_when(condition: Callable[[], object]) -> threading.Thread:
+    def wait() -> None:
+        wait_until(condition)
+        for _ in range(3):  # the user is impatient
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_ends_the_answer_on_the_server_too_and_not_the_chat(session: Session, server: RunningServer) -> None:
+    thread = interrupt_when(lambda: "so so" in session.out.getvalue())
+    found = session.type("Long?", KeyboardInterrupt(), "Hello")
+    thread.join()
+    assert "Traceback" not in found
+    assert found.endswith("\nCtrl-D or /bye leaves the chat.\nHi.\n")
+    server.wait_idle()
+    answer = session.conversation.messages[1]["content"]
+    assert 0 < len(answer) < len(SCRIPT["Long?"])
+    assert SCRIPT["Long?"].startswith(answer), "what came is a part of the conversation"
+
+
+def test_a_question_without_an_answer_is_taken_back(session: Session) -> None:
+    assert "context length" in session.type("x " * 9000)
+    assert session.conversation.messages == []
+    assert "temperature" in session.type("/set temperature 9", "Hello")
+    assert session.conversation.messages == []
+    assert "Hi." in session.type("/set temperature default", "Hello")
+
+
+def test_the_speed_is_shown_on_request(session: Session) -> None:
+    assert session.type("/stats") == "There is no answer yet.\n"
+    speed = session.type("Hello", "/stats").splitlines()[1]
+    assert speed.startswith("first token after 0.")
+    assert " tokens, " in speed
+    assert "tokens/s; prompt of " in speed
+    assert session.type("/stats on", "Hello").count("first token after") == 1
+    assert session.type("/stats off", "Hello").count("first token after") == 0
+
+
+def test_commands_change_what_is_sent(session: Session) -> None:
+    settings = ("temperature 0.5", "top_k 3", "stop now", "enable_thinking off")
+    session.type("/system Be rude.", *(f"/set {setting}" for setting in settings))
+    assert session.conversation.request() == {
+        "model": "scripted",
+        "messages": [{"role": "system", "content": "Be rude."}],
+        "temperature": 0.5,
+        "top_k": 3,
+        "stop": "now",
+        "enable_thinking": False,
+    }
+    assert "temperature: 0.5\n" in session.type("/set")
+    session.type("/system none", "Hello", "/clear")
+    assert session.conversation.request()["messages"] == []
+
+
+def test_a_question_is_asked_again(session: Session) -> None:
+    assert session.type("/retry") == "there is no question to ask again\n"
+    session.type("Hello", "And then?", "/retry")
+    assert [message["content"] for message in session.conversation.messages][::2] == ["Hello", "And then?"]
+
+
+def test_a_chat_is_saved_and_goes_on_another_day(session: Session, server: RunningServer, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    assert session.type("/system Be kind.", "Hello", f"/save {path}").endswith(f"saved in {path}\n")
+    session.type(f"/save {path}")
+    other = Session(server)
+    assert other.type(f"/load {path}") == f"loaded 1 questions and answers from {path}\n"
+    assert other.conversation == session.conversation
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["no JSON", "[]", "{}", '{"model": 1, "messages": [{"role": "user", "content": "x"}]}', '{"model": "m", "x": 1}'],
+)
+def test_a_file_that_is_no_chat_is_neither_loaded_nor_overwritten(
+    session: Session, tmp_path: Path, content: str
+) -> None:
+    (path := tmp_path / "file").write_text(content)
+    for command in ("load", "save"):
+        assert session.type(f"/{command} {path}") == f"{path} is not a saved chat\n"
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("/modle", "unknown command /modle: /model?"),
+        ("/xyzzy", "unknown command /xyzzy: /help lists the commands"),
+        ("/set tempo 1", "unknown setting tempo: there are temperature, "),
+        ("/set temperature hot", "temperature must be a number, got 'hot'"),
+        ("/set top_k 1.5", "top_k must be a whole number, got '1.5'"),
+        ("/set enable_thinking maybe", "enable_thinking must be on or off, got 'maybe'"),
+        ("/stats maybe", "/stats, /stats on or /stats off"),
+        ("/save", "/save FILE"),
+        ("/load /no/such/file", "No such file"),
+        ("/model other", "does not serve other. It serves scripted."),
+        ("/model", "* scripted  loaded"),
+        ("/model scripted", "model: scripted"),
+    ],
+)
+def test_a_command_says_what_it_did_or_why_not(session: Session, text: str, said: str) -> None:
+    assert said in session.type(text)
+
+
+def test_every_command_is_in_the_help_and_bye_leaves(session: Session) -> None:
+    found = session.type("/help", "/bye", "Hello")
+    assert "/set [NAME [VALUE]]  show or change a setting" in found
+    assert "Hi." not in found
+
+
+def test_a_message_may_begin_with_a_path(session: Session) -> None:
+    session.type("/usr/bin: Hello")
+    assert len(session.conversation.messages) == 2
+
+
+def test_a_server_that_is_gone_does_not_end_the_chat(session: Session) -> None:
+    session.chat.client = Client("http://127.0.0.1:1")
+    assert session.type("Hello", "/model") == 2 * "no server runs at http://127.0.0.1:1\n"
+    assert session.conversation.messages == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ("one\r", "one"),
+        ("one\x1b\rtwo\r", "one\ntwo"),
+        ("one\ntwo\r", "one\ntwo"),
+        ('"""one\rtwo"""\r', "one\ntwo"),
+        ("\x1b[200~pasted\nlines\x1b[201~\r", "pasted\nlines"),
+        ("\x1b[A\r", "the message before"),
+    ],
+)
+def test_a_message_can_have_lines_and_come_from_the_history(tmp_path: Path, keys: str, text: str) -> None:
+    history = tmp_path / "new" / "history"
+    for typed, expected in (("the message before\r", "the message before"), (keys, text)):
+        with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+            pipe.send_text(typed)
+            assert Reader(history, lambda command: ()).read() == expected
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("keys", "error"), [("\x04", EOFError), ("half\x03", KeyboardInterrupt)])
+def test_ctrl_d_and_ctrl_c_at_the_prompt(tmp_path: Path, keys: str, error: type[BaseException]) -> None:
+    (no_directory := tmp_path / "file").touch()
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        pipe.send_text(keys)
+        with pytest.raises(error):
+            Reader(no_directory / "history", lambda command: ()).read()
+
+
+def completions(chat: Chat, text: str) -> list[str]:
+    found = SlashCompleter(chat.words).get_completions(Document(text), CompleteEvent())
+    return [completion.text for completion in found]
+
+
+def test_commands_settings_models_and_files_are_completed(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "saved.json").touch()
+    assert completions(session.chat, "/s") == ["/system", "/set", "/stats", "/save"]
+    assert completions(session.chat, "/set top") == ["top_p", "top_k"]
+    assert completions(session.chat, "/model ") == ["scripted"]
+    assert completions(session.chat, f"/load {tmp_path}/sa") == ["ved.json"]
+    assert completions(session.chat, "a message") == []
+
+
+def test_chat_needs_a_terminal(run: Callable[..., Result]) -> None:
+    result = run("chat")
+    assert result == Result(1, "", "mlxpaged: chat needs a terminal; for one answer, use `mlxpaged run`\n")

@@ -1,0 +1,184 @@
+"""The configuration file, `mlxpaged config`, and the one line that a mistake gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlxpaged.cli import COMMANDS, config_file, make_parser
+from mlxpaged.cli.config_file import ConfigFile
+from tests.cli.helpers import Result
+
+Run = Callable[..., Result]
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Write:
+    """Writes the user's configuration file. `run` comes first: it removes variables."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    path = tmp_path / "mlxpaged" / "config.toml"
+
+    def write(text: str) -> Path:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def parsed(config: ConfigFile, *words: str) -> dict[str, object]:
+    return vars(make_parser(COMMANDS, config).parse_args(words))
+
+
+def test_every_kind_of_flag_takes_its_value_from_the_file(write: Write) -> None:
+    write(
+        'model = "a/b"\nmax-num-seqs = 7\nrequest-timeout = 2.5\nkv-cache-memory = "1GB"\nstrict = true\n'
+        'allowed-host = ["One", "two"]\ncors-origin = "*"\ninsecure = false\nconcurrency = "2,4"\n'
+    )
+    args = parsed(ConfigFile.read(), "serve")
+    assert (args["models"], args["max_num_seqs"], args["request_timeout"]) == (("a/b",), 7, 2.5)
+    assert (args["kv_cache_bytes"], args["strict"], args["insecure"]) == (10**9, True, False)
+    assert (args["allowed_hosts"], args["cors_origins"]) == (("one", "two"), ("*",))
+    args = parsed(ConfigFile.read(), "bench")
+    assert (args["model"], args["max_num_seqs"], args["concurrency"]) == ("a/b", 7, (2, 4))
+
+
+def test_the_command_line_wins_over_the_variable_and_that_over_the_file(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write('port = 1\nhost = "a"\nmax-queue = 1\nstrict = true\ntimelines = true\nallowed-host = ["a"]\nmodel = "a"\n')
+    for name, value in (("PORT", "2"), ("HOST", "b"), ("STRICT", "0"), ("TIMELINES", ""), ("ALLOWED_HOST", "b,c")):
+        monkeypatch.setenv(f"MLXPAGED_{name}", value)
+    args = parsed(ConfigFile.read(), "serve", "--port", "3")
+    assert (args["port"], args["host"], args["max_queue"], args["strict"]) == (3, "b", 1, False)
+    assert (args["timelines"], args["allowed_hosts"], args["models"]) == (True, ("b", "c"), ("a",))
+    assert parsed(ConfigFile.read(), "serve", "c", "--allowed-host", "d")["allowed_hosts"] == ("d",)
+
+
+def test_the_configuration_is_shown_with_where_each_value_comes_from(
+    write: Write, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write('# mine\nmax-num-seqs = 7\nallowed-host = ["a"]\n\n"strict" = true\nprompts = 3\n')
+    monkeypatch.setenv("MLXPAGED_MAX_QUEUE", "9")
+    shown = run("config")
+    assert shown.status == 0
+    lines = shown.stdout.splitlines()
+    assert str(path) in lines[0]
+    assert f"max-num-seqs = 7  # {path}, line 2" in lines
+    assert f'allowed-host = ["a"]  # {path}, line 3' in lines
+    assert f"strict = true  # {path}, line 5" in lines
+    assert "max-queue = 9  # MLXPAGED_MAX_QUEUE" in lines
+    assert 'host = "127.0.0.1"  # default' in lines
+    assert "# max-model-len: the model's context length (default)" in lines
+    assert not any(line.startswith("prompts") for line in lines)
+    assert f"prompts = 3  # {path}, line 6" in run("config", "bench").stdout.splitlines()
+    write(shown.stdout)
+    assert run("config").stdout.count("config.toml, line") == sum(line[0] != "#" for line in lines) - 1
+    monkeypatch.delenv("MLXPAGED_MAX_QUEUE")
+    assert "max-queue = 9  #" in run("config").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port = 1\n\nmax-num-seq = 5\n", "line 3: unknown key 'max-num-seq'; did you mean max-num-seqs?"),
+        ("max_queue = 5\n", "line 1: unknown key 'max_queue'; did you mean max-queue?"),
+        ("[serve]\nport = 5\n", "line 1: unknown key 'serve'"),
+        ("port = 'no'\n", "must be a whole number from 0 to 65535, got 'no' ("),
+        ("port = true\n", "line 1: port must be a text or a number"),
+        ("strict = 1\n", "line 1: strict must be true or false"),
+        ("allowed-host = [1]\n", "line 1: allowed-host must be a list of texts"),
+        ("allowed-host = ['a:1']\n", "must be the name of a host"),
+        ("port = \n", "is not TOML: Invalid value (at line 1"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "config"])
+def test_a_mistake_in_the_file_is_one_line_that_names_the_file(
+    write: Write, run: Run, text: str, message: str, command: str
+) -> None:
+    path = write(text)
+    result = run(command)
+    assert result.status == 2
+    assert result.stderr.count("\n") == 1
+    assert str(path) in result.stderr
+    assert message in result.stderr
+    assert run(command, "--help").status == 0
+
+
+def test_a_bad_value_of_the_file_does_not_matter_if_the_command_line_has_one(write: Write) -> None:
+    write("port = 'no'\n")
+    assert parsed(ConfigFile.read(), "serve", "--port", "5")["port"] == 5
+
+
+def test_another_file_can_be_named(write: Write, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("port = 1\n")
+    other = tmp_path / "other.toml"
+    other.write_text("port = 2\n")
+    assert f"port = 2  # {other}" in run("--config", str(other), "config").stdout
+    monkeypatch.setenv(config_file.VARIABLE, str(other))
+    assert f"port = 2  # {other}" in run("config").stdout
+    missing = run(f"--config={tmp_path}/none.toml", "config")
+    assert (missing.status, missing.stderr.count("\n")) == (2, 1)
+    assert "none.toml cannot be read: No such file or directory" in missing.stderr
+
+
+def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    usual, mac = (
+        tmp_path / ".config/mlxpaged/config.toml",
+        tmp_path / "Library/Application Support/mlxpaged/config.toml",
+    )
+    monkeypatch.setattr(config_file.sys, "platform", "darwin")
+    assert config_file.candidates() == [usual, mac]
+    mac.parent.mkdir(parents=True)
+    mac.write_text("port = 1\n")
+    assert ConfigFile.read().path == mac
+    usual.parent.mkdir(parents=True)
+    usual.write_text("")
+    assert ConfigFile.read().path == usual
+    monkeypatch.setattr(config_file.sys, "platform", "linux")
+    assert config_file.candidates() == [usual]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["serv"], "mlxpaged: there is no command 'serv'; did you mean serve?"),
+        (
+            ["serve", "--max-num-seq", "4"],
+            "mlxpaged serve: there is no flag --max-num-seq; did you mean --max-num-seqs?",
+        ),
+        (["serve", "--model", "a", "--prot=1"], "mlxpaged serve: there is no flag --prot; did you mean --port?"),
+        (["keys", "add", "a", "--teir", "low"], "mlxpaged keys add: there is no flag --teir; did you mean --tier?"),
+        (["serve", "--xyzzy"], "mlxpaged serve: there is no flag --xyzzy (see"),
+        (["serve", "a", "b"], "mlxpaged serve: unexpected 'b'"),
+        (["config", "serv"], "mlxpaged config: there is no command 'serv'"),
+    ],
+)
+def test_a_wrong_word_gets_one_line_with_the_nearest_right_one(run: Run, args: list[str], message: str) -> None:
+    result = run(*args)
+    assert (result.status, result.stdout) == (2, "")
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+    assert "--help)" in result.stderr
+
+
+def test_the_help_of_no_command_imports_the_engine() -> None:
+    code = (
+        "import contextlib, io, sys\nfrom mlxpaged.cli import COMMANDS, main\n"
+        "for command in COMMANDS:\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "        main([command, '--help'])\n"
+        "print(*sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    modules = set(result.stdout.split())
+    assert {f"mlxpaged.cli.{module}" for module, _ in COMMANDS.values()} <= modules
+    heavy = {"mlx", "mlx_lm", "transformers", "starlette", "numpy", "huggingface_hub", "rich", "prompt_toolkit"}
+    assert not heavy & modules

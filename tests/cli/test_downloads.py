@@ -1,0 +1,338 @@
+"""`mlxpaged pull`, `ls` and `rm`, with a stand-in for the hub, and short names."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from mlxpaged.cli import pull
+from mlxpaged.models import device_memory, loader
+from mlxpaged.models.downloads import downloads
+from mlxpaged.models.fit import fit, layers_of
+from mlxpaged.models.layers import KV, PerSequence
+from mlxpaged.models.loader import DEMO_PATH, resolve_model
+from mlxpaged.models.preflight import has_module, modules_of
+from mlxpaged.models.short_names import full_name, largest_within, near_names, short_name, short_names
+from mlxpaged.registry import Catalog
+from tests.cli.helpers import DEADLINE, Result, hub, mlxpaged
+from tests.models.architectures import ARCHITECTURES, REFUSED, make_architecture
+from tests.models.test_preflight import point_to, requested_weights, sizes_of
+from tests.support import wait_until
+
+Run = Callable[..., Result]
+NAME = "mlx-community/Qwen3-4B-4bit"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no proxy between the library and the stand-in."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The files of the repository, to be changed."""
+    return Path(shutil.copytree(DEMO_PATH, tmp_path / "repository"))
+
+
+@pytest.fixture
+def online(cache: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The stand-in, which has the repository as NAME. Yields the requests that it got."""
+    with hub(NAME, repository, sizes_of(repository)) as (address, requests):
+        point_to(address, monkeypatch)
+        yield requests
+
+
+@pytest.fixture
+def offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_to("http://127.0.0.1:9", monkeypatch)  # nothing listens there
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the free memory of the machine."""
+
+    def set(size: int) -> None:
+        monkeypatch.setattr(device_memory, "system_free_memory", lambda: size)
+
+    return set
+
+
+# -- pull --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_pulled_by_its_short_name_listed_found_by_serve_and_removed(
+    run: Run, online: list[str], cache: Path, free: Callable[[int], None]
+) -> None:
+    free(8 * 10**9)
+    pulled = run("pull", "Qwen3:4B")
+    assert pulled.status == 0, pulled.stderr
+    assert f"{NAME}: qwen3, float32" in pulled.stdout
+    assert "its whole context fits" in pulled.stdout
+    assert "serve it: mlxpaged serve qwen3:4b" in pulled.stdout
+    [download] = downloads()
+    assert download.path.is_relative_to(cache)
+    assert resolve_model("qwen3:4b") == download.path
+    found = Catalog().find("qwen3:4b")  # as a request names it
+    assert found is not None
+    assert (found.name, found.path) == (NAME, download.path)
+    assert run("pull", NAME).status == 0
+    assert sum("GET" in request and requested_weights([request]) for request in online) == 1
+
+    [row] = json.loads(run("ls", "--json").stdout)
+    assert (row["name"], row["short_name"], row["kind"], row["served"]) == (NAME, "qwen3:4b", "generate", True)
+    assert row["bytes"] == sum(path.stat().st_size for path in DEMO_PATH.iterdir())
+    assert (row["quantization"], row["context_length"], row["path"]) == ("float32", 4096, str(download.path))
+    header, line = run("ls").stdout.splitlines()
+    assert header.split() == ["NAME", "SIZE", "KIND", "QUANTIZATION", "CONTEXT", "SERVED"]
+    assert line.split()[:2] == [NAME, "(qwen3:4b)"]
+    assert line.split()[-1] == "yes"
+
+    removed = run("rm", "qwen3:4b", "--yes")
+    assert (removed.status, downloads()) == (0, [])
+    assert not list(cache.glob("models--*/**/*.safetensors"))
+    assert "pull qwen3:4b" in run("ls").stderr
+    assert run("ls", "--json").stdout == "[]\n"
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_was(
+    run: Run, cache: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = "model.safetensors"
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)  # the library keeps whole chunks: usually 10 MB
+    with hub(NAME, repository, sizes_of(repository), breaks_off=file) as (address, requests):
+        point_to(address, monkeypatch)
+        assert run("pull", NAME).status == 0
+    assert (downloads()[0].path / file).read_bytes() == (repository / file).read_bytes()
+    assert any(re.search(rf"{file} bytes=\d{{4,}}-", request) for request in requests)
+
+
+def test_the_context_that_fits_beside_the_weights_is_said(
+    run: Run, online: list[str], free: Callable[[int], None]
+) -> None:
+    weights = (DEMO_PATH / "model.safetensors").stat().st_size
+    per_token = fit(layers_of(DEMO_PATH), 0).bytes_per_token
+    free(2 * (weights + 1000 * per_token))  # by default the server takes half of it
+    result = run("pull", NAME)
+    assert result.status == 0
+    assert "a context of 1000 tokens fits" in result.stdout
+    assert "--max-model-len 1000" in result.stdout
+
+
+def test_what_is_too_large_is_refused_before_its_weights_with_a_model_that_would_fit(
+    run: Run, online: list[str], cache: Path, free: Callable[[int], None]
+) -> None:
+    free(2_000_000)
+    result = run("pull", NAME)
+    assert (result.status, result.stdout) == (1, "")
+    assert "cannot be loaded: its weights take" in result.stderr
+    assert "would fit" not in result.stderr
+    free(10 * 10**9)
+    sizes = sizes_of(DEMO_PATH) | {"model.safetensors": 20 * 10**9}
+    with hub(NAME, DEMO_PATH, sizes) as (address, requests), pytest.MonkeyPatch.context() as patch:
+        point_to(address, patch)
+        result = run("pull", NAME)
+    assert result.status == 1
+    assert "its weights take 20.0 GB, but only 10.0 GB of memory are free" in result.stderr
+    assert f"; {largest_within(3.5e9)} would fit (" in result.stderr
+    assert not requested_weights(online + requests)
+
+
+def test_what_cannot_be_served_is_refused_before_its_weights(run: Run, cache: Path, repository: Path) -> None:
+    config = json.loads((repository / "config.json").read_text())
+    (repository / "config.json").write_text(json.dumps(config | {"model_type": "llama9"}))
+    with hub(NAME, repository, sizes_of(repository)) as (address, requests), pytest.MonkeyPatch.context() as patch:
+        point_to(address, patch)
+        result = run("pull", NAME)
+    assert (result.status, result.stdout) == (1, "")
+    assert "'llama9'" in result.stderr
+    assert not requested_weights(requests)
+
+
+def test_weights_that_the_disk_cannot_hold_are_not_downloaded(
+    run: Run, online: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "free_disk", lambda directory: 0)
+    result = run("pull", NAME)
+    assert result.status == 1
+    assert "but the disk has 0.0 MB" in result.stderr
+    assert not requested_weights(online)
+
+
+@pytest.mark.parametrize("name", ["mlx-community/Qwen3-4B-5bit", "qwen3:5b", "qwen3"])
+def test_a_name_that_does_not_exist_gets_near_ones(run: Run, online: list[str], name: str) -> None:
+    result = run("pull", name)
+    assert (result.status, result.stdout) == (1, "")
+    assert "mlxpaged: " in result.stderr
+    assert "short names: qwen3:0.6b, qwen3:1.7b, qwen3:4b" in result.stderr or "/" in name
+    found = "on the hub: " + NAME in result.stderr
+    assert found == (name == "qwen3")
+
+
+def test_without_the_hub_a_miss_says_so(run: Run, offline: None) -> None:
+    result = run("pull", "qwen3:5b")
+    assert result.status == 1
+    assert "the hub was not searched: " in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "could not be fetched from the hub" in run("pull", "someone/model").stderr
+
+
+@pytest.mark.parametrize("name", ["demo", str(DEMO_PATH)])
+def test_what_is_on_this_machine_is_not_pulled(run: Run, offline: None, name: str) -> None:
+    result = run("pull", name)
+    assert (result.status, result.stderr) == (0, "")
+    assert f"mlxpaged serve {name}" in result.stdout
+
+
+def test_a_sigint_during_the_download_ends_it_without_a_traceback(tmp_path: Path, repository: Path) -> None:
+    """In a real process: the library's threads hold an interrupted process until their files are complete."""
+    with hub(NAME, repository, sizes_of(repository), stalls="model.safetensors") as (address, requests):
+        env = {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "cache"), "NO_PROXY": "*", "no_proxy": "*"}
+        with mlxpaged(tmp_path / "out", "pull", NAME, env=env) as command:
+            wait_until(lambda: requested_weights([each for each in requests if "GET" in each]), DEADLINE)
+            command.process.send_signal(signal.SIGINT)
+            assert command.wait_end() == 130
+    assert "Traceback" not in command.stderr
+    assert "resumes the download" in command.stderr
+
+
+# -- ls and rm ---------------------------------------------------------------------------------------------------------
+
+
+def test_ls_says_why_a_model_is_not_served(run: Run, online: list[str], free: Callable[[int], None]) -> None:
+    assert run("pull", NAME).status == 0
+    path = downloads()[0].path
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
+    )
+    assert "no: model-2.safetensors is missing: `mlxpaged pull" in run("ls").stdout
+    (path / "model.safetensors.index.json").unlink()
+    free(1_000_000)
+    assert "no: its weights take" in run("ls").stdout
+    free(10**10)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").unlink()
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "bert", "quantization": {"bits": 4}}))
+    [row] = json.loads(run("ls", "--json").stdout)
+    assert (row["served"], row["quantization"]) == (False, "4-bit")
+    assert "encoder" in row["reason"]
+
+
+def test_rm_asks_and_deletes_only_downloads(
+    run: Run, online: list[str], monkeypatch: pytest.MonkeyPatch, repository: Path
+) -> None:
+    assert run("pull", NAME).status == 0
+    unasked = run("rm", NAME)
+    assert (unasked.status, "use --yes" in unasked.stderr) == (1, True)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for answer, left in (("n\n", 1), ("", 1), ("y\n", 0)):
+        monkeypatch.setattr("sys.stdin", Terminal(answer))
+        result = run("rm", NAME)
+        assert f"Delete {NAME}, " in result.stdout
+        assert (len(downloads()), result.status) == (left, left)
+    directory = run("rm", str(repository), "--yes")
+    assert directory.status == 1
+    assert "rm does not delete directories" in directory.stderr
+    assert repository.is_dir()
+    assert "is not a downloaded model" in run("rm", "qwen3:4b", "--yes").stderr
+
+
+# -- short names and what fits -----------------------------------------------------------------------------------------
+
+
+def test_every_short_name_is_of_an_architecture_that_the_probe_passes() -> None:
+    repositories = [row.repository for row in short_names().values()]
+    assert len(set(repositories)) == len(repositories)
+    for name, row in short_names().items():
+        assert name == name.lower()
+        assert row.repository.startswith("mlx-community/")
+        modules = {module for module in modules_of(row.model_type) if has_module(module)}
+        assert modules & (ARCHITECTURES.keys() - REFUSED.keys()), name
+        assert row.kind in ("generate", "embeddings", "reranker")
+        assert 0.45 < row.bytes / (row.parameters * 1e9) < 0.75, name
+
+
+def test_a_short_name_stands_for_its_repository() -> None:
+    assert full_name("QWEN3.6:35b") == "mlx-community/Qwen3.6-35B-A3B-4bit"
+    assert short_name("mlx-community/Qwen3.6-35B-A3B-4bit") == "qwen3.6:35b"
+    assert [full_name(name) for name in ("demo", "a/b:c", "./qwen3:4b", "qwen3:5b")] == [
+        *("demo", "a/b:c", "./qwen3:4b", "qwen3:5b")
+    ]
+    assert short_name("someone/model") is None
+    assert "llama3.2:1b" in near_names("llama3.2:2b")
+    assert near_names("gema4:26b")[0] == "gemma4:26b"
+    with pytest.raises(loader.ModelNotFoundError, match=r"did you mean llama3\.2:1b, llama3\.2:3b\?"):
+        resolve_model("llama3.2")
+
+
+def test_the_model_that_is_suggested_is_the_largest_that_fits() -> None:
+    rows = short_names()
+    for free in (10**9, 5 * 10**9, 30 * 10**9):
+        name = largest_within(free)
+        assert name is not None
+        assert rows[name].bytes <= free
+        assert not any(rows[name].bytes < row.bytes <= free for row in rows.values() if row.kind == "generate")
+    assert largest_within(10**8) is None
+
+
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "quantization": {"group_size": 64, "bits": 4},
+}
+
+
+def test_what_fits_is_computed_from_the_config_alone(tmp_path: Path) -> None:
+    """The figure of docs/models.md, of 4 billion parameters that would take 16 GB."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    found = fit(layers_of(tmp_path), 5 * 10**9)
+    assert found.bytes_per_token == 144 * 1024
+    assert found.tokens == 5 * 10**9 // (144 * 1024)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5_moe", "deepseek_v3", "llama4", "falcon_h1", "gpt_oss"])
+def test_what_layers_keep_is_known_without_the_weights(tmp_path: Path, name: str) -> None:
+    path = make_architecture(tmp_path / "model", name)
+    for weights in path.glob("*.safetensors"):
+        weights.unlink()
+    found = fit(layers_of(path), 10**6)
+    assert found.tokens > 0
+    assert fit(layers_of(path), 2 * 10**6).tokens > found.tokens
+    assert fit(layers_of(path), 0).tokens == 0
+
+
+def test_a_window_takes_memory_up_to_its_length_only() -> None:
+    import mlx.core as mx
+
+    everywhere, window = KV(1, 8, 8, mx.float16), KV(1, 8, 8, mx.float16, window=100)
+    assert fit([everywhere], 3200).tokens == 100
+    assert fit([everywhere, window], 6400).tokens == 100
+    assert fit([everywhere, window], 9600).tokens == 200
+    assert fit([PerSequence(lambda: None, 64)], 6400).tokens == 100

@@ -1,0 +1,109 @@
+"""`mlxpaged launch`: what the agents get. `make test-clients` runs the agents themselves."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlxpaged.cli import launch
+from tests.cli.helpers import Result
+from tests.support import RunningServer
+
+pytestmark = pytest.mark.usefixtures("home")
+
+AGENT = """#!/bin/sh
+env > "$OUT/env"
+printf '%s\\n' "$@" > "$OUT/args"
+exit 7
+"""
+
+
+@pytest.fixture
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Programs with the agents' names, which write down what they get; the folder with that."""
+    (programs := tmp_path / "programs").mkdir()
+    for name in launch.AGENTS:
+        (program := programs / name).write_text(AGENT)
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    return tmp_path
+
+
+def got(directory: Path) -> tuple[dict[str, str], list[str]]:
+    lines = (directory / "env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line), (directory / "args").read_text().splitlines()
+
+
+def test_claude_gets_variables_and_its_own_arguments(
+    agents: Path, run: Callable[..., Result], demo_server: RunningServer
+) -> None:
+    result = run("launch", "claude", "--url", demo_server.url, "--", "-p", "say -- it", "--url", "x")
+    assert result == Result(7, "", ""), "the exit status is the agent's"
+    variables, args = got(agents)
+    assert args == ["-p", "say -- it", "--url", "x"]
+    assert variables["ANTHROPIC_BASE_URL"] == demo_server.url
+    assert variables["ANTHROPIC_API_KEY"] == "unused"
+    assert variables["ANTHROPIC_MODEL"] == variables["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "demo"
+    assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
+
+
+def test_codex_gets_overrides_of_its_file_and_the_key_as_a_variable(
+    agents: Path, run: Callable[..., Result], demo_server: RunningServer
+) -> None:
+    run("launch", "codex", "demo", "--url", demo_server.url, "--api-key", "sk-1", "--", "exec", "x")
+    variables, args = got(agents)
+    assert args[-2:] == ["exec", "x"]
+    assert f'model_providers.mlxpaged.base_url="{demo_server.url}/v1"' in args
+    assert 'model="demo"' in args
+    assert "model_context_window=4096" in args
+    assert variables["MLXPAGED_API_KEY"] == "sk-1"
+    assert not any("sk-1" in word for word in args), "other users see the arguments of a process"
+
+
+def test_opencode_gets_a_configuration(agents: Path, run: Callable[..., Result], demo_server: RunningServer) -> None:
+    run("launch", "opencode", "--url", demo_server.url)
+    variables, args = got(agents)
+    config = json.loads(variables["OPENCODE_CONFIG_CONTENT"])
+    assert args == [""]
+    assert config["model"] == "mlxpaged/demo"
+    provider = config["provider"]["mlxpaged"]
+    assert provider["options"] == {"baseURL": f"{demo_server.url}/v1", "apiKey": "unused"}
+    assert provider["models"]["demo"]["limit"] == {"context": 4096, "output": 2048}
+
+
+@pytest.mark.parametrize("agent", launch.AGENTS)
+def test_what_is_printed_does_the_same_in_a_shell(
+    agents: Path, run: Callable[..., Result], demo_server: RunningServer, agent: str
+) -> None:
+    printed = run("launch", agent, "--print", "--url", demo_server.url, "--", "it's", "$HOME")
+    assert printed.status == 0
+    subprocess.run(["sh", "-c", printed.stdout], check=False)
+    by_shell = got(agents)
+    run("launch", agent, "--url", demo_server.url, "--", "it's", "$HOME")
+    by_launch = got(agents)
+    names = [shlex.split(line)[1].split("=")[0] for line in printed.stdout.splitlines()[:-1]]
+    assert names
+    assert [by_shell[0][name] for name in names] == [by_launch[0][name] for name in names]
+    assert by_shell[1] == by_launch[1]
+
+
+@pytest.mark.parametrize("agent", launch.AGENTS)
+def test_a_missing_agent_is_said_with_the_way_to_install_it(
+    run: Callable[..., Result], agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = run("launch", agent)
+    assert result.status == 1
+    assert result.stderr.startswith(f"mlxpaged: {agent} is not installed. To install it: npm install -g ")
+
+
+def test_nothing_is_started_to_print_the_variables(run: Callable[..., Result]) -> None:
+    result = run("launch", "claude", "--print")
+    assert (result.status, result.stdout) == (1, "")
+    assert "no server runs" in result.stderr

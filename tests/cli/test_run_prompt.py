@@ -1,0 +1,108 @@
+"""`mlxpaged run`: one answer as plain text, from a server that runs or from one of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxpaged.cli import background_server
+from mlxpaged.cli.running_servers import running_servers
+from tests.cli.helpers import Result
+from tests.scripted import scripted_server
+from tests.support import RunningServer, wait_until
+
+pytestmark = pytest.mark.usefixtures("home")
+
+SCRIPT = {
+    "Why?": "<think>\nHm, why.\n</think>\n\nBe\x1bcause.",
+    "Long?": "so " * 90,
+    "first\n\nsecond": "Both.",
+    "Be rude.": "No.",
+}
+
+
+@pytest.fixture(autouse=True)
+def _empty_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT) as server:
+        yield server
+
+
+@pytest.fixture
+def ask(run: Callable[..., Result], server: RunningServer) -> Callable[..., Result]:
+    return lambda *args: run("run", "scripted", *args, "--url", server.url)
+
+
+def test_the_answer_is_printed_without_its_thinking(ask: Callable[..., Result]) -> None:
+    assert ask("Why?") == Result(0, "Be\x1bcause.\n", "")
+
+
+def test_thinking_goes_to_standard_error_if_it_is_wanted(ask: Callable[..., Result]) -> None:
+    result = ask("--think", "Why?")
+    assert result.stdout == "Be\x1bcause.\n"
+    assert result.stderr.strip() == "Hm, why."
+
+
+def test_words_and_standard_input_are_one_prompt(ask: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("second\n"))
+    assert ask("--max-tokens", "9", "first").stdout == "Both.\n"
+
+
+def test_a_system_message_and_limits_are_sent(ask: Callable[..., Result]) -> None:
+    assert ask("Why?", "--system", "Be rude.").stdout == "Be\x1bcause.\n", "the prompt comes last"
+    cut = ask("--temperature", "0", "Long?", "--max-tokens", "6")
+    assert cut == Result(0, "so so \n", "mlxpaged: the answer is cut: it has reached the most tokens it may have\n")
+
+
+def test_a_schema_is_enforced(run: Callable[..., Result], demo_server: RunningServer, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    (tmp_path / "schema.json").write_text(json.dumps(schema | {"additionalProperties": False}))
+    for given in (str(tmp_path / "schema.json"), (tmp_path / "schema.json").read_text()):
+        answer = run("run", "demo", "What is 3 + 4?", "--json-schema", given, "--url", f"{demo_server.url}/v1/")
+        assert isinstance(json.loads(answer.stdout)["n"], int)
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "said"),
+    [
+        (["scripted"], 2, "there is no prompt"),
+        (["scripted", "x", "--temperature", "3"], 2, "must be a number from 0 to 2"),
+        (["scripted", "x", "--max-tokens"], 2, "expected one argument"),
+        (["scripted", "x", "--json-schema", "[]"], 2, "neither a JSON schema nor a file with one"),
+        (["other", "x"], 1, "does not serve other. It serves scripted."),
+        (["scripted", "x", "--url", "ftp://a"], 2, "must be an address such as http://"),
+        (["scripted", "x", "--url", "127.0.0.1:1"], 1, "no server runs at http://127.0.0.1:1"),
+        (["scripted", "x " * 9000], 1, "context length"),
+    ],
+)
+def test_what_cannot_be_answered_is_said_in_a_line(
+    run: Callable[..., Result], server: RunningServer, args: list[str], status: int, said: str
+) -> None:
+    url = [] if "--url" in args else ["--url", server.url]
+    result = run("run", *url, *args)
+    assert (result.status, result.stdout) == (status, "")
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_without_a_server_one_is_started_and_ended(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[background_server.BackgroundServer] = []
+    end = background_server.BackgroundServer.end
+
+    def watched(self: background_server.BackgroundServer) -> None:
+        started.append(self)
+        assert [server.shared for server in running_servers()] == [False]
+        end(self)
+
+    monkeypatch.setattr(background_server.BackgroundServer, "end", watched)
+    assert run("run", "demo", "What is 17 + 25?").stdout == "42\n"
+    assert len(started) == 1
+    wait_until(lambda: not running_servers())

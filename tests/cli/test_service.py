@@ -1,0 +1,171 @@
+"""`mlxpaged service`: the files for launchd and systemd, and how their programs are called."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import plistlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlxpaged.cli.running_servers import registered
+from mlxpaged.cli.service.manager import Job
+from mlxpaged.cli.service.systemd import Systemd
+from tests.cli.helpers import Result
+
+ODD = ("a b", "$HOME", "100%", 'a"b', "back\\slash", "it's", "new\nline", "")
+PROGRAM = """#!/bin/sh
+echo "$@" >> "$CALLS"
+cat "$ANSWERS/$(basename "$0")" 2>/dev/null
+exit "${STATUS:-0}"
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Stand-ins for the programs of the service managers; how they were called since the last look."""
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    (programs := tmp_path / "programs").mkdir()
+    for name in ("launchctl", "systemctl"):
+        (program := programs / name).write_text(PROGRAM)
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("ANSWERS", str(tmp_path))
+    (path := tmp_path / "calls").touch()
+    monkeypatch.setenv("CALLS", str(path))
+
+    def take() -> list[str]:
+        lines = path.read_text().splitlines()
+        path.write_text("")
+        return lines
+
+    return take
+
+
+@pytest.fixture
+def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+
+
+@pytest.fixture
+def on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+
+
+@pytest.mark.usefixtures("on_a_mac")
+def test_launchd_is_told_what_to_run(
+    calls: Callable[[], list[str]], home: Path, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    result = run("service", "install", "--", "demo", "--port", "8090")
+    path = home / "Library" / "LaunchAgents" / "mlxpaged.server.plist"
+    assert (result.status, result.stdout) == (0, "")
+    assert str(path) in result.stderr
+    found = plistlib.loads(path.read_bytes())
+    assert found["ProgramArguments"] == [sys.executable, "-m", "mlxpaged", "serve", "demo", "--port", "8090"]
+    assert found["WorkingDirectory"] == os.getcwd()
+    assert found["EnvironmentVariables"] == {"HF_HOME": "/models"}
+    assert found["KeepAlive"] == {"SuccessfulExit": False}, "`mlxpaged stop` is not undone"
+    assert Path(found["StandardErrorPath"]).parent == home / "Library" / "Logs" / "mlxpaged"
+    assert Path(found["StandardErrorPath"]).parent.is_dir()
+    domain = f"gui/{os.getuid()}"
+    assert calls() == [f"bootout {domain}/mlxpaged.server", f"bootstrap {domain} {path}"]
+
+
+@pytest.mark.usefixtures("on_a_mac")
+def test_the_launch_agent_is_shown_and_removed(
+    calls: Callable[[], list[str]], tmp_path: Path, home: Path, run: Callable[..., Result]
+) -> None:
+    run("service", "install")
+    (tmp_path / "launchctl").write_text(f"mlxpaged.server = {{\n\tstate = running\n\tpid = {os.getpid()}\n}}\n")
+    with registered("http://127.0.0.1:8080", shared=True):
+        shown = run("service", "status")
+    assert shown.status == 0
+    assert shown.stdout.startswith(f"running: process {os.getpid()}, http://127.0.0.1:8080\nfile: {home}")
+    (tmp_path / "launchctl").write_text("mlxpaged.server = {\n\tstate = not running\n}\n")
+    shown = run("service", "status")
+    assert (shown.status, shown.stdout.splitlines()[0]) == (1, "not running")
+    calls()
+    assert run("service", "remove").status == 0
+    assert f"bootout gui/{os.getuid()}/mlxpaged.server" in calls()
+    assert not (home / "Library" / "LaunchAgents" / "mlxpaged.server.plist").exists()
+    assert run("service", "status") == Result(1, "not installed\n", "")
+    assert run("service", "remove") == Result(1, "", "mlxpaged: the service is not installed\n")
+
+
+@pytest.mark.usefixtures("on_linux")
+def test_systemd_is_told_what_to_run_and_to_forget_it(
+    calls: Callable[[], list[str]], tmp_path: Path, home: Path, run: Callable[..., Result]
+) -> None:
+    path = home / ".config" / "systemd" / "user" / "mlxpaged.service"
+    assert run("service", "install", "--", "--port", "8090").status == 0
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(path)
+    assert unit["Service"]["ExecStart"] == f'"{sys.executable}" "-m" "mlxpaged" "serve" "--port" "8090"'
+    assert unit["Service"]["Restart"] == "on-failure"
+    assert calls() == [
+        f"--user {words}" for words in ("daemon-reload", "enable mlxpaged.service", "restart mlxpaged.service")
+    ]
+    (tmp_path / "systemctl").write_text(f"{os.getpid()}\n")
+    assert run("service", "status").stdout.startswith(f"running: process {os.getpid()}\n")
+    (tmp_path / "systemctl").write_text("0\n")
+    assert run("service", "status").status == 1
+    calls()
+    assert run("service", "remove").status == 0
+    assert calls() == ["--user disable --now mlxpaged.service"]
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("on_linux")
+def test_a_manager_that_refuses_is_quoted(
+    calls: Callable[[], list[str]], tmp_path: Path, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STATUS", "1")
+    (tmp_path / "systemctl").write_text("No medium found\n")
+    said = "mlxpaged: `systemctl --user daemon-reload` has failed: No medium found\n"
+    assert run("service", "install") == Result(1, "", said)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert run("service", "remove") == Result(1, "", "mlxpaged: systemctl cannot be run: No such file or directory\n")
+    assert run("service", "status").stdout == "not installed\n", "the file is gone all the same"
+
+
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_a_dry_run_prints_the_file_and_changes_nothing(
+    calls: Callable[[], list[str]],
+    home: Path,
+    run: Callable[..., Result],
+    platform: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    result = run("service", "install", "--dry-run", "--", "--served-model-name", "a b")
+    assert result.status == 0
+    assert "a b" in result.stdout
+    assert str(home) in result.stderr
+    assert calls() == []
+    assert not home.exists()
+
+
+def test_flags_that_serve_refuses_are_refused_before_anything_is_installed(
+    calls: Callable[[], list[str]], home: Path, run: Callable[..., Result]
+) -> None:
+    assert run("service", "install", "--", "--port", "many").status == 2
+    assert run("service", "install", "--", "--prot", "8080").status == 2
+    assert not home.exists()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    job = Job((sys.executable, "-m", "mlxpaged", *ODD), tmp_path, {"HF_HOME": '/a b%$"\\c'})
+    path = tmp_path / "odd.service"
+    path.write_bytes(Systemd().content(job))
+    done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,91 @@
+"""Each command, as it is meant to be used."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.support import RunningServer
+from tests.terminal.tmux import Terminal
+
+
+def test_two_commands_to_a_first_answer(terminal: Terminal) -> None:
+    """The first one is the installation. No server runs: one is started for the chat, and ends with it."""
+    before = terminal.start("mlxpaged chat demo --stats")
+    terminal.wait_for(r"demo at http://127\.0\.0\.1:\d+; /help lists the commands\n>>>", since=before)
+    terminal.type("What is 17 + 25?")
+    terminal.wait_for(r">>> What is 17 \+ 25\?\n42\nfirst token after 0\.\d+ s; .+\n>>>", since=before)
+    terminal.key("C-d")
+    assert terminal.wait_prompt(before) == 0
+
+
+def test_a_chat_in_a_terminal(terminal: Terminal, server: RunningServer) -> None:
+    before = terminal.start(f"mlxpaged chat --url {server.url}")
+    terminal.wait_for(r"\n>>>", since=before)
+    terminal.type("Hello")
+    terminal.wait_for(r"Hi, there\.\n>>>", since=before)
+    terminal.type("Why?")
+    terminal.wait_for(r"thought for 0 s, /think shows it\nBecause\.\n>>>", since=before)
+    terminal.type("List")
+    text = terminal.wait_for(r"That is all\.\n>>>", since=before)
+    assert re.findall(r"number (\d+)\n", text) == [str(i) for i in range(100)], "the scrollback has all, once"
+    before = len(terminal.text())
+    terminal.type("one", end="M-Enter")
+    terminal.type("Hello")
+    terminal.wait_for(r"Hi, there\.\n>>>", since=before)
+    terminal.type("/mo", end="Tab")
+    terminal.wait_for(r">>> /model", since=before)
+    terminal.key("Enter")
+    terminal.wait_for(r">>> /model\n\* scripted  loaded\n>>>", since=before)
+    terminal.key("Up", "Up")
+    terminal.wait_for(r">>> one\n\.\.\. Hello\Z", since=before)
+    terminal.key("C-c")
+    terminal.wait_for(r"Ctrl-D or /bye leaves the chat\.\n>>>", since=before)
+    terminal.type("/bye")
+    assert terminal.wait_prompt(before) == 0
+
+
+def test_run_in_a_pipe(terminal: Terminal, server: RunningServer) -> None:
+    assert terminal.run(f"mlxpaged run scripted --url {server.url} Hello") == (0, "Hi, **there**.")
+    assert terminal.run(f"echo Hello | mlxpaged run scripted --url {server.url} | tr a-z A-Z") == (0, "HI, **THERE**.")
+    assert terminal.run(f"mlxpaged run scripted --url {server.url} 'Long?' | head -c 5") == (0, "so so")
+
+
+def test_run_without_a_server(terminal: Terminal) -> None:
+    status, text = terminal.run("mlxpaged run demo 'What is 17 + 25?'")
+    assert (status, text) == (0, "42")
+    status, text = terminal.run("mlxpaged run ./nothing hello")
+    assert (status, text) == (1, "mlxpaged: no such directory: nothing; a hub repository is named OWNER/NAME")
+
+
+def test_a_server_is_served_listed_used_and_stopped(terminal: Terminal) -> None:
+    terminal.run("mlxpaged serve --port 0 --log-level error --kv-cache-memory 16MB > out 2>&1 &")
+    status, text = terminal.run("until mlxpaged ps | grep demo; do sleep 0.2; done")
+    assert "demo" in text
+    assert re.search(r"demo +loaded +generate", terminal.run("mlxpaged ps")[1])
+    assert terminal.run("mlxpaged run demo 'What is 17 + 25?'") == (0, "42")
+    assert terminal.run("mlxpaged stop demo") == (0, "demo is unloaded")
+    assert "demo" not in terminal.run("mlxpaged ps")[1]
+    assert terminal.run("mlxpaged run demo 'What is 17 + 25?'") == (0, "42"), "it is loaded again"
+    (terminal.home / "claude").write_text('#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $*"\nexit 3\n')
+    (terminal.home / "claude").chmod(0o755)
+    status, text = terminal.run("PATH=$HOME:$PATH mlxpaged launch claude -- -p hello")
+    assert status == 3
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+ demo -p hello", text)
+    status, text = terminal.run("mlxpaged stop")
+    assert status == 0
+    assert "has ended" in text
+    assert "no server runs" in terminal.run("mlxpaged ps")[1]
+    assert "Traceback" not in (terminal.home / "out").read_text()
+
+
+def test_keys_and_the_service(terminal: Terminal, tmp_path: Path) -> None:
+    assert "sk-mlxpaged-" in terminal.run(f"mlxpaged keys add anna --api-keys {tmp_path}/keys")[1]
+    assert "anna" in terminal.run(f"mlxpaged keys list --api-keys {tmp_path}/keys")[1]
+    assert terminal.run("mlxpaged service install --dry-run -- --port 8090")[0] == 0
+    assert terminal.run("mlxpaged service status") == (1, "not installed")
+
+
+def test_bench_and_doctor_print_their_tables(terminal: Terminal) -> None:
+    assert terminal.run("mlxpaged bench --help")[0] == 0
+    assert terminal.run("mlxpaged doctor --help")[0] == 0
