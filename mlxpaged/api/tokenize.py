@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -85,7 +86,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     def work() -> list[int]:
         if body.prompt is None:
             shown = messages if info.tokenizer.shows_tools else in_plain_text(messages, [])
-            return info.tokenizer.apply_chat_template(shown)
+            return info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"))
         return info.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
     tokens = await server.tokenize(work)
@@ -101,11 +102,18 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 def texts_of(body: TokenizeRequest) -> list[dict[str, Any]]:
     """The messages as the chat template takes them. Raises ApiError if the texts have more than MAX_BYTES."""
     messages = [message.for_template() for message in body.messages or ()]
-    size = sum(len(text.encode()) for text in (body.prompt or "", *(message["content"] for message in messages)))
-    if size > MAX_BYTES:
-        field = "messages" if body.prompt is None else "prompt"
-        raise bad_parameter(field, f"has {size} bytes in UTF-8; the limit is {MAX_BYTES}")
+    if body.prompt is None:
+        check_size("messages", *(message["content"] for message in messages))
+    else:
+        check_size("prompt", body.prompt)
     return messages
+
+
+def check_size(field: str, *texts: str) -> None:
+    """Raises ApiError if the texts have more than MAX_BYTES."""
+    size = sum(len(text.encode()) for text in texts)
+    if size > MAX_BYTES:
+        raise bad_parameter(field, f"has {size} bytes in UTF-8; the limit is {MAX_BYTES}")
 
 
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
