@@ -27,7 +27,7 @@ class Progress:
         if self.stage is not Stage.LOADING:
             return f"{self.stage.value} {self.done} of {self.total}"
         if not self.total:  # not known before the files are read
-            return self.stage.value
+            return str(self.stage.value)
         unit, size = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
         return f"{self.stage.value} {self.done / size:.1f} of {self.total / size:.1f} {unit}"
 
