@@ -1,11 +1,13 @@
-"""Changes uvicorn's protocol with h11. Its own errors get the API's format. The number of connections is limited, and
-the time in which a client sends or reads nothing."""
+"""Changes uvicorn's protocol with h11. Its own errors get the API's format, and folded header lines are refused. The
+number of connections is limited, and the time in which a client sends or reads nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from http import HTTPStatus
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -23,13 +25,42 @@ LEAST_BYTES = 16 * 1024
 """A client that takes less than this within the time limit counts as one that does not read."""
 CHECKS = 4
 """Within the time limit. A check counts for a quarter of it, however late it comes: the process may be stopped."""
+MAX_HEAD_BYTES = 64 * 1024
+FOLDED = re.compile(rb"\n[ \t]")
+"""The start of a line that continues the header line before it (obs-fold)."""
+
+
+class Connection(h11.Connection):
+    """Refuses a request whose head has a folded line, as RFC 9112, 5.2 requires. h11 itself joins such lines, but a
+    proxy in front of the server may see two of them: then the two disagree on what the request is.
+
+    fault: what is wrong with the request, if h11 does not see it.
+    """
+
+    fault: str | None = None
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Raises h11.RemoteProtocolError for what is no valid HTTP."""
+        received, _ = self.trailing_data if self.their_state is h11.IDLE else (b"", False)
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            rest, _ = self.trailing_data
+            if FOLDED.search(received, 0, len(received) - len(rest)):
+                self.fault = "a header is folded over several lines: send each header in one line"
+                raise h11.RemoteProtocolError(self.fault)
+        return event
 
 
 class HttpProtocol(H11Protocol):
     """Uses h11 even if another parser is installed: h11 limits the size of a request's head."""
 
+    conn: Connection
     _check: asyncio.TimerHandle | None = None  # of the reader, while data waits for it
     _unsent = _checks = 0  # bytes at the last check at which the client had read enough, and the checks since then
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = Connection(h11.SERVER, MAX_HEAD_BYTES)
 
     @property
     def _server(self) -> Server:
@@ -66,8 +97,9 @@ class HttpProtocol(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Closes an idle connection, after the client has taken the rest of the answer."""
-        super().timeout_keep_alive_handler()
-        self._begin_check()
+        if not self.transport.is_closing():
+            self._begin_check()
+            super().timeout_keep_alive_handler()
 
     def _begin_check(self) -> None:
         self._unsent, self._checks = self.transport.get_write_buffer_size(), 0
@@ -109,7 +141,7 @@ class HttpProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers invalid HTTP, and heads of more than 64 KiB. No handler sees these."""
-        self._answer(ApiError(400, msg, code="invalid_http"))
+        self._answer(ApiError(400, self.conn.fault or msg, code="invalid_http"))
 
     def _answer(self, error: ApiError) -> None:
         """Answer without a handler, and close the connection."""
