@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
+from mlxpaged.cache.prefix_cache import salted
 from mlxpaged.engine import recovery
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
-from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.grammar import GrammarError, Grammars
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
@@ -109,7 +110,7 @@ class EngineCore:
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
         sequence.adapter = request.adapter
-        sequence.cache_seed = self.served.adapters.cache_seed(request.adapter)
+        sequence.cache_seed = salted(self.served.adapters.cache_seed(request.adapter), request.cache_salt)
         parent_id = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         parent = None if parent_id is None else self.requests[parent_id]
         sequence.fork_of = None if parent is None else parent.sequence
@@ -462,11 +463,14 @@ class EngineCore:
     # -- outputs -------------------------------------------------------------------------------------------------
 
     def _output_of(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
-        """The output for a sampled token. If its text cannot be made, the request ends with an error."""
+        """The output for a sampled token. If its text cannot be made, or its constraint cannot be enforced any further,
+        the request ends with an error."""
         self._num_generated_tokens += 1
         running.sequence.num_step_failures = 0
         try:
             output = running.advance(sampled, self.clock())
+        except GrammarError as error:
+            return self._end(running.sequence.sequence_id, FinishReason.CONSTRAINT, str(error))
         except Exception as error:
             logger.exception("token %d of %s cannot be decoded to text", sampled.token_id, running.request.request_id)
             message = f"a token cannot be decoded to text: {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Registry:
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.clock)
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._on_output: Callable[[Request, RequestOutput], None] | None = None
+        self._on_output: Callable[[str, Request, RequestOutput], None] | None = None
         self._draining: str | None = None
         self._started = False
         self._changing = asyncio.Lock()  # held while models are loaded or unloaded
@@ -88,11 +89,12 @@ class Registry:
         for model in self._at_start:
             self._begin(model)
 
-    def observe(self, on_output: Callable[[Request, RequestOutput], None]) -> None:
-        """Call `on_output` with every output and its request."""
+    def observe(self, on_output: Callable[[str, Request, RequestOutput], None]) -> None:
+        """Call `on_output` with every output, its request and its model's name."""
         self._on_output = on_output
-        for engine in self.engines:
-            engine.on_output = on_output
+        for model in self.models.values():
+            if model.engine is not None:
+                model.engine.on_output = partial(on_output, model.name)
 
     @property
     def _at_start(self) -> list[Model]:
@@ -100,7 +102,8 @@ class Registry:
 
     def _begin(self, model: Model) -> AsyncEngine:
         engine = model.engine = AsyncEngine(model.config, self.clock, self.thread)
-        engine.on_output = self._on_output
+        if self._on_output is not None:
+            engine.on_output = partial(self._on_output, model.name)
         engine.start(self.loop)
         return engine
 
@@ -250,8 +253,15 @@ class Registry:
         return self.models.setdefault(found.name, self._model_of(found))
 
     async def on_disk(self) -> list[Found]:
-        """The models on this machine that are not served yet."""
-        return [each for each in await asyncio.to_thread(self.catalog.all) if each.name not in self.models]
+        """The models on this machine that are not served yet. Notes the sizes of those that are."""
+
+        def look() -> list[Found]:
+            for model in list(self.models.values()):
+                if model.size_bytes is None and (found := self.catalog.find_source(model.config.model)) is not None:
+                    model.size_bytes = found.size_bytes
+            return self.catalog.all()
+
+        return [each for each in await asyncio.to_thread(look) if each.name not in self.models]
 
     def _model_of(self, found: Found) -> Model:
         config = dataclasses.replace(
@@ -296,7 +306,8 @@ class Registry:
 
     def _end_loading(self, model: Model, task: asyncio.Task[AsyncEngine]) -> None:
         model.loading = None
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, LoadFailedError):  # a model that only finds no room has not failed
             model.error = str(error)
 
     async def _load(self, model: Model) -> AsyncEngine:
