@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mlxpaged.cli.config_file import ConfigFile, ConfigFileError
-from mlxpaged.cli.parser import Parser
+from mlxpaged.cli.parser import INTERRUPTED, Parser
 
 COMMANDS = {
     "serve": ("serve", "serve a model over the OpenAI, Anthropic and Ollama APIs"),
@@ -32,9 +32,6 @@ COMMANDS = {
     "completion": ("completion", "print a script that completes words in a shell"),
 }
 """Name -> (module, summary for the help)."""
-
-INTERRUPTED = 130
-"""The exit status is 128 plus the number of SIGINT, as in a shell."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,10 +9,15 @@ import argparse
 import contextlib
 import functools
 import gc
+import os
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from mlxpaged.cli.config_file import ConfigFile, Given, nearest
+
+INTERRUPTED = 130
+"""The exit status is 128 plus the number of SIGINT, as in a shell."""
 
 
 class Setting(NamedTuple):
@@ -91,9 +96,14 @@ class Parser(argparse.ArgumentParser):
 def heavy_imports() -> Iterator[None]:
     """Around imports of the engine: they make many objects and hardly any garbage. Collections took 0.2 s of the two.
 
-    A command does these imports when it runs, so that `--help` does not wait for them."""
+    A command does these imports when it runs, so that `--help` does not wait for them. Ctrl-C ends the process at once:
+    pydantic's extension panics, and shows it, if a KeyboardInterrupt meets it during its import."""
     gc.disable()
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, before)
         gc.enable()

@@ -66,3 +66,14 @@ def test_a_terminal_that_lacks_a_letter_shows_a_question_mark() -> None:
         env=environment({"PYTHONIOENCODING": "latin-1"}),
     )
     assert (done.stdout, done.stderr) == ("42 ? x\n", "")
+
+
+def test_an_interrupt_during_heavy_imports_ends_the_process_before_an_extension_sees_it() -> None:
+    """An extension's panic is a BaseException, which names no KeyboardInterrupt."""
+    code = """import os, signal
+from mlxpaged.cli.parser import heavy_imports
+with heavy_imports():
+    try: os.kill(os.getpid(), signal.SIGINT); print("went on")
+    except KeyboardInterrupt: raise BaseException("panic") from None"""
+    done = subprocess.run([sys.executable, "-c", START.format(code)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

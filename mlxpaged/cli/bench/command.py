@@ -11,7 +11,6 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
-from mlxpaged.cli import INTERRUPTED
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.bench.flags import complete_flags
 from mlxpaged.cli.bench.plan import NoRoomError, Plan, make_plan
@@ -21,6 +20,7 @@ from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.engine_flags import engine_config
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.logs import set_up
+from mlxpaged.cli.parser import INTERRUPTED
 from mlxpaged.engine import (
     AsyncEngine,
     EngineBusyError,

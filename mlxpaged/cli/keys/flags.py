@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxpaged.api.access.key_names import NAME_PATTERN, TIERS
 from mlxpaged.cli.flags import Flags, fitting, one_of, positive_int
+from mlxpaged.cli.parser import heavy_imports
 
 key_name = fitting(str, "1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-'", re.compile(NAME_PATTERN).fullmatch)
 DEFAULT_PATH = Path.home() / ".mlxpaged" / "api_keys.json"
@@ -44,6 +45,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlxpaged.cli.keys.command import run
-
+    with heavy_imports():
+        from mlxpaged.cli.keys.command import run
     return run(args)
