@@ -102,12 +102,13 @@ async def after_loading(
 ) -> AsyncGenerator[str, None]:
     """Yields comments that say how far the load is, then the events of the response. Lines have no comments."""
     try:
-        while not load.done:
-            if media_type == EVENTS:
-                yield comment(load.progress)
-            await load.wait(LOADING_SECONDS)
-        load.raise_if_failed()
-        response = await respond
+        with load.model.wanted():  # until the request is submitted
+            while not load.done:
+                if media_type == EVENTS:
+                    yield comment(load.progress)
+                await load.wait(LOADING_SECONDS)
+            load.raise_if_failed()
+            response = await respond
     except Exception as error:
         yield error_event(from_engine(error), request, media_type)
         return

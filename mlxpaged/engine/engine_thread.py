@@ -22,7 +22,7 @@ from mlxpaged.engine.progress import Progress, Report
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
-from mlxpaged.models import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,18 @@ class LoadCancelled(BaseException):
 
 @dataclass(frozen=True)
 class Failure:
-    """lacks_memory: whether the model could be loaded if more memory were free."""
+    """lacks_memory: whether the model could be loaded if more memory were free. missing_bytes: at least so much more;
+    0 if it is not known."""
 
     reason: str
     lacks_memory: bool = False
+    missing_bytes: int = 0
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        known = isinstance(error, EXPECTED)
-        return cls(str(error) if known else f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
+        reason = str(error) if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}"
+        missing = error.missing_bytes if isinstance(error, InsufficientMemoryError) else 0
+        return cls(reason, isinstance(error, MemoryError), missing)
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,15 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         prepare_device_memory()
         while not self._ending:
-            self._take_turn(self._pause())
-            if self._has_garbage:
-                self._has_garbage = False
-                free_garbage()
-                self._limit_freed_buffers()
-            if self._to_load and not self._ending:
-                self._load(self._to_load.popleft())
+            try:
+                self._take_turn(self._pause())
+                self._free_garbage()
+                if self._to_load and not self._ending:
+                    self._load(self._to_load.popleft())
+            except BaseException as error:  # of no model in particular; without an end, requests would wait for ever
+                logger.critical("the engine thread failed", exc_info=error)
+                for slot in [*self._slots, *self._to_load]:
+                    self._end_slot(slot, error)
         for slot in [*self._slots, *self._to_load]:
             self._end_slot(slot, why="the server was shut down")
 
@@ -166,6 +171,7 @@ class EngineThread(threading.Thread):
     def _step(self) -> None:
         """Run a step of the model whose turn it is. The idle ones give back memory."""
         working = []
+        idle = []
         for slot, core in self._loaded():
             has_work = core.has_work() or core.embeds()
             if has_work:
@@ -173,10 +179,12 @@ class EngineThread(threading.Thread):
                     slot.virtual_time = max(slot.virtual_time, self._virtual_time)
                 working.append(slot)
             else:
-                with self._guarded(slot):
-                    if core.rest():
-                        self._deliver(slot)
+                idle.append((slot, core))
             slot.had_work = has_work
+        for slot, core in idle:
+            with self._guarded(slot):
+                if core.rest(device_is_idle=not working):
+                    self._deliver(slot)
         for slot in sorted(working, key=self._order):
             self._virtual_time, started = slot.virtual_time, self._clock()
             with self._guarded(slot):
@@ -225,9 +233,10 @@ class EngineThread(threading.Thread):
                 slot.outputs += command(slot.core)
 
     def _deliver_outputs(self) -> None:
-        for slot in self._slots:
+        for slot in self._slots[:]:
             if slot.outputs:
-                self._deliver(slot)
+                with self._guarded(slot):
+                    self._deliver(slot)
 
     def _deliver(self, slot: ModelSlot) -> None:
         assert slot.core is not None
@@ -249,6 +258,7 @@ class EngineThread(threading.Thread):
         def report(progress: Progress) -> None:
             slot.callbacks.on_progress(progress)
             self._take_turn(0.0)
+            self._free_garbage()
             if slot.is_unwanted or self._ending:
                 raise LoadCancelled
 
@@ -268,13 +278,21 @@ class EngineThread(threading.Thread):
                 slot.core.device = self._device
             self._slots.append(slot)
             slot.callbacks.on_ready(slot.core)
-        self._loading = None
+        finally:
+            self._loading = None
         self._limit_freed_buffers()
 
     def _unload(self, slot: ModelSlot) -> None:
         slot.is_unwanted = True
         if slot is not self._loading:  # otherwise the load ends at its next report
             self._end_slot(slot)
+
+    def _free_garbage(self) -> None:
+        """Also between two parts of a load: the model may need what another one held."""
+        if self._has_garbage:
+            self._has_garbage = False
+            free_garbage()
+            self._limit_freed_buffers()
 
     def _limit_freed_buffers(self) -> None:
         if loaded := self._loaded():
@@ -293,12 +311,14 @@ class EngineThread(threading.Thread):
                 slots.remove(slot)
         self._has_garbage = True
         core, slot.core = slot.core, None
-        why = why if error is None else str(error)
         if core is not None:
-            if error is None:
-                slot.callbacks.on_step(slot.outputs + core.abort_all(why), core.stats())
-            logger.info("engine stopped: %s; KV blocks: %s", why, core.stats().scheduler.blocks)
-            core.close()
+            try:
+                if error is None:
+                    slot.callbacks.on_step(slot.outputs + core.abort_all(why), core.stats())
+                    logger.info("engine stopped: %s; KV blocks: %s", why, core.stats().scheduler.blocks)
+                core.close()
+            except Exception:  # the state of a failed engine is not known; its requests end below
+                logger.exception("a model did not end cleanly")
         # Not the error itself: its traceback refers to the model's weights.
         slot.callbacks.on_end(None if error is None else Failure.of(error))
 

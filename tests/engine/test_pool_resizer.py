@@ -56,9 +56,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def rest(core: EngineCore) -> None:
     """As the engine thread does when no command arrives."""
-    core.rest()
+    core.rest(device_is_idle=True)
     while core.pause() == 0:
-        core.rest()
+        core.rest(device_is_idle=True)
 
 
 def load(core: EngineCore, clock: Clock, model: TinyModel, count: int = 12, num_tokens: int = 8) -> None:
