@@ -60,6 +60,7 @@ def handler(
         if streams is not None and wants_stream(body):
             load = await server_of(request).begin_load(request, getattr(body, "model", None))
             if load is not None:
+                request.state.has_begun = True  # its headers are sent before the handler is called
                 work = respond(request, body)
                 response = EventStream(after_loading(request, load, work, streams), work.close, streams)
         if response is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import constants, scan_cache_dir, try_to_load_from_cache
-from huggingface_hub.errors import CacheNotFound, HFValidationError
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
+from mlxpaged.models.downloads import repositories
 from mlxpaged.models.preflight import local_file_sizes, weight_files
 from mlxpaged.models.short_names import full_name
 
@@ -65,11 +66,7 @@ class Catalog:
             for path in sorted(directory.glob("**/config.json"))
             if (each := described(str(path.parent.relative_to(directory)), path.parent)) is not None
         ]
-        try:
-            repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-        except CacheNotFound:
-            repositories = frozenset()
-        names = sorted(repository.repo_id for repository in repositories if repository.repo_type == "model")
+        names = sorted(repository.repo_id for repository in repositories())
         found += [each for name in names if (each := self.find(name)) is not None]
         return list({each.name: each for each in found}.values())
 

@@ -302,6 +302,20 @@ def test_an_idle_pool_is_halved_and_halved_again_down_to_its_size_at_the_start(l
     assert llama.answer([3] * 60, 4).equals(result.tokens("next"))
 
 
+def test_an_idle_engine_leaves_freed_buffers_to_another_one_that_works(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, cleared = Clock(), list[float]()
+    core = llama.engine(num_blocks=64, start_tokens=512, clock=clock)
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(clock.now))
+    clock.now += 2 * IDLE_SECONDS
+    core.rest(device_is_idle=False)
+    assert not cleared
+    clock.now += POLL_SECONDS
+    core.rest(device_is_idle=True)
+    assert cleared
+
+
 @pytest.mark.parametrize("level", [WARNING, CRITICAL])
 def test_half_of_an_idle_pool_is_given_back_at_the_second_poll_and_nothing_is_lost(
     llama: TinyModel, level: MemoryPressure
