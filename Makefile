@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -39,6 +39,10 @@ test-clients: $(STAMP)
 # In a real terminal, with Ctrl-C at every phase. Needs tmux.
 test-cli: $(STAMP)
 	$(BIN)/python -m pytest -m terminal tests/terminal $(ARGS)
+
+# Needs prometheus and promtool: apt install prometheus, or brew install prometheus.
+test-deploy: $(STAMP)
+	$(BIN)/python -m pytest -m deploy tests/deploy
 
 # The page in the system's Chromium, or in Playwright's. axe-core, which looks for barriers, comes from npm.
 test-page: $(STAMP)
@@ -85,8 +89,7 @@ bench-scheduler: $(STAMP)
 
 wheel: $(STAMP)
 	rm -rf dist && $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
-	$(BIN)/python -m zipfile -l dist/mlxpaged-*.whl | grep -q metal_kernels/
-	$(BIN)/python -m zipfile -l dist/mlxpaged-*.whl | grep -q api/web/static/index.html
+	$(BIN)/python deploy/check_wheel.py dist/mlxpaged-*.whl
 
 train-demo: $(STAMP)
 	$(BIN)/python demo_model/train.py --out mlxpaged/models/demo

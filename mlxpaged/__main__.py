@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -12,18 +13,37 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Returns the exit status. Ctrl-C shows no traceback: neither during the imports, nor while Python ends."""
+    """Returns the exit status. Ctrl-C shows no traceback: neither during the imports, nor while Python ends. The same
+    holds for a reader of standard output that leaves, as `head` does: the status is then 1."""
     sys.unraisablehook = end_if_interrupted
     try:
+        open_standard_streams()
         from mlxpaged import cli
 
-        status = cli.main()
+        try:
+            status = cli.main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of Python fails once more
+        status = 1
     except BaseException as error:
         if not was_interrupted(error):
             raise
         status = INTERRUPTED
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return status
+
+
+def open_standard_streams() -> None:
+    """Standard streams that the caller has closed become /dev/null; Python has None for them. Characters that the
+    terminal's encoding lacks are shown as "?"."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # by number: each takes the free one
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (until the process ends)
+        elif name == "stdout" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def end_if_interrupted(unraisable: Any) -> None:

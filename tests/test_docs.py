@@ -81,12 +81,22 @@ def test_the_table_of_endpoints_is_that_of_the_server(server: RunningServer) -> 
     assert sorted(names_in_table("api.md", "## Endpoints")) == sorted(served)
 
 
-def test_the_table_of_metrics_is_that_of_the_server(server: RunningServer) -> None:
+def metric_names(server: RunningServer) -> list[str]:
     with raw(server) as client:
         shown = client.get("/metrics").text
     names = re.findall(r"^# TYPE (mlxpaged_\w+) (?:counter|gauge|histogram)$", shown, flags=re.MULTILINE)
-    names = [name for name in names if not name.endswith("_created")]
-    assert sorted(names_in_table("operations.md", "## Metrics")) == sorted(names)
+    return [name for name in names if not name.endswith("_created")]
+
+
+def test_the_table_of_metrics_is_that_of_the_server(server: RunningServer) -> None:
+    assert sorted(names_in_table("operations.md", "## Metrics")) == sorted(metric_names(server))
+
+
+@pytest.mark.parametrize("path", ["grafana/mlxpaged.json", "prometheus/alerts.yml", "prometheus/alerts_test.yml"])
+def test_metrics_of_the_dashboard_and_the_alerts_exist(server: RunningServer, path: str) -> None:
+    used = re.findall(r"\b(mlxpaged_\w+?)(?:_bucket)?\b", (ROOT / "deploy" / path).read_text())
+    assert used
+    assert set(used) - set(metric_names(server)) == set()
 
 
 @pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"])

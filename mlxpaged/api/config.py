@@ -13,6 +13,7 @@ class HttpConfig:
     cors_origins: tuple[str, ...] = ()  # origins whose pages may use it, beside the local ones
     max_body_bytes: int = 16 * 1024 * 1024  # over four million tokens of English: no model's context is longer
     ollama_port: int | None = None  # the port that answers as Ollama at /, beside the main one; None: there is none
+    isolate_prefix_cache: bool = False  # whether no two keys share prefixes; otherwise keys of one tier do
     strict: bool = False  # refuse fields that would be ignored
     max_connections: int = 1024  # requests that are answered at once, streams included
     keep_alive_seconds: float = 10.0  # a stream that was silent for so long says how far its request is

@@ -221,7 +221,7 @@ def note_refusal(error: ApiError, scope: Scope) -> None:
             time=time.time(),
             request_id=scope["state"]["request_id"],
             method=shortened(scope["method"], MAX_METHOD),
-            path=shortened(quote(scope["path"]), MAX_PATH),
+            path=shortened(redacted(quote(scope["path"])), MAX_PATH),
             status=error.status,
             param=None if error.param is None else without_keys(error.param),
             code=error.refusal_code,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from mlxpaged.api.recent_latencies import RecentLatencies
 from mlxpaged.engine import EngineStats, Request, RequestOutput
+from mlxpaged.registry import Model, ModelState
 from mlxpaged.scheduler import FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -80,24 +81,29 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
 """Name, text and value of each metric. A counter's name gets _total."""
 
 
+def stats_of(model: Model) -> EngineStats | None:
+    """The latest statistics of a model that is loaded, or was until its engine failed."""
+    return None if model.engine is None else model.engine.stats
+
+
 class Metrics(Collector):
     """One registry per server. `observe` is called for every output of every request, on the event loop.
 
-    snapshot: the latest statistics of each loaded model, by its name.
+    models: the served models, loaded or not.
     """
 
-    def __init__(self, snapshot: Callable[[], Mapping[str, EngineStats]]) -> None:
-        self._snapshot = snapshot
+    def __init__(self, models: Callable[[], Iterable[Model]]) -> None:
+        self._models = models
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        histogram = partial(Histogram, namespace="mlxpaged", unit="seconds", registry=self.registry)
+        histogram = partial(
+            Histogram, namespace="mlxpaged", unit="seconds", labelnames=["model"], registry=self.registry
+        )
         self._first_token = histogram("time_to_first_token", "Time to first token (TTFT)", buckets=LATENCY_BUCKETS)
         self._inter_token = histogram("inter_token_latency", "Time between tokens (ITL)", buckets=INTER_TOKEN_BUCKETS)
         self._end_to_end = histogram("e2e_request_latency", "Time of a whole request", buckets=LATENCY_BUCKETS)
         finished = "mlxpaged_requests_finished"
-        self._finished = Counter(finished, "Requests by finish reason", ["reason"], registry=self.registry)
-        for reason in FinishReason:  # so that counters of 0 are shown, too
-            self._finished.labels(reason.value)
+        self._finished = Counter(finished, "Requests by finish reason", ["model", "reason"], registry=self.registry)
         refused = "mlxpaged_requests_refused"
         self._refused = Counter(refused, "Requests that were refused, by error code", ["code"], registry=self.registry)
         self._last_token_at: dict[str, float] = {}
@@ -105,7 +111,8 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Reads the engines' latest snapshots at each scrape, so that the step loop does no work for metrics."""
-        models = self._snapshot()
+        yield from self._model_metrics()
+        models = {model.name: stats for model in self._models() if (stats := stats_of(model)) is not None}
         for name, text, read_usage, states in USAGES:
             gauge = GaugeMetricFamily(f"mlxpaged_{name}", text, labels=["model", "state"])
             for model, stats in models.items():
@@ -119,24 +126,42 @@ class Metrics(Collector):
                     metric.add_metric([model], read(stats))
                 yield metric
 
-    def observe(self, request: Request, output: RequestOutput) -> None:
+    def _model_metrics(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily("mlxpaged_model_state", "1 for the state of a model", labels=["model", "state"])
+        memory = GaugeMetricFamily("mlxpaged_model_memory_bytes", "Bytes of a loaded model", labels=["model"])
+        for model in self._models():
+            for each in ModelState:
+                state.add_metric([model.name, each.value], model.state is each)
+            if (memory_bytes := model.memory_bytes) is not None:
+                memory.add_metric([model.name], memory_bytes)
+        yield state
+        yield memory
+
+    def observe(self, model: str, request: Request, output: RequestOutput) -> None:
+        """model: its name."""
         if output.token_ids:
             previous = self._last_token_at.get(request.request_id)
             if previous is None:
-                self._first_token.observe(output.time - request.arrival_time)
+                self._first_token.labels(model).observe(output.time - request.arrival_time)
                 self.recent.first_token.append((output.time, output.time - request.arrival_time))
             else:
-                self._inter_token.observe(output.time - previous)
+                self._inter_token.labels(model).observe(output.time - previous)
                 self.recent.inter_token.append((output.time, output.time - previous))
             self._last_token_at[request.request_id] = output.time
         if output.finish_reason is not None:
             self._last_token_at.pop(request.request_id, None)
-            self._end_to_end.observe(output.time - request.arrival_time)
-            self._finished.labels(output.finish_reason.value).inc()
+            self._end_to_end.labels(model).observe(output.time - request.arrival_time)
+            self._finished.labels(model, output.finish_reason.value).inc()
 
     def count_refusal(self, code: str) -> None:
         """code: one of a bounded number, because each one is a time series."""
         self._refused.labels(code).inc()
 
     def render(self) -> bytes:
+        for model in self._models():  # so that counters of 0 are shown, too
+            if model.is_loaded:
+                for histogram in (self._first_token, self._inter_token, self._end_to_end):
+                    histogram.labels(model.name)
+                for reason in FinishReason:
+                    self._finished.labels(model.name, reason.value)
         return generate_latest(self.registry)

@@ -33,7 +33,7 @@ def describe(model: Model) -> dict[str, Any]:
         "object": "model",
         "created": 0 if info is None else info.created,
         "owned_by": OWNER,
-        **state_fields(model.state, model.config.only_embeds, None if info is None else info.weight_bytes),
+        **state_fields(model.state, model.config.only_embeds, model.size_bytes if info is None else info.weight_bytes),
         "memory_bytes": model.memory_bytes,
         "pinned": model.pinned,
         "last_used": model.used_at,

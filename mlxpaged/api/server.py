@@ -42,7 +42,7 @@ class Server:
         """Raises KeyFileError."""
         self.http = http
         self.keys = KeyRing(http.api_keys, clock) if http.api_keys is not None else None
-        self.metrics = Metrics(self._stats)
+        self.metrics = Metrics(lambda: () if registry is None else registry.models.values())
         self.refusals: deque[Refusal] = deque(maxlen=MAX_REFUSALS)
         self.registry = registry
         if registry is not None:
@@ -58,8 +58,8 @@ class Server:
         # Two, so that a slow grammar does not block the next one. The compiler releases the interpreter lock.
         self._compiling = asyncio.Semaphore(2)
 
-    def _observe(self, request: engine.Request, output: engine.RequestOutput) -> None:
-        self.metrics.observe(request, output)
+    def _observe(self, model: str, request: engine.Request, output: engine.RequestOutput) -> None:
+        self.metrics.observe(model, request, output)
         if (opened := self.open_requests.get(request.request_id)) is not None:
             opened.count(len(output.token_ids))
         if output.finish_reason is not None:
@@ -72,11 +72,6 @@ class Server:
                 output.num_output_tokens,
                 output.time - request.arrival_time,
             )
-
-    def _stats(self) -> dict[str, engine.EngineStats]:
-        """The latest statistics of the engines that are or were loaded, by the model's name."""
-        models = self.registry.models.values() if self.registry else ()
-        return {model.name: model.engine.stats for model in models if model.engine and model.engine.stats}
 
     def started(self) -> Registry:
         """Raises ApiError or EngineUnavailableError if the server takes no requests."""

@@ -48,6 +48,11 @@ def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent_key + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
+def salted(seed: bytes, salt: tuple[str, ...]) -> bytes:
+    """A seed for sequences that share blocks only with those of the same seed and salt. () is no salt."""
+    return hashlib.blake2b(repr((seed, salt)).encode(), digest_size=16).digest() if salt else seed
+
+
 class PrefixCache:
     """Index of the published blocks of one pool. seed: all that KV values depend on, except the tokens.
 

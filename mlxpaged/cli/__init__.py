@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mlxpaged.cli.config_file import ConfigFile, ConfigFileError, nearest
+from mlxpaged.cli.config_file import ConfigFile, ConfigFileError
 from mlxpaged.cli.parser import Parser
 
 COMMANDS = {
@@ -53,8 +53,8 @@ def run(argv: Sequence[str]) -> int:
     is_help = any(word in ("-h", "--help") for word in argv)
     config = ConfigFile() if is_help else ConfigFile.read(file)  # a broken file does not hide the help
     parser = make_parser([chosen] if chosen in COMMANDS else [], config)
-    if chosen is not None and chosen not in COMMANDS:
-        parser.error(f"there is no command {chosen!r}{nearest(chosen, COMMANDS)}")
+    if chosen is not None:
+        parser.check_command(chosen, COMMANDS)
     if not config.keys <= keys_of(parser):
         config.check_keys(keys_of(make_parser(COMMANDS)))
     args = parser.parse_args(argv)
@@ -77,7 +77,11 @@ def chosen_command(argv: Sequence[str]) -> tuple[str | None, str | None]:
 
 def make_parser(names: Iterable[str], config: ConfigFile | None = None) -> Parser:
     """The whole parser. Only the commands in `names` have their flags: the others are not imported."""
-    parser = Parser(prog="mlxpaged", description="One model, many clients, one Mac.", config=config)
+    parser = Parser(
+        prog="mlxpaged",
+        description="Serve language models to all programs of one Mac, and use them in the terminal.",
+        config=config,
+    )
     parser.add_argument("--version", action=Version, help="show the version and exit")
     parser.add_argument("--config", metavar="FILE", help="configuration file, before the command [MLXPAGED_CONFIG]")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")

@@ -23,10 +23,13 @@ class BackgroundServer:
     """Listens on a free port of this machine. Its standard input is a pipe from this process, and it ends with the
     pipe: also if this process is killed."""
 
-    def __init__(self, model: str | None) -> None:
-        """model: as for `mlxpaged serve`; None: what the user has set for it, or the demo model."""
+    def __init__(self, model: str | None, config: str | None) -> None:
+        """model: as for `mlxpaged serve`; None: what the user has set for it, or the demo model. config: the file of
+        --config, if the user has named one."""
         flags = ["--host", "127.0.0.1", "--port", "0", "--until-eof", "--log-level", "warning"]
-        command = [sys.executable, "-m", "mlxpaged", "serve", *flags, *([] if model is None else ["--model", model])]
+        file = [] if config is None else ["--config", config]
+        named = [] if model is None else ["--model", model]
+        command = [sys.executable, "-m", "mlxpaged", *file, "serve", *flags, *named]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
         self._process = subprocess.Popen(
             command,

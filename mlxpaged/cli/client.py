@@ -50,8 +50,8 @@ class Client:
 
     def health(self) -> dict[str, Any]:
         """Returns the body of GET /health, which describes a server that loads too. Raises ServerError if no server is
-        there, or if it is a different program."""
-        with self._request("GET", "/health", None, HEALTH_SECONDS) as response:
+        there, or if it is a different program, which does not get the key."""
+        with Client(self.url)._request("GET", "/health", None, HEALTH_SECONDS) as response:
             found = parsed(response.read())
         if not (isinstance(found, dict) and {"status", "model"} <= found.keys()):
             raise ServerError(f"what runs at {self.url} is not mlxpaged")
@@ -95,7 +95,7 @@ class Client:
             yield connection.getresponse()
         except ConnectionRefusedError:
             raise ServerError(f"no server runs at {self.url}") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # UnicodeError: no name of a host
             reason = "it does not answer" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
             raise ServerError(f"the connection to {self.url} has failed: {reason}") from None
         finally:

@@ -12,6 +12,9 @@ from mlxpaged.cli.config_file import Given, candidates
 from mlxpaged.cli.flags import TRUE
 from mlxpaged.cli.parser import Parser, Setting
 
+SECRETS = {"api-key"}
+"""The output may go into an issue."""
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
@@ -27,8 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from mlxpaged.cli import COMMANDS, make_parser  # they import this module
 
     parser: Parser = args.parser
-    if args.of not in COMMANDS:
-        parser.error(f"there is no command {args.of!r}")
+    parser.check_command(args.of, COMMANDS)
     chosen = make_parser([args.of], parser.config).commands[args.of]
     check(chosen)
     file = parser.config.path
@@ -53,6 +55,8 @@ def check(parser: Parser) -> None:
 
 def line(setting: Setting) -> str:
     given, default = setting.given, setting.default
+    if setting.key in SECRETS and isinstance(given, Given):
+        return f"# {setting.key}: set, and not shown  # {given.origin}"
     if isinstance(given, list):
         return f"{setting.key} = {json.dumps(given, ensure_ascii=False)}  # {given[0].origin}"
     if given is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from mlxpaged.cli.status_line import StatusLine
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 LOADED = "loaded"
-"""A state. A server that has one model says none."""
 Entry = dict[str, Any]
 """What GET /v1/models says about a model."""
 
@@ -35,14 +35,22 @@ class Connection:
 
 def server_url(text: str) -> str:
     """Parses the address of a server. Clients of OpenAI's API have /v1 at its end, which may be there here too."""
-    address = urlsplit(text.strip() if "://" in text else f"http://{text.strip()}")
     try:
-        port = address.port
-    except ValueError:
-        port = 0
-    if address.scheme not in ("http", "https") or not address.hostname or port == 0 or address.query:
+        address = urlsplit(text.strip() if "://" in text else f"http://{text.strip()}")
+        is_one = address.scheme in ("http", "https") and address.hostname and address.port != 0 and not address.query
+        is_one = is_one and text.isascii()
+    except ValueError:  # of the port, or of an IPv6 address
+        is_one = False
+    if not is_one:
         raise argparse.ArgumentTypeError(f"must be an address such as {DEFAULT_URL}, got {text!r}")
     return f"{address.scheme}://{address.netloc}{address.path.rstrip('/').removesuffix('/v1')}"
+
+
+def api_key(text: str) -> str:
+    """A key goes into a header, which has neither other letters nor a line's end."""
+    if not re.fullmatch("[!-~]+", key := text.strip()):
+        raise argparse.ArgumentTypeError("must be letters, digits and signs of ASCII, without spaces")
+    return key
 
 
 def add_server_flags(parser: Parser, starts: bool = False) -> None:
@@ -50,7 +58,7 @@ def add_server_flags(parser: Parser, starts: bool = False) -> None:
     server = Flags(parser).group("server")
     found = "the one that runs on this machine" + (", or a new one" if starts else "")
     server.value("--url", server_url, None, "address of the server", found)
-    server.value("--api-key", str, None, "API key, for a server that needs one")
+    server.value("--api-key", api_key, None, "API key, for a server that needs one")
 
 
 def running(args: argparse.Namespace) -> Client:
@@ -86,7 +94,7 @@ def connected(args: argparse.Namespace, model: str | None) -> Iterator[Connectio
         client = found(args)
         is_own = client is None
         if client is None:
-            server = BackgroundServer(None if model is None else model)
+            server = BackgroundServer(model, args.config)
             stack.callback(server.end)
             client = Client(server.wait_ready(line.show), args.api_key)
             model = None  # the server may have a better name for it
@@ -105,7 +113,7 @@ def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> st
         if not entries:
             raise ServerError(f"the server at {client.url} serves no model that generates text")
         model = str(entries[0]["id"])
-    states = {entry["id"]: entry.get("state", LOADED) for entry in entries}
+    states = {entry["id"]: entry["state"] for entry in entries}
     if states.get(model) == LOADED:
         return model
     name = str(Path(model).resolve()) if model not in states and Path(model).is_dir() else model
@@ -115,7 +123,7 @@ def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> st
     except ServerError as error:
         if error.status == 403:  # only admins load models by hand; a request loads it too
             return name
-        if error.status not in (404, 405):  # 405: a server before there was this endpoint
+        if error.status != 404:
             raise
         served = f"It serves {', '.join(states)}." if states else "It serves no model."
         raise ServerError(f"the server at {client.url} does not serve {model}. {served}") from None
@@ -123,11 +131,5 @@ def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> st
 
 def generating(client: Client) -> list[Entry]:
     """Returns the models that generate text, loaded ones first."""
-    entries = [entry for entry in client.get("/v1/models")["data"] if kind_of(entry) == "generate"]
-    return sorted(entries, key=lambda entry: entry.get("state", LOADED) != LOADED)
-
-
-def kind_of(entry: Entry) -> str:
-    """Returns "generate" or "embeddings"."""
-    generates = entry.get("capabilities", {}).get("completions", True)
-    return str(entry.get("kind") or ("generate" if generates else "embeddings"))
+    entries = [entry for entry in client.get("/v1/models")["data"] if entry["kind"] == "generate"]
+    return sorted(entries, key=lambda entry: entry["state"] != LOADED)

@@ -47,7 +47,7 @@ def claude(connection: Connection) -> Settings:
             "ANTHROPIC_BASE_URL": connection.client.url,
             "ANTHROPIC_API_KEY": connection.client.key or NO_KEY,
             **dict.fromkeys(models, connection.model),
-            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(max_model_len(connection)),
+            **({} if (limit := max_model_len(connection)) is None else {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(limit)}),
         }
     )
 
@@ -56,7 +56,7 @@ def codex(connection: Connection) -> Settings:
     """Overrides ~/.codex/config.toml and leaves it as it is. A JSON string is also one of TOML."""
     values = {
         "model": connection.model,
-        "model_context_window": max_model_len(connection),
+        **({} if (limit := max_model_len(connection)) is None else {"model_context_window": limit}),
         "model_provider": "mlxpaged",
         "model_providers.mlxpaged.name": "mlxpaged",
         "model_providers.mlxpaged.base_url": f"{connection.client.url}/v1",
@@ -68,8 +68,9 @@ def codex(connection: Connection) -> Settings:
 
 
 def opencode(connection: Connection) -> Settings:
-    limit = max_model_len(connection)
-    model = {"tool_call": True, "limit": {"context": limit, "output": min(OUTPUT_TOKENS, limit // 2)}}
+    model: dict[str, Any] = {"tool_call": True}
+    if (limit := max_model_len(connection)) is not None:
+        model["limit"] = {"context": limit, "output": min(OUTPUT_TOKENS, limit // 2)}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{connection.client.url}/v1", "apiKey": connection.client.key or NO_KEY},
@@ -86,9 +87,10 @@ AGENTS = {
 }
 
 
-def max_model_len(connection: Connection) -> int:
+def max_model_len(connection: Connection) -> int | None:
+    """None if the model is not loaded and the key may not load it: its first request does that."""
     entries = connection.client.get("/v1/models")["data"]
-    return next(int(entry["max_model_len"]) for entry in entries if entry["id"] == connection.model)
+    return next((entry.get("max_model_len") for entry in entries if entry["id"] == connection.model), None)
 
 
 def add_parser(commands: Any) -> None:

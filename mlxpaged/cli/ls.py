@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.parser import heavy_imports
+from mlxpaged.cli.table import print_table
 from mlxpaged.models.short_names import short_name
 
 if TYPE_CHECKING:
@@ -38,10 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if not rows:
         print("no model is downloaded; `mlxpaged pull qwen3:4b` downloads one", file=sys.stderr)
         return 0
-    table = [[column.upper() for column in COLUMNS], *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print_table([[column.upper() for column in COLUMNS], *map(cells, rows)])
     return 0
 
 

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from mlxpaged.cli.config_file import ConfigFile, Given, nearest
@@ -61,11 +61,18 @@ class Parser(argparse.ArgumentParser):
         takes_rest = any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self.actions)
         if args is not None and not takes_rest:  # argparse would complain first of what follows from a wrong flag
             self._check_flags(args)
+        if args and self.commands and not args[0].startswith("-"):
+            self.check_command(args[0], self.commands)
         namespace, unknown = super().parse_known_args(args, namespace)
         self._check_flags(unknown)
         if unknown:
             self.error(f"unexpected {unknown[0]!r}")
         return namespace, unknown
+
+    def check_command(self, word: str, known: Iterable[str]) -> None:
+        """End with an error if the word is not among the known commands."""
+        if word not in known:
+            self.error(f"there is no command {word!r}{nearest(word, known)}")
 
     def _check_flags(self, words: list[str]) -> None:
         for word in words:

@@ -8,10 +8,14 @@ import sys
 import time
 from typing import Any
 
+from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.client import Client, ServerError
-from mlxpaged.cli.connection import add_server_flags, kind_of, running
+from mlxpaged.cli.connection import add_server_flags, running
+from mlxpaged.cli.table import print_table
 
 ABSENT = "-"
+SHOWN = ("id", "state", "kind", "memory_bytes", "running", "waiting", "last_used")
+"""Fields of GET /v1/models."""
 
 
 def add_parser(commands: Any) -> None:
@@ -37,39 +41,14 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"url": client.url, "models": models}, indent=2))
         return 0
     print(client.url)
-    rows = [("NAME", "STATE", "KIND", "MEMORY", "RUNNING", "WAITING", "LAST USED"), *map(row, models)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+    print_table([("NAME", "STATE", "KIND", "MEMORY", "RUNNING", "WAITING", "LAST USED"), *map(row, models)])
     return 0
 
 
 def loaded_models(client: Client) -> list[dict[str, Any]]:
-    """Returns the models that are loaded or are being loaded. What is not known is None: the memory, if the key may not
-    read GET /v1/status."""
-    try:
-        status = client.get("/v1/status")
-    except ServerError as error:
-        if error.status != 403:
-            raise
-        status = {}
-    details = {each.get("id") or each.get("model"): each for each in status.get("models") or [status]}
-    models = []
-    for entry in client.get("/v1/models")["data"]:
-        state, detail = entry.get("state", "loaded"), details.get(entry["id"], {})
-        if state in ("loaded", "loading"):
-            models.append(
-                {
-                    "id": entry["id"],
-                    "state": state,
-                    "kind": kind_of(entry),
-                    "memory_bytes": entry.get("memory_bytes", detail.get("memory_bytes")),
-                    "running": entry.get("running", detail.get("running", {}).get("total")),
-                    "waiting": entry.get("waiting", detail.get("waiting", {}).get("total")),
-                    "last_used": entry.get("last_used"),
-                }
-            )
-    return models
+    """Returns the models that are loaded or are being loaded. What is not known is None."""
+    entries = client.get("/v1/models")["data"]
+    return [{name: entry[name] for name in SHOWN} for entry in entries if entry["state"] in ("loaded", "loading")]
 
 
 def row(model: dict[str, Any]) -> tuple[str, ...]:
@@ -78,7 +57,7 @@ def row(model: dict[str, Any]) -> tuple[str, ...]:
         model["id"],
         model["state"],
         model["kind"],
-        ABSENT if memory is None else f"{memory / 1e9:.1f} GB" if memory >= 1e9 else f"{memory / 1e6:.0f} MB",
+        ABSENT if memory is None else megabytes(memory),
         *(ABSENT if model[name] is None else str(model[name]) for name in ("running", "waiting")),
         ABSENT if used is None else ago(time.time() - used),
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mlxpaged.cli import flags
 from mlxpaged.cli.answer import Answer, pieces
@@ -16,6 +15,7 @@ from mlxpaged.cli.arguments import put_flags_first
 from mlxpaged.cli.client import ServerError
 from mlxpaged.cli.connection import Connection, add_server_flags, connected
 from mlxpaged.cli.status_line import StatusLine
+from mlxpaged.cli.visible import visible
 
 temperature = flags.fitting(float, "a number from 0 to 2", lambda value: 0 <= value <= 2)
 
@@ -23,7 +23,7 @@ temperature = flags.fitting(float, "a number from 0 to 2", lambda value: 0 <= va
 def schema(text: str) -> Any:
     """Parses a JSON schema, or reads the file that has it."""
     try:
-        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"neither a JSON schema nor a file with one: {error}") from None
     if not isinstance(found, dict):
@@ -61,15 +61,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"mlxpaged: {error}", file=sys.stderr)
     except UnicodeDecodeError:
         print("mlxpaged: standard input is not text in UTF-8", file=sys.stderr)
-    except BrokenPipeError:  # the reader has all it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of the process fails once more
     return 1
 
 
 def whole_prompt(args: argparse.Namespace) -> str:
     """Returns the words of the command line, then the text on standard input."""
     typed = " ".join(args.prompt)
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    piped = "" if sys.stdin.isatty() else sys.stdin.read()
     prompt = "\n\n".join(part for part in (typed, piped.strip("\n")) if part.strip())
     if not prompt:
         args.parser.error("there is no prompt: name one, or pipe it in. For a conversation, use `mlxpaged chat`")
@@ -90,6 +88,11 @@ def request(args: argparse.Namespace, prompt: str) -> dict[str, Any]:
     return body
 
 
+def shown_on(stream: TextIO, text: str) -> str:
+    """A pipe or a file gets the text as it is."""
+    return visible(text) if stream.isatty() else text
+
+
 def print_answer(connection: Connection, body: dict[str, Any], shows_thinking: bool) -> int:
     answer, line = Answer(), StatusLine(sys.stderr)
     stream = pieces(connection.client, {"model": connection.model, **body}, answer)
@@ -104,14 +107,14 @@ def print_answer(connection: Connection, body: dict[str, Any], shows_thinking: b
                 if piece.kind == "thinking":
                     if shows_thinking:
                         thinks = True
-                        print(piece.text, end="", file=sys.stderr, flush=True)
+                        print(shown_on(sys.stderr, piece.text), end="", file=sys.stderr, flush=True)
                     else:
                         line.show("thinking")
                     continue
                 if thinks:
                     thinks = False
                     print(file=sys.stderr)
-                print(piece.text, end="", flush=True)
+                print(shown_on(sys.stdout, piece.text), end="", flush=True)
     finally:
         line.clear()
         if answer.text and not answer.text.endswith("\n"):

@@ -86,6 +86,8 @@ def add_parser(commands: Any) -> None:
     access = groups.group("access", HttpConfig())
     access.field("--api-keys", Path, "file made by `mlxpaged keys add`", "no key is needed")
     access.switch("--insecure", "allow other machines to use the server without an API key")
+    apart = "let no two API keys share cached prefixes; by default, keys of the same tier share them"
+    access.switch("--isolate-prefix-cache", apart)
     names = "another host name of this server, beside the local ones, or * for any"
     access.values("--allowed-host", flags.host_name, names, "allowed_hosts")
     pages = "origin whose web pages may use the server, beside local pages and apps, or * for any"

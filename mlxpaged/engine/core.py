@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
+from mlxpaged.cache.prefix_cache import salted
 from mlxpaged.engine import recovery
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
@@ -110,7 +111,7 @@ class EngineCore:
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
         sequence.adapter = request.adapter
-        sequence.cache_seed = self.served.adapters.cache_seed(request.adapter)
+        sequence.cache_seed = salted(self.served.adapters.cache_seed(request.adapter), request.cache_salt)
         parent_id = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         parent = None if parent_id is None else self.requests[parent_id]
         sequence.fork_of = None if parent is None else parent.sequence

@@ -26,6 +26,8 @@ class Progress:
     def __str__(self) -> str:
         if self.stage is not Stage.LOADING:
             return f"{self.stage.value} {self.done} of {self.total}"
+        if not self.total:  # not known before the files are read
+            return str(self.stage.value)
         unit, size = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
         return f"{self.stage.value} {self.done / size:.1f} of {self.total / size:.1f} {unit}"
 

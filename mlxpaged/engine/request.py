@@ -24,6 +24,7 @@ class Request:
     timeout: float | None = None  # seconds from arrival to the complete answer
     ttft_timeout: float | None = None  # seconds from arrival to the first token
     timeline: bool = False  # whether to record one
+    cache_salt: tuple[str, ...] = ()  # only requests with the same one share blocks of the prefix cache
     adapter: str | None = None  # name of the LoRA adapter that answers; None: the model without one
 
 

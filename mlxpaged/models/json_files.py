@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files import check_file
 
 
 def read(path: Path) -> Any:
-    """Raises UnsupportedModelError if there is no such file, or if it is not JSON."""
+    """Raises UnsupportedModelError if there is no such file, if it may not be opened, or if it is not JSON."""
+    check_file(path)
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: it is nested too deeply
         raise UnsupportedModelError(f"its {path.name} in {path.parent.name}/ cannot be read: {error}") from error
 
 

@@ -51,6 +51,7 @@ from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.short_names import DEMO_MODEL, full_name, near_names
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.turns import Turns
+from mlxpaged.models.weight_headers import check_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,9 @@ DEFAULT_CONTEXT_LENGTH = 4096
 
 READ_BYTES = 2**27
 """Bytes of weights that are read at once: about 40 ms from the SSD of a Mac, so that a display can follow."""
+
+MAX_MESSAGE = 500
+"""Characters of a library's error message."""
 
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
 """What is downloaded beside the weights."""
@@ -196,14 +200,15 @@ def load_model(
             f"{name} cannot be loaded: --max-model-len is {max_model_len}, but its context length is {limit}"
         )
     try:
+        turns.during(lambda: check_sizes(own_config, sorted(path.glob(WEIGHTS))))
         model, config = load_weights(path, lazy=True)
         read_weights(model, turns.report)
         extra = {"tool_parser_type": tool_parser} if tool_parser else None
         # Not those of `config`, into which mlx-lm copies generation_config.json without checking it.
         end_tokens = recommended.end_tokens or own_config.get("eos_token_id")
-        wrapped = turns.during(lambda: load_tokenizer(path, extra, eos_token_ids=end_tokens))
+        tokenizer = turns.during(lambda: Tokenizer(load_tokenizer(path, extra, eos_token_ids=end_tokens)))
     except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
-        raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from error
+        raise UnsupportedModelError(f"{name} cannot be loaded: {in_one_line(error)}") from error
     model.eval()
     num_parameters = int(get_total_parameters(model))
     try:
@@ -225,7 +230,6 @@ def load_model(
         raise UnsupportedModelError(
             f"{name} cannot be served: {kind} models are not supported yet, because {error}"
         ) from None
-    tokenizer = Tokenizer(wrapped)
     reranker, no_reranker_because = find_reranker(name, tokenizer, is_reranker)
     return ServedModel(
         name=served_name or name,
@@ -245,6 +249,12 @@ def load_model(
         sampling=recommended.sampling,
         adapters=installed,
     )
+
+
+def in_one_line(error: Exception) -> str:
+    """The message of a library, which can have a line for each of thousands of weights."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."
 
 
 def find_reranker(name: str, tokenizer: Tokenizer, is_reranker: bool) -> tuple[Reranker | None, str]:
@@ -287,12 +297,13 @@ def load_embedding_model(
     try:
         spec = embedding_spec(path)  # before gigabytes are loaded
         try:
+            turns.during(lambda: check_sizes(read_object(path / "config.json"), sorted(path.glob(WEIGHTS))))
             model, config = load_decoder(path)
             read_weights(model, turns.report)
-            wrapped = turns.during(lambda: load_tokenizer(path, eos_token_ids=config.get("eos_token_id")))
-            tokenizer = Tokenizer(wrapped)
+            end_tokens = config.get("eos_token_id")
+            tokenizer = turns.during(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=end_tokens)))
         except Exception as error:  # as in `load_model`
-            raise UnsupportedModelError(f"it cannot be loaded: {error}") from error
+            raise UnsupportedModelError(f"it cannot be loaded: {in_one_line(error)}") from error
         model.eval()
         optimize_for_cpu(model)
         context, vocab_size = context_length(config), config.get("vocab_size")

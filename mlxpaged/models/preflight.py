@@ -16,6 +16,7 @@ from huggingface_hub import HfApi, constants
 from mlx_lm import utils as mlx_lm_utils
 
 from mlxpaged.models.errors import InsufficientMemoryError, UnsupportedModelError
+from mlxpaged.models.files import check_files
 from mlxpaged.models.json_files import read_object
 
 WEIGHTS = "model*.safetensors"
@@ -90,6 +91,7 @@ def weight_files(sizes: FileSizes) -> FileSizes:
 
 def check_directory(directory: Path, sizes: FileSizes, free_bytes: int, reserved: Reserved = NOTHING) -> None:
     """`check_model` with the JSON files of `directory`. The weights do not need to be there."""
+    check_files(directory)
     config = read_object(directory / "config.json") if (directory / "config.json").is_file() else None
     tokenizer_config = read_object(directory / "tokenizer_config.json", missing_is_empty=True)
     check_model(config, tokenizer_config, sizes, free_bytes, reserved)
@@ -164,9 +166,11 @@ def has_module(name: str) -> bool:
 
 
 def check_tokenizer(tokenizer_config: Mapping[str, Any], sizes: FileSizes) -> None:
-    """Raises UnsupportedModelError if the tokenizer is only Python code."""
-    has_file = any(fnmatch(name, pattern) for name in sizes for pattern in TOKENIZER_FILES)
-    if tokenizer_config.get("auto_map") and not has_file:
+    """Raises UnsupportedModelError if there is no tokenizer, or if it is only Python code."""
+    if any(fnmatch(name, pattern) for name in sizes for pattern in TOKENIZER_FILES):
+        return
+    if tokenizer_config.get("auto_map"):
         raise UnsupportedModelError(
             "its tokenizer is only Python code of the repository (auto_map in tokenizer_config.json), which is not run"
         )
+    raise UnsupportedModelError("it has no tokenizer, which is a tokenizer.json or another file with a vocabulary")

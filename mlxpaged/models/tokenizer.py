@@ -12,12 +12,24 @@ from typing import Any
 
 from mlx_lm.tool_parsers import json_tools
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.template_environment import LimitedEnvironment
+from mlxpaged.models.template_limits import TemplateLimitError
+
+chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
+"""transformers has no setting for the environment in which it compiles chat templates."""
 
 REPLACEMENT = "\ufffd"
 TAG_TOKENS = 16
 """Upper bound on the tokens of a thinking tag and the white space after it."""
 RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Arguments of the renderer itself. A request's `chat_template_kwargs` may not set them."""
+SAMPLE = "a A 1 ."
+"""Text that has tokens in every vocabulary."""
+MAX_MESSAGE = 2000
+"""Characters of an error message, which a template writes."""
 NO_IDS: frozenset[int] = frozenset()
 
 
@@ -57,7 +69,10 @@ class Tokenizer:
     tokenizer while it runs, so `encode` and `apply_chat_template` use a copy of their own, on one thread only."""
 
     def __init__(self, wrapped: Any) -> None:
+        """Raises UnsupportedModelError if the tokenizer has no vocabulary. transformers makes one of any directory."""
         self._encoder = wrapped
+        if not set(self.encode(SAMPLE, add_special_tokens=False)) - {wrapped.unk_token_id}:
+            raise UnsupportedModelError("its tokenizer has no tokens for text, because its vocabulary is missing")
         self._decoder = copy.deepcopy(wrapped._tokenizer)
         self.token_text = functools.cache(self._token_text)
         self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
@@ -114,16 +129,22 @@ class Tokenizer:
                     [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **options
                 )
             )
+        except TemplateLimitError as error:
+            raise ChatTemplateError(f"the model's chat template cannot render these messages: {error}") from error
         except Exception as error:  # templates raise any type, with a message
-            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+            message = f"the model's chat template refuses these messages: {error}"
+            raise ChatTemplateError(message[:MAX_MESSAGE]) from error
 
     def _shows_last_system(self, *roles: str) -> bool:
         """Whether the chat template renders the last system message of a conversation of these roles. Some templates
-        refuse all system messages, many refuse those after the first message, and some ignore them."""
+        refuse all system messages, many refuse those after the first message, and some ignore them. Raises
+        UnsupportedModelError if the template exceeds a limit with these messages, as it will with all."""
         last = max(i for i, role in enumerate(roles) if role == "system")
         try:
             messages = [{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)]
             return f"probe {last}" in self._encoder.apply_chat_template(messages, tokenize=False)
+        except TemplateLimitError as error:
+            raise UnsupportedModelError(f"its chat template is refused: {error}") from error
         except Exception:  # as in `apply_chat_template`; or there is no template
             return False
 

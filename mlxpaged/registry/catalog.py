@@ -58,6 +58,11 @@ class Catalog:
             return None
         return described(str(path), path)
 
+    def find_source(self, source: str) -> Found | None:
+        """What a flag names: a directory, or a repository if it is downloaded."""
+        path = Path(source).expanduser()
+        return described(source, path) if path.is_dir() else self.find(source)
+
     def all(self) -> list[Found]:
         """All models that `find` finds, by name."""
         found = [

@@ -29,6 +29,7 @@ class Model:
     engine: AsyncEngine | None = None
     error: str | None = None
     used_at: int | None = None
+    size_bytes: int | None = None  # of its weights on the disk; None if it is not known
     num_waiting: int = 0  # requests that wait for the load, or are about to be submitted
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Registry:
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.clock)
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._on_output: Callable[[Request, RequestOutput], None] | None = None
+        self._on_output: Callable[[str, Request, RequestOutput], None] | None = None
         self._draining: str | None = None
         self._started = False
         self._loading = asyncio.Lock()  # held while a model is loaded
@@ -92,11 +93,12 @@ class Registry:
         for model in self._at_start:
             self._begin(model)
 
-    def observe(self, on_output: Callable[[Request, RequestOutput], None]) -> None:
-        """Call `on_output` with every output and its request."""
+    def observe(self, on_output: Callable[[str, Request, RequestOutput], None]) -> None:
+        """Call `on_output` with every output, its request and its model's name."""
         self._on_output = on_output
-        for engine in self.engines:
-            engine.on_output = on_output
+        for model in self.models.values():
+            if model.engine is not None:
+                model.engine.on_output = partial(on_output, model.name)
 
     @property
     def _at_start(self) -> list[Model]:
@@ -104,7 +106,8 @@ class Registry:
 
     def _begin(self, model: Model) -> AsyncEngine:
         engine = model.engine = AsyncEngine(model.config, self.clock, self.thread)
-        engine.on_output = self._on_output
+        if self._on_output is not None:
+            engine.on_output = partial(self._on_output, model.name)
         engine.start(self.loop)
         return engine
 
@@ -265,8 +268,15 @@ class Registry:
         return next((model for model in self.models.values() if is_same(model.config.model, found)), None)
 
     async def on_disk(self) -> list[Found]:
-        """The models on this machine that are not served yet."""
-        found = await asyncio.to_thread(self.catalog.all)
+        """The models on this machine that are not served yet. Notes the sizes of those that are."""
+
+        def look() -> list[Found]:
+            for model in list(self.models.values()):
+                if model.size_bytes is None and (found := self.catalog.find_source(model.config.model)) is not None:
+                    model.size_bytes = found.size_bytes
+            return self.catalog.all()
+
+        found = await asyncio.to_thread(look)
         return [each for each in found if each.name not in self.models and self._served_as(each) is None]
 
     def _model_of(self, found: Found) -> Model:
@@ -317,7 +327,8 @@ class Registry:
 
     def _end_loading(self, model: Model, task: asyncio.Task[AsyncEngine]) -> None:
         model.loading = None
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, LoadFailedError):  # a model that only finds no room has not failed
             model.error = str(error)
 
     async def _load(self, model: Model) -> AsyncEngine:

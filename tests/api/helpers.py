@@ -150,14 +150,18 @@ def stream_together(server: RunningServer, bodies: Sequence[dict[str, Any]]) -> 
     return asyncio.run(together())
 
 
-def metrics(server: RunningServer) -> dict[str, float]:
-    """Sample name, with its labels' values, -> value; summed over the models."""
+def samples(server: RunningServer) -> list[Sample]:
+    """What /metrics has."""
     with raw(server) as client:
         response = client.get("/metrics")
     assert response.status_code == 200
-    samples = [sample for family in text_string_to_metric_families(response.text) for sample in family.samples]
+    return [sample for family in text_string_to_metric_families(response.text) for sample in family.samples]
+
+
+def metrics(server: RunningServer) -> dict[str, float]:
+    """Sample name, with its labels' values, -> value; summed over the models."""
     found: dict[str, float] = defaultdict(float)
-    for sample in samples:
+    for sample in samples(server):
         found[sample_name(sample)] += sample.value
     return dict(found)
 

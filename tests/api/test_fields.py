@@ -194,7 +194,7 @@ HINTS: list[Case] = [
     *both("vLLM", {"spaces_between_special_tokens": False}, Ignored("spaces_between_special_tokens")),
     *both("vLLM", {"include_stop_str_in_output": True}, Refused("stop string")),
     *both("vLLM", {"truncate_prompt_tokens": 9}, Refused("never cut")),
-    *both("vLLM", {"cache_salt": "s"}, Refused("cache_salt")),
+    *both("vLLM", {"cache_salt": "s"}, Honoured("cache_salt", "s")),
     *both("OpenAI", {"prediction": {"type": "content", "content": "x"}}, Ignored("prediction")),
     *both("OpenAI", {"user": 3}, Refused("user")),
     *both("raw HTTP", {"extra_body": {"top_k": 1}}, Refused("OpenAI's client")),

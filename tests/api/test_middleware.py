@@ -17,6 +17,7 @@ import pytest
 from mlxpaged.api import body
 from mlxpaged.api.access import local_names
 from mlxpaged.api.config import HttpConfig
+from mlxpaged.api.openai import models
 from mlxpaged.api.server import Server
 from mlxpaged.cli import http_protocol
 from mlxpaged.engine import EngineConfig
@@ -276,7 +277,7 @@ def test_a_page_can_read_that_the_server_failed(
         raise ZeroDivisionError("an unexpected error")
 
     monkeypatch.setattr(Server, "ready", fail)
-    monkeypatch.setattr(Server, "names_for", fail)
+    monkeypatch.setattr(models, "models_for", fail)
     with raw(server) as client:
         headers = {"Origin": PAGE, "X-Request-Id": "mine"} | bearer(key)
         sent = {"model": "demo", "messages": [{"role": "user", "content": "x"}]} if "messages" in route else None

@@ -30,6 +30,32 @@ def client_of(server: RunningServer, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
+def cached_tokens(client: openai.OpenAI, prompt: str, **salt: str) -> int:
+    usage = client.completions.create(model="demo", prompt=prompt, max_tokens=1, extra_body=salt).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    return usage.prompt_tokens_details.cached_tokens or 0
+
+
+@pytest.mark.parametrize("isolates", [False, True])
+def test_prompts_of_other_keys_cannot_be_detected_in_the_prefix_cache(tmp_path: Path, isolates: bool) -> None:
+    """By default, keys of the same tier share it."""
+    keys = write_keys(tmp_path / "keys.json", anna={}, ben={}, vip={"tier": "high"})
+    http = HttpConfig(api_keys=tmp_path / "keys.json", isolate_prefix_cache=isolates)
+    with running_server(EngineConfig(kv_cache_bytes=16_000_000), http=http) as server:
+        anna, ben, vip = (client_of(server, key) for key in keys.values())
+        secret = "blue river stone " * 30
+        assert cached_tokens(anna, secret) == 0
+        assert cached_tokens(anna, secret) > 0
+        assert cached_tokens(vip, secret) == 0
+        assert (cached_tokens(ben, secret) == 0) == isolates
+        assert cached_tokens(anna, secret, cache_salt="a") == 0
+        assert cached_tokens(anna, secret, cache_salt="b") == 0
+        assert cached_tokens(anna, secret, cache_salt="a") > 0
+        with pytest.raises(openai.BadRequestError, match="cache_salt"):
+            cached_tokens(anna, secret, cache_salt="")
+
+
 def test_files_and_batches_belong_to_the_key_that_made_them(clients: dict[str, openai.OpenAI]) -> None:
     anna, ben, root = clients["anna"], clients["ben"], clients["root"]
     file = anna.files.create(file=("in.jsonl", json.dumps(LINE).encode()), purpose="batch")

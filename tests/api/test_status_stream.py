@@ -123,6 +123,10 @@ def test_refusals_are_shown_without_what_the_client_wrote(server: RunningServer)
         "reason": "... does not exist; this server has ...",
     }
     assert metrics(server)["mlxpaged_requests_refused_total|model_not_found"] >= 1
+    with raw(server) as client:
+        client.delete("/v1/requests/sk-secret-0123456789")
+    with watching(server) as events:
+        assert next(events)["refusals"][0]["path"] == "/v1/requests/sk-***"
 
 
 def test_a_server_without_a_model_has_a_stream_without_models() -> None:

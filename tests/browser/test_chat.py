@@ -100,6 +100,23 @@ def test_nothing_that_a_model_writes_runs_or_loads(visit: Start, scripted: Runni
     assert tab.page.evaluate("window.hacked") is None
 
 
+def test_quotes_that_nest_without_end_are_shown_as_text(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    shown = """async () => {
+        const { Markdown } = await import("/web/chat/markdown.js");
+        const answer = new Markdown();
+        answer.show("**Before**");
+        answer.show(">".repeat(50000));
+        const all = answer.element.textContent.length;
+        answer.show("> after");
+        return [all, answer.element.innerHTML];
+    }"""
+    length, after = tab.page.evaluate(shown)
+    assert length == 50000
+    assert after.startswith('<div class="block"><blockquote>')
+
+
 def test_an_answer_is_stopped_and_made_again(visit: Start, scripted: RunningServer) -> None:
     tab = visit(scripted)
     tab.open()

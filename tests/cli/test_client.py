@@ -17,7 +17,7 @@ from tests.support import RunningServer
 
 @contextlib.contextmanager
 def server(*answers: tuple[int, str]) -> Iterator[Client]:
-    """Gives these answers, one to each request."""
+    """Gives these answers, one to each request. {key}: the key that the request has."""
     left = list(answers)
 
     class Handler(BaseHTTPRequestHandler):
@@ -25,7 +25,7 @@ def server(*answers: tuple[int, str]) -> Iterator[Client]:
             status, body = left.pop(0)
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(body.encode())
+            self.wfile.write(body.replace("{key}", self.headers.get("Authorization", "none")).encode())
 
         do_POST = do_GET
 
@@ -36,7 +36,7 @@ def server(*answers: tuple[int, str]) -> Iterator[Client]:
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield Client(f"http://127.0.0.1:{http.server_address[1]}")
+            yield Client(f"http://127.0.0.1:{http.server_address[1]}", "sk-1")
         finally:
             http.shutdown()
             thread.join()
@@ -67,6 +67,16 @@ def test_another_program_is_not_taken_for_the_server() -> None:
     with server((200, "ok"), (404, "{}"), (200, '{"status": "ok"}')) as client:
         for _ in range(3):
             assert said(client, "health") == (f"what runs at {client.url} is not mlxpaged", None)
+
+
+def test_a_program_that_may_be_another_one_does_not_get_the_key() -> None:
+    with server((200, '{"status": "{key}", "model": null}'), (200, '"{key}"')) as client:
+        assert client.health()["status"] == "none"
+        assert client.get("/v1/models") == "Bearer sk-1"
+
+
+def test_a_name_that_no_host_can_have_is_not_found() -> None:
+    assert said(Client(f"http://{'a' * 70}.example"))[0].startswith("the connection to http://aaa")
 
 
 def test_a_stream_that_ends_early_is_an_error() -> None:

@@ -24,7 +24,7 @@ def test_commands_flags_values_and_models_are_completed(tmp_path: Path, monkeypa
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--someone--my--model").mkdir()
     assert completed("") == list(COMMANDS)
-    assert completed("ser") == ["serve"]
+    assert completed("serv") == ["serve", "service"]
     assert completed("nonsense", "x") == []
     assert completed("--ver") == ["--version"]
     assert completed("serve", "--max-num-") == ["--max-num-seqs", "--max-num-batched-tokens"]

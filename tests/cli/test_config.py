@@ -83,6 +83,13 @@ def test_the_configuration_is_shown_with_where_each_value_comes_from(
     assert "max-queue = 9  #" in run("config").stdout
 
 
+def test_a_key_is_not_shown(write: Write, run: Run) -> None:
+    path = write('api-key = "secret"\n')
+    shown = run("config", "chat").stdout
+    assert f"# api-key: set, and not shown  # {path}, line 1" in shown
+    assert "secret" not in shown
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -158,7 +165,9 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         (["keys", "add", "a", "--teir", "low"], "mlxpaged keys add: there is no flag --teir; did you mean --tier?"),
         (["serve", "--xyzzy"], "mlxpaged serve: there is no flag --xyzzy (see"),
         (["serve", "a", "b"], "mlxpaged serve: unexpected 'b'"),
-        (["config", "serv"], "mlxpaged config: there is no command 'serv'"),
+        (["config", "serv"], "mlxpaged config: there is no command 'serv'; did you mean serve?"),
+        (["keys", "lst"], "mlxpaged keys: there is no command 'lst'; did you mean list?"),
+        (["service", "instal", "--", "demo"], "mlxpaged service: there is no command 'instal'; did you mean install?"),
     ],
 )
 def test_a_wrong_word_gets_one_line_with_the_nearest_right_one(run: Run, args: list[str], message: str) -> None:

@@ -280,6 +280,12 @@ def test_a_second_port_in_use_is_said_at_once(started: dict[str, Any], capsys: p
     assert "config" not in started
 
 
+def test_a_switch_of_http_is_off_by_default(started: dict[str, Any]) -> None:
+    for flags, isolates in (([], False), (["--isolate-prefix-cache"], True)):
+        assert main(["serve", *flags]) == 0
+        assert started["isolate_prefix_cache"] == isolates
+
+
 def test_the_model_can_be_a_flag_too(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLXPAGED_MODEL", "someone/model")
     assert main(["serve", "--model", "demo"]) == 0

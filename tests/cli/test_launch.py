@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.cli import launch
+from mlxpaged.cli.client import Client
+from mlxpaged.cli.connection import Connection
 from tests.cli.helpers import Result
 from tests.support import RunningServer
 
@@ -107,3 +109,19 @@ def test_nothing_is_started_to_print_the_variables(run: Callable[..., Result]) -
     result = run("launch", "claude", "--print")
     assert (result.status, result.stdout) == (1, "")
     assert "no server runs" in result.stderr
+
+
+@pytest.mark.parametrize("agent", launch.AGENTS.values())
+def test_the_context_of_a_model_that_is_not_loaded_is_left_out(
+    agent: launch.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that is not an admin's loads a model by its first request."""
+    entries = [{"id": "a", "state": "loaded", "max_model_len": 4096}, {"id": "b", "state": "available"}]
+    monkeypatch.setattr(Client, "get", lambda self, path: {"data": entries})
+    client = Client("http://x")
+    assert "4096" in repr(agent.settings(Connection(client, "a", False)))
+    for name in ("b", "a directory"):
+        settings = repr(agent.settings(Connection(client, name, False)))
+        assert name in settings
+        assert "context" not in settings.lower()
+        assert "None" not in settings

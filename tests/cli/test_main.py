@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.cli.helpers import environment
 
 IN_A_DEL = """class Freed:
     def __del__(self): raise KeyboardInterrupt
@@ -30,3 +33,36 @@ def test_other_errors_are_shown() -> None:
     done = subprocess.run([sys.executable, "-c", START.format(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "no such module" in done.stderr
+
+
+def shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`mlxpaged` in a command stands for this one."""
+    line = command.replace("mlxpaged", f"{sys.executable} -m mlxpaged")
+    return subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, env=environment(variables))
+
+
+@pytest.mark.parametrize("streams", ["<&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["rm someone/absent", "chat"])
+def test_a_closed_standard_stream_is_no_traceback(tmp_path: Path, command: str, streams: str) -> None:
+    done = shell(f"mlxpaged {command} {streams}", HOME=str(tmp_path), HF_HOME=str(tmp_path))
+    said = {"rm someone/absent": "is not a downloaded model", "chat": "chat needs a terminal"}[command]
+    assert (done.returncode, done.stdout) == (1, "")
+    assert ("2>&-" in streams and done.stderr == "") or (done.stderr.count("\n") == 1 and said in done.stderr)
+
+
+def test_a_reader_that_leaves_is_no_error_message(tmp_path: Path) -> None:
+    for words in ("--help", "completion bash"):
+        done = shell(f"{{ sleep 0.1; mlxpaged {words}; echo $? >&2; }} | true", HOME=str(tmp_path), PYTHONUNBUFFERED="")
+        assert (done.stdout, done.stderr) == ("", "1\n")
+
+
+def test_a_terminal_that_lacks_a_letter_shows_a_question_mark() -> None:
+    code = "print('42 \u2192 x')"
+    done = subprocess.run(
+        [sys.executable, "-c", START.format(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment({"PYTHONIOENCODING": "latin-1"}),
+    )
+    assert (done.stdout, done.stderr) == ("42 ? x\n", "")

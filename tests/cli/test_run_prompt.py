@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from mlxpaged.cli import background_server
+from mlxpaged.cli.client import Client
 from mlxpaged.cli.running_servers import running_servers
 from tests.cli.helpers import Result
 from tests.scripted import scripted_server
@@ -45,6 +47,11 @@ def test_the_answer_is_printed_without_its_thinking(ask: Callable[..., Result]) 
     assert ask("Why?") == Result(0, "Be\x1bcause.\n", "")
 
 
+def test_a_terminal_gets_no_control_characters(ask: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert ask("Why?").stdout == "Because.\n"
+
+
 def test_thinking_goes_to_standard_error_if_it_is_wanted(ask: Callable[..., Result]) -> None:
     result = ask("--think", "Why?")
     assert result.stdout == "Be\x1bcause.\n"
@@ -77,6 +84,7 @@ def test_a_schema_is_enforced(run: Callable[..., Result], demo_server: RunningSe
         (["scripted", "x", "--temperature", "3"], 2, "must be a number from 0 to 2"),
         (["scripted", "x", "--max-tokens"], 2, "expected one argument"),
         (["scripted", "x", "--json-schema", "[]"], 2, "neither a JSON schema nor a file with one"),
+        (["scripted", "x", "--api-key", "schlüssel"], 2, "must be letters, digits and signs of ASCII"),
         (["other", "x"], 1, "does not serve other. It serves scripted."),
         (["scripted", "x", "--url", "ftp://a"], 2, "must be an address such as http://"),
         (["scripted", "x", "--url", "127.0.0.1:1"], 1, "no server runs at http://127.0.0.1:1"),
@@ -93,16 +101,21 @@ def test_what_cannot_be_answered_is_said_in_a_line(
     assert "Traceback" not in result.stderr
 
 
-def test_without_a_server_one_is_started_and_ended(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_server_one_is_started_with_the_configuration_and_ended(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (file := tmp_path / "mine.toml").write_text('served-model-name = "mine"\n')
     started: list[background_server.BackgroundServer] = []
     end = background_server.BackgroundServer.end
 
     def watched(self: background_server.BackgroundServer) -> None:
         started.append(self)
-        assert [server.shared for server in running_servers()] == [False]
+        [server] = running_servers()
+        assert not server.shared
+        assert [entry["id"] for entry in Client(server.url).get("/v1/models")["data"]][:1] == ["mine"]
         end(self)
 
     monkeypatch.setattr(background_server.BackgroundServer, "end", watched)
-    assert run("run", "demo", "What is 17 + 25?").stdout == "42\n"
+    assert run("--config", str(file), "run", "demo", "What is 17 + 25?").stdout == "42\n"
     assert len(started) == 1
     wait_until(lambda: not running_servers())

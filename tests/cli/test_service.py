@@ -154,6 +154,18 @@ def test_a_dry_run_prints_the_file_and_changes_nothing(
     assert not home.exists()
 
 
+@pytest.mark.usefixtures("on_linux")
+def test_the_configuration_file_of_the_command_is_that_of_the_service(
+    calls: Callable[[], list[str]], tmp_path: Path, run: Callable[..., Result]
+) -> None:
+    (file := tmp_path / "mine.toml").write_text("port = 8090\n")
+    shown = run("--config", str(file), "service", "install", "--dry-run")
+    assert f'"-m" "mlxpaged" "--config" "{file}" "serve"\n' in shown.stdout
+    file.write_text("port = 'many'\n")
+    assert run("--config", str(file), "service", "install", "--dry-run").status == 2
+    assert calls() == []
+
+
 def test_flags_that_serve_refuses_are_refused_before_anything_is_installed(
     calls: Callable[[], list[str]], home: Path, run: Callable[..., Result]
 ) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
+import os
+import struct
+import termios
 
 import pytest
 
 from mlxpaged.cli.start_display import LOG_SECONDS, StartDisplay
+from mlxpaged.cli.status_line import StatusLine
 from mlxpaged.engine import Progress, Stage
 
 GB = 10**9
@@ -64,3 +69,11 @@ def test_elsewhere_each_stage_has_a_log_line_and_one_more_every_ten_seconds(capl
         "compiling kernels 0 of 30",
         "timing kernels 2 of 18",
     ]
+
+
+def test_a_line_is_cut_to_the_width_of_the_terminal_and_has_no_control_characters() -> None:
+    screen, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 20, 0, 0))
+    with open(terminal, "w") as stream, open(screen, "rb", buffering=0) as shown:
+        StatusLine(stream).show("loading\x1b]0;title\x07 /a/path\nthat/is/wider/than/the/terminal")
+        assert shown.read(200) == b"\x1b[2Kloading]0;title /a/\r"

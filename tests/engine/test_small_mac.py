@@ -12,6 +12,7 @@ from mlxpaged.cache import CacheGroups
 from mlxpaged.engine.memory import LEAST_STEP, START_TOKENS, kv_blocks
 from mlxpaged.models.device_memory import DESKTOP_LEAST, default_device_memory
 from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
+from mlxpaged.models.short_names import full_name
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
@@ -76,12 +77,13 @@ def test_the_table_of_the_documentation_is_that_of_the_functions(monkeypatch: py
 
 
 def test_the_models_of_the_readme_have_the_kv_caches_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = r"^\| (\d+) GB \| `\S+/(\S+)` \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GB \|$"
+    row = r"^\| (\d+) GB \| `(\S+)` \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GB \|$"
     rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
     shape = r"^\| (\S+) \| [\d.]+ B \| ([\d.]+) GB \| (\d+) x (\d+) x (\d+) x 4 = "
     shapes = re.findall(shape, (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
     assert len(rows) == 6
-    for ram, name, *sizes in rows:
+    for ram, short_name, *sizes in rows:
+        name = full_name(short_name).rpartition("/")[2]
         [(gigabytes, *numbers)] = [found for model, *found in shapes if name.startswith(f"{model}-")]
         num_layers, heads, size = map(int, numbers)
         weights, layers = int(float(gigabytes) * 1e9), [KV(heads, size, size, mx.bfloat16)] * num_layers

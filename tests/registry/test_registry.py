@@ -17,7 +17,7 @@ import pytest
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine import EngineConfig
 from mlxpaged.models.device_memory import limit_memory
-from mlxpaged.registry import Catalog, Limits, Model, registry_of
+from mlxpaged.registry import Catalog, Limits, Model, ModelState, registry_of
 from tests.api.helpers import (
     DEADLINE,
     Background,
@@ -30,10 +30,17 @@ from tests.api.helpers import (
     random_tokens,
     raw,
     run_on,
+    sample_name,
+    samples,
     write_keys,
 )
 from tests.registry.helpers import POOL, hold_loads, models, refusal, states
 from tests.support import RunningServer, running_server, wait_until
+
+
+def metrics_of(server: RunningServer, model: str) -> dict[str, float]:
+    """Sample name, with the values of its other labels, -> value."""
+    return {sample_name(each): each.value for each in samples(server) if each.labels.get("model") == model}
 
 
 @pytest.fixture
@@ -47,6 +54,8 @@ def server(paths: dict[str, Path]) -> Iterator[RunningServer]:
 
 def test_a_model_is_loaded_when_a_request_names_it_and_others_go_on(server: RunningServer) -> None:
     assert states(server) == {"demo": "loaded", "small": "available", "hybrid": "available", "vectors": "available"}
+    with raw(server) as client:
+        assert all(model["size_bytes"] > 0 for model in client.get("/v1/models").json()["data"])
     with raw(server) as client, ThreadPoolExecutor(1) as thread:
         stream = run_on("x", 200, stream=True)
         with client.stream("POST", "/v1/completions", json=stream) as response:
@@ -64,6 +73,12 @@ def test_a_model_is_loaded_when_a_request_names_it_and_others_go_on(server: Runn
     assert (entry["id"], entry["kind"], entry["pinned"], entry["running"]) == ("small", "generate", False, 0)
     assert entry["memory_bytes"] > entry["size_bytes"] > 0
     assert [(model["id"], model["memory_bytes"] > 0) for model in status["models"]] == [("demo", True), ("small", True)]
+    demo, small, hybrid = (metrics_of(server, model) for model in ("demo", "small", "hybrid"))
+    assert (demo["mlxpaged_requests_finished_total|length"], demo["mlxpaged_requests_finished_total|error"]) == (1, 0)
+    assert demo["mlxpaged_time_to_first_token_seconds_count"] == 1
+    assert small["mlxpaged_time_to_first_token_seconds_count"] == 2
+    assert small["mlxpaged_model_memory_bytes"] == entry["memory_bytes"]
+    assert hybrid == {f"mlxpaged_model_state|{state.value}": state.value == "available" for state in ModelState}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
@@ -233,7 +248,7 @@ def test_a_model_that_does_not_fit_is_refused_with_both_numbers(paths: dict[str,
             assert (answer.status_code, error["code"]) == (507, "insufficient_memory")
             assert "GB" in error["message"]
             assert busy.text is not None
-        assert states(server) == {"demo": "loaded", "small": "available", "other": "failed"}
+        assert states(server) == {"demo": "loaded", "small": "available", "other": "available"}
         limit_memory(None)
         assert post(server, run_on("x", 2, model="other"))["usage"]["completion_tokens"] == 2
 
@@ -308,6 +323,8 @@ def check_failure(server: RunningServer, broken: str) -> None:
     status, error = refusal(server, "/v1/completions", run_on("x", 2, model="small"))
     assert (status, "ZeroDivisionError: injected" in error["message"]) == (503, True)
     assert states(server)["small"] == "failed"
+    shown = metrics_of(server, "small")
+    assert (shown["mlxpaged_model_state|failed"], shown["mlxpaged_model_state|loaded"]) == (1, 0)
     assert answer_text(server, ask("What is 17 + 25?")) == "42"
     post(server, run_on("x", 2, model="other"))
     assert states(server)["demo"] == "loaded"  # a model that failed does not count as loaded

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mlxpaged.models.loader import DEMO_PATH
+from tests.cli.helpers import hub
+from tests.models.test_preflight import sizes_of
 from tests.support import RunningServer
 from tests.terminal.tmux import Terminal
 
@@ -89,3 +92,37 @@ def test_keys_and_the_service(terminal: Terminal, tmp_path: Path) -> None:
 def test_bench_and_doctor_print_their_tables(terminal: Terminal) -> None:
     assert terminal.run("mlxpaged bench --help")[0] == 0
     assert terminal.run("mlxpaged doctor --help")[0] == 0
+
+
+def test_a_model_is_pulled_listed_and_deleted(terminal: Terminal) -> None:
+    with hub("owner/tiny", DEMO_PATH, sizes_of(DEMO_PATH)) as (address, _):
+        status, text = terminal.run(f"HF_ENDPOINT={address} mlxpaged pull owner/tiny")
+    assert status == 0
+    assert "its whole context fits" in text
+    assert "serve it: mlxpaged serve owner/tiny" in text
+    status, text = terminal.run("mlxpaged ls")
+    assert (status, text.count("\n")) == (0, 1)
+    assert re.search(r"owner/tiny +3\.\d MB +generate +float32 +4096 +yes", text)
+    for answer, expected in (("n", 1), ("y", 0)):
+        before = terminal.start("mlxpaged rm owner/tiny")
+        terminal.wait_for(r"Delete owner/tiny, 3\.\d MB\? \[y/N\]", since=before)
+        terminal.type(answer)
+        assert terminal.wait_prompt(before) == expected
+    assert "no model is downloaded" in terminal.run("mlxpaged ls")[1]
+
+
+def test_the_configuration_is_shown_and_can_be_used(terminal: Terminal) -> None:
+    assert terminal.run("MLXPAGED_PORT=9000 mlxpaged config > mine.toml") == (0, "")
+    assert terminal.run("mlxpaged --config mine.toml config | grep -c 'port = 9000  # mine.toml, line'") == (0, "1")
+
+
+def test_bash_completes_the_words(terminal: Terminal) -> None:
+    terminal.run("source <(mlxpaged completion bash)")
+    before = len(terminal.text())
+    terminal.type("mlxpaged comp", end="Tab")
+    terminal.wait_for(r"mlxpaged completion ", since=before)
+    terminal.key("C-c")
+    before = len(terminal.text())
+    terminal.type("mlxpaged run qwen3.6:27", end="Tab")
+    terminal.wait_for(r"mlxpaged run qwen3\.6:27b ", since=before)
+    terminal.key("C-c")

@@ -206,7 +206,7 @@ REFUSALS: tuple[Row, ...] = (
     refused("n_probs", 2, "use `logprobs`", (0,)),
     refused("truncate_prompt_tokens", 10, "prompts are never cut"),
     refused("t_max_predict_ms", 100, "use `timeout`", (0,)),
-    refused("cache_salt", "s", "keys share the prefix cache"),
+    honoured("cache_salt", "s", "vLLM's; only with the same salt, requests share [prefixes](security.md#api-keys)"),
     by_model("adapters", "a", "mlx-lm's; the name of an [adapter](models.md#lora-adapters)", neutral=("",)),
     refused("lora", [{"id": 0, "scale": 1}], NAMED_ADAPTER, ([],)),
     alias("lora_path", "a", "adapters", "SGLang", neutral=("",)),

@@ -23,7 +23,7 @@ PROGRESS_SECONDS = 1.0
 class RequestContext:
     """service_tier: the granted one, as the response names it. timeout, ttft_timeout: seconds; None for no limit.
     timeline: whether the client gets one. progress: whether a stream has data about the request's progress.
-    keep_alive_seconds: how long a stream may be silent."""
+    keep_alive_seconds: how long a stream may be silent. cache_scope: only requests of the same one share prefixes."""
 
     request_id: str
     caller: Caller | None
@@ -34,6 +34,7 @@ class RequestContext:
     timeline: bool
     progress: bool
     keep_alive_seconds: float
+    cache_scope: tuple[str, ...]
 
 
 def context_of(http: Request, request: GenerationRequest, config: EngineConfig, id_prefix: str) -> RequestContext:
@@ -52,7 +53,17 @@ def context_of(http: Request, request: GenerationRequest, config: EngineConfig, 
         timeline=is_wanted(http, TIMELINE_HEADER, config.timelines),
         progress=progress,
         keep_alive_seconds=min(PROGRESS_SECONDS, longest) if progress else longest,
+        cache_scope=cache_scope(caller, server_of(http).http.isolate_prefix_cache),
     )
+
+
+def cache_scope(caller: Caller | None, isolates: bool) -> tuple[str, ...]:
+    """Returns what keeps the prefixes of some keys apart from those of others, which could learn of them from the time
+    to the first token and from the number of cached tokens: the tier of the key, or its name if the server isolates
+    them all."""
+    if caller is None:
+        return ()
+    return ("key", caller.name) if isolates else ("tier", caller.default.name)
 
 
 def choose_id(http: Request, prefix: str) -> str:

@@ -83,6 +83,7 @@ def engine_requests(
                 timeout=context.timeout,
                 ttft_timeout=context.ttft_timeout,
                 timeline=context.timeline or request.timed,
+                cache_salt=context.cache_scope + ((request.cache_salt,) if request.cache_salt else ()),
                 adapter=adapter,
             )
         )

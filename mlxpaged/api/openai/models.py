@@ -15,13 +15,13 @@ from mlxpaged.registry import LoadFailedError, ModelBusyError, ModelState, Model
 async def list_models(request: Request) -> Response:
     """The models that are served, then those that are on this machine and are loaded if a request names them."""
     server = server_of(request)
+    found = [] if server.registry is None else await server.registry.on_disk()
     served = [
         described
         for model in models_for(request, server)
         for described in (describe(model), *(describe_adapter(model, adapter) for adapter in model.adapters))
     ]
     caller = caller_of(request)
-    found = [] if server.registry is None else await server.registry.on_disk()
     on_disk = [
         {"id": each.name, "object": "model", "created": 0, "owned_by": OWNER}
         | state_fields(ModelState.AVAILABLE, each.makes_embeddings, each.size_bytes)

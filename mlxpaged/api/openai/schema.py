@@ -24,6 +24,7 @@ from mlxpaged.api.schema import (
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100
+MAX_SALT_LENGTH = 256
 MAX_TOKEN_ID_DIGITS = 9
 MAX_CHOICES = 16
 """The most answers to one prompt."""
@@ -102,6 +103,7 @@ class SamplingFields(RequestFields, StructuredFields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # vLLM's
     adapters: str | None = None  # mlx-lm's
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None  # vLLM's
 
     @model_validator(mode="after")
     def _a_stream_has_no_prompt_logprobs(self) -> SamplingFields:

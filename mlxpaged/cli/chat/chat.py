@@ -15,10 +15,11 @@ from rich.console import Console
 from mlxpaged.cli.answer import Answer, pieces
 from mlxpaged.cli.chat import slash
 from mlxpaged.cli.chat.conversation import SETTINGS, Conversation
-from mlxpaged.cli.chat.markdown import MarkdownStream, visible
+from mlxpaged.cli.chat.markdown import MarkdownStream
 from mlxpaged.cli.client import Client, ServerError
 from mlxpaged.cli.connection import generating
 from mlxpaged.cli.status_line import StatusLine
+from mlxpaged.cli.visible import visible
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 
@@ -82,7 +83,7 @@ class Chat:
         with contextlib.closing(pieces(self.client, self.conversation.request(), self.answer)) as stream:
             for piece in stream:
                 if piece.kind == "progress":
-                    self.line.show(visible(piece.text))
+                    self.line.show(piece.text)
                 elif piece.kind == "thinking":
                     began = time.monotonic() if began is None else began
                     self.line.show(f"thinking, {time.monotonic() - began:.0f} s")

@@ -83,7 +83,7 @@ class Conversation:
         """Raises OSError, or ValueError if the file is there and is something else."""
         if path.exists():
             read(path)
-        path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+        path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def load(self, path: Path) -> None:
         """Take the system message, settings and messages of a saved chat. The model stays. Raises OSError, and
@@ -94,7 +94,7 @@ class Conversation:
 
 def read(path: Path) -> Conversation:
     try:
-        found = Conversation(**json.loads(path.read_text()))
+        found = Conversation(**json.loads(path.read_text(encoding="utf-8")))
         roles = [message["role"] for message in found.messages]
         texts = [message["content"] for message in found.messages]
         whole = roles == ["user", "assistant"] * (len(roles) // 2) and all(isinstance(text, str) for text in texts)

@@ -15,6 +15,8 @@ from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Heading, Markdown
 
+from mlxpaged.cli.visible import visible
+
 UP, ERASE_LINE, ERASE_BELOW = "\x1b[{}A", "\x1b[K", "\x1b[J"
 """Control sequences of ECMA-48: cursor up; erase to the end of the line, and of the screen."""
 
@@ -22,13 +24,6 @@ LEAST_SECONDS = 0.05
 """Between two drawings."""
 DRAWING_SHARE = 0.1
 """At most this share of the time goes into drawing: a long block takes longer, so it is drawn less often."""
-
-CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
-
-
-def visible(text: str) -> str:
-    """Returns the text without control characters, which would let a model change the terminal."""
-    return text.translate(CONTROLS)
 
 
 class PlainHeading(Heading):

@@ -67,7 +67,7 @@ def change_model(chat: Chat, argument: str) -> None:
         return
     for entry in generating(chat.client):
         mark = "*" if entry["id"] == chat.conversation.model else " "
-        chat.say(f"{mark} {entry['id']}  {entry.get('state', 'loaded')}")
+        chat.say(f"{mark} {entry['id']}  {entry['state']}")
 
 
 def change_system(chat: Chat, argument: str) -> None:

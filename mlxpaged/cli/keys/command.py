@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from mlxpaged.api.access import key_file
 from mlxpaged.api.access.key_file import KeyEntry, KeyFile, KeyFileError
+from mlxpaged.cli.table import print_table
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,17 +42,14 @@ def run_add(args: argparse.Namespace) -> None:
 
 
 def run_list(args: argparse.Namespace) -> None:
-    rows: list[tuple[str, ...]] = [("NAME", "TIER", "MAX", "REQUESTS/MIN", "TOKENS/MIN", "ADMIN", "CREATED")]
-    rows += [described(entry) for entry in key_file.read(args.api_keys)[0].keys]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    titles = ("NAME", "TIER", "MAX", "REQUESTS/MIN", "TOKENS/MIN", "ADMIN", "CREATED", "MODELS")
+    print_table([titles, *map(described, key_file.read(args.api_keys)[0].keys)])
 
 
 def described(entry: KeyEntry) -> tuple[str, ...]:
     limits = ("-" if each is None else str(each) for each in (entry.requests_per_minute, entry.tokens_per_minute))
-    admin = "yes" if entry.admin else "no"
-    return entry.name, entry.tier, entry.max_priority or entry.tier, *limits, admin, entry.created or "-"
+    admin, models = "yes" if entry.admin else "no", "all" if entry.models is None else ",".join(entry.models)
+    return entry.name, entry.tier, entry.max_priority or entry.tier, *limits, admin, entry.created or "-", models
 
 
 def run_remove(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpaged.cli.arguments import keep_after_dashes
+from mlxpaged.cli.config_file import ConfigFile
 from mlxpaged.cli.running_servers import server_of
 from mlxpaged.cli.service.launchd import Launchd
 from mlxpaged.cli.service.manager import Job, Manager, ServiceError
@@ -35,7 +36,7 @@ def add_parser(commands: Any) -> None:
     remove = verbs.add_parser("remove", help="end the server and do not start it again")
     status = verbs.add_parser("status", help="say whether the service runs; exit status 1 if not")
     for verb, action in ((install, run_install), (remove, run_remove), (status, run_status)):
-        verb.set_defaults(run=run, action=action)
+        verb.set_defaults(run=run, action=action, parser=verb)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_install(args: argparse.Namespace, manager: Manager) -> int:
-    check_serve(args.serve_args)
-    command = (sys.executable, "-m", "mlxpaged", "serve", *args.serve_args)
+    check_serve(args.serve_args, args.parser.config)
+    file = () if args.config is None else ("--config", args.config)
+    command = (sys.executable, "-m", "mlxpaged", *file, "serve", *args.serve_args)
     variables = {name: os.environ[name] for name in KEPT if os.environ.get(name)}
     content = manager.content(Job(command, Path.cwd(), variables))
     if args.dry_run:
@@ -86,8 +88,8 @@ def run_status(args: argparse.Namespace, manager: Manager) -> int:
     return 0 if pid is not None else 1
 
 
-def check_serve(serve_args: list[str]) -> None:
+def check_serve(serve_args: list[str], config: ConfigFile) -> None:
     """End the command if `mlxpaged serve` refuses the arguments: the service would fail at each start."""
     from mlxpaged import cli
 
-    cli.make_parser(["serve"]).parse_args(["serve", *serve_args])
+    cli.make_parser(["serve"], config).parse_args(["serve", *serve_args])

@@ -11,7 +11,7 @@ let shown = null;
 
 function show() {
   const [, name = "chat", rest = ""] = location.hash.split("/");
-  const view = name in views ? name : "chat";
+  const view = Object.hasOwn(views, name) ? name : "chat";
   for (const link of document.querySelectorAll("[data-view]")) {
     if (link.dataset.view === view) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");

@@ -106,6 +106,17 @@ export class Markdown {
   }
 
   show(text) {
+    try {
+      this.draw(text);
+    } catch (error) {
+      if (!(error instanceof RangeError)) throw error;
+      // A model that repeats ">" nests quotes deeper than the parser's stack.
+      this.element.replaceChildren(h("div", { class: "block plain" }, text));
+      this.raws = [];
+    }
+  }
+
+  draw(text) {
     const tokens = marked.lexer(text);
     const blocks = tokens.filter((token) => token.type !== "space");
     const linksChanged = JSON.stringify(tokens.links) !== this.links;

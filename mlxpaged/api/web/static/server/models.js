@@ -3,8 +3,6 @@ import { get, inPath, post } from "../lib/api.js";
 import { announce, button, h } from "../lib/dom.js";
 import { bytes, count } from "../lib/format.js";
 
-const STATES = { ok: "loaded", available: "not loaded" };
-
 export class Models {
   constructor() {
     this.list = h("ul", { class: "models" });
@@ -13,7 +11,6 @@ export class Models {
     this.served = [];
     this.seen = "";
     this.acting = new Map(); // by id: what is being done
-    this.refused = false; // whether this server cannot load and unload
   }
 
   /** Asks for the list again only when the stream shows other models or states. */
@@ -46,7 +43,7 @@ export class Models {
     const ids = this.served.map((model) => model.id);
     const loading = [...this.loaded.values()].filter((model) => !ids.includes(model.id));
     const entries = [...this.served, ...loading];
-    const drawn = JSON.stringify([entries, [...this.acting], [...this.loaded.values()].map(factsOfEngine), this.refused]);
+    const drawn = JSON.stringify([entries, [...this.acting], [...this.loaded.values()].map(factsOfEngine)]);
     if (drawn === this.drawn) return;
     this.drawn = drawn;
     const focused = document.activeElement?.dataset?.model;
@@ -57,7 +54,7 @@ export class Models {
 
   row(model) {
     const engine = this.loaded.get(model.id);
-    const state = this.acting.get(model.id) ?? model.state ?? STATES[engine?.state] ?? engine?.state ?? "loaded";
+    const state = this.acting.get(model.id) ?? model.state;
     const facts = [state];
     if (model.kind) facts.push(model.kind);
     if (model.size_bytes) facts.push(`${bytes(model.size_bytes)} of weights`);
@@ -76,9 +73,7 @@ export class Models {
     );
   }
 
-  /** A server without a registry has no states of models, and loads none. */
   action(model) {
-    if (this.refused || model.state === undefined) return null;
     const load = model.state === "available" || model.state === "failed";
     if (!load && model.state !== "loaded") return null;
     const name = load ? "Load" : "Unload";
@@ -95,10 +90,9 @@ export class Models {
     this.draw();
     try {
       const entry = await post(`v1/models/${inPath(model.id)}/${verb}`);
-      announce(`${model.id} is ${entry.state ?? `${verb}ed`}`);
+      announce(`${model.id} is ${entry.state}`);
     } catch (error) {
-      if (error.status === 405) this.refused = true;
-      else this.fail(error);
+      this.fail(error);
     }
     this.acting.delete(model.id);
     await this.load();

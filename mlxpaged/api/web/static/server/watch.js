@@ -41,7 +41,7 @@ export class Watch {
       if (!control.signal.aborted) {
         this.failed(error);
         refused = error.status === 401 || error.status === 403; // another key may help, time does not
-        await new Promise((resolve) => setTimeout(resolve, RETRY_SECONDS * 1000));
+        if (!refused) await new Promise((resolve) => setTimeout(resolve, RETRY_SECONDS * 1000));
       }
     }
     this.control = null;

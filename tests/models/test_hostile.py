@@ -1,0 +1,210 @@
+"""Model directories that are hostile or damaged: each is refused in one line and in time, and the process lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpaged.models import files
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files import check_files
+from mlxpaged.models.loader import load_model
+from tests.support import make_tiny_model
+
+SECONDS = 2.0
+"""In which a directory is refused."""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("hostile") / "plain", "llama")
+
+
+@pytest.fixture
+def model(plain: Path, tmp_path: Path) -> Path:
+    """A directory that loads, to be damaged."""
+    return Path(shutil.copytree(plain, tmp_path / "model"))
+
+
+def change(file: str, **fields: Any) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        content = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps(content | fields))
+
+    return damage
+
+
+def write(file: str, text: str) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        (directory / file).parent.mkdir(exist_ok=True)
+        (directory / file).write_text(text)
+
+    return damage
+
+
+def fifo(file: str) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        (directory / file).parent.mkdir(exist_ok=True)
+        (directory / file).unlink(missing_ok=True)
+        os.mkfifo(directory / file)
+
+    return damage
+
+
+def link(file: str, target: str) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        (directory / file).unlink(missing_ok=True)
+        (directory / file).symlink_to(target)
+
+    return damage
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        for name in names:
+            (directory / name).unlink()
+
+    return damage
+
+
+def sparse(file: str, size: int) -> Callable[[Path], None]:
+    """A file of that many bytes, which takes no room on the disk."""
+
+    def damage(directory: Path) -> None:
+        with (directory / file).open("r+b" if (directory / file).exists() else "wb") as opened:
+            opened.truncate(size)
+
+    return damage
+
+
+def change_header(**fields: Any) -> Callable[[Path], None]:
+    """fields: of the first tensor in the header of the weights."""
+
+    def damage(directory: Path) -> None:
+        data = (directory / "model.safetensors").read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        next(each for name, each in header.items() if name != "__metadata__").update(fields)
+        text = json.dumps(header).encode()
+        (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+    return damage
+
+
+def write_bytes(file: str, data: bytes) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        (directory / file).write_bytes(data)
+
+    return damage
+
+
+def empty_vocabulary(directory: Path) -> None:
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["model"] |= {"vocab": {}, "merges": []}
+    (directory / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": []}))
+
+
+MILLION, ALL = 10**6, 10**15
+
+DIRECTORIES = {
+    "a million layers": (
+        change("config.json", num_hidden_layers=MILLION),
+        r"asks for 1,000,000 layers \(num_hidden_layers\), but its weights have \d+ tensors",
+    ),
+    "layers in a part": (change("config.json", text_config={"n_layer": MILLION}), r"1,000,000 layers \(n_layer\)"),
+    "layers in a list": (change("config.json", layer_types=["full_attention"] * 50_000), r"layers \(layer_types\)"),
+    "layers in a text": (change("config.json", hybrid_override_pattern="M" * MILLION), r"1,000,000 layers"),
+    "loops": (change("config.json", num_loops=ALL), r"layers \(num_loops\)"),
+    "experts in layers": (
+        change("config.json", num_local_experts=MILLION),
+        r"1,000,000 experts in 2 layers, but its weights have \d+ tensors",
+    ),
+    "hidden size": (
+        change("config.json", hidden_size=ALL),
+        r"hidden_size 1,0+(,000)*, but the largest dimension .* 768",
+    ),
+    "vocabulary": (change("config.json", vocab_size=ALL), "vocab_size"),
+    "heads": (change("config.json", num_attention_heads=ALL), "num_attention_heads"),
+    "head size": (change("config.json", head_dim=ALL), "head_dim"),
+    "inner size": (change("config.json", intermediate_size=ALL), "intermediate_size"),
+    "another hidden size": (change("config.json", hidden_size=2**19), "cannot be loaded: "),
+    "no heads": (change("config.json", num_attention_heads=0), "cannot be loaded: "),
+    "layers that are no number": (change("config.json", num_hidden_layers="many"), "cannot be loaded: "),
+    "shape without bytes": (change_header(shape=[ALL, ALL]), r"the bytes of \S+ do not fit its shape"),
+    "negative shape": (change_header(shape=[-1, -1]), r"\S+ has a bad shape"),
+    "bytes after the end": (change_header(shape=[ALL], dtype="U8", data_offsets=[0, ALL]), r"\S+ is cut short"),
+    "no fields": (change_header(shape=None), r"its model\.safetensors is not usable: its header is damaged"),
+    "endless header": (write_bytes("model.safetensors", b"\xff" * 64), r"is not a safetensors file, or is cut short"),
+    "empty weights": (write_bytes("model.safetensors", b""), r"is not a safetensors file, or is cut short"),
+    "deep header": (
+        write_bytes("model.safetensors", (100_000).to_bytes(8, "little") + b"[" * 100_000),
+        r"its header is damaged",
+    ),
+    "weights are a FIFO": (fifo("model.safetensors"), r"its model\.safetensors is a FIFO instead of a regular file"),
+    "more weights are a FIFO": (fifo("model-2.safetensors"), r"its model-2\.safetensors is a FIFO"),
+    "config is a FIFO": (fifo("config.json"), r"its config\.json is a FIFO"),
+    "tokenizer is a FIFO": (fifo("tokenizer.json"), r"its tokenizer\.json is a FIFO"),
+    "a template is a FIFO": (fifo("additional_chat_templates/a.jinja"), r"its a\.jinja is a FIFO"),
+    "weights are a device": (link("model.safetensors", "/dev/zero"), r"its model\.safetensors is a device"),
+    "config is a device": (link("config.json", "/dev/zero"), r"its config\.json is a device"),
+    "no tokenizer": (without("tokenizer.json"), r"it has no tokenizer, .*tokenizer\.json"),
+    "no vocabulary": (empty_vocabulary, "its tokenizer has no tokens for text"),
+    "large config": (sparse("config.json", 2**40), r"its config\.json has 1,099,511\.6 MB; .* at most 16\.8 MB"),
+    "large tokenizer": (sparse("tokenizer.json", 2**40), r"its tokenizer\.json has 1,099,511\.6 MB"),
+    "large defaults": (sparse("generation_config.json", 2**40), r"its generation_config\.json has"),
+    "large settings": (sparse("tokenizer_config.json", 2**40), r"its tokenizer_config\.json has"),
+    "large template": (sparse("chat_template.jinja", 2**21), r"its chat_template\.jinja has 2\.1 MB"),
+    "deep config": (write("config.json", '{"a":' * 100_000), r"its config\.json .* cannot be read: maximum recursion"),
+    "deep settings": (write("tokenizer_config.json", "[" * 100_000), r"its tokenizer_config\.json .* cannot be read"),
+    "deep tokenizer": (write("tokenizer.json", "[" * 100_000), "cannot be loaded: "),
+    "deep defaults": (write("generation_config.json", "[" * 100_000), "cannot be loaded: "),
+}
+
+
+def refused(directory: Path) -> str:
+    """The message. Time of the process is measured, because the machine may be busy."""
+    begin = time.process_time()
+    with pytest.raises(UnsupportedModelError) as error:
+        load_model(str(directory))
+    assert time.process_time() - begin < SECONDS
+    message = str(error.value)
+    assert message.startswith(f"{directory} cannot be loaded: ")
+    assert "\n" not in message
+    return message.removeprefix(f"{directory} ")
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_a_hostile_directory_is_refused_with_the_reason_in_one_line(model: Path, name: str) -> None:
+    damage, reason = DIRECTORIES[name]
+    damage(model)
+    assert re.search(reason, refused(model))
+
+
+def test_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket has at most 108 characters
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind("config.json")
+        with pytest.raises(UnsupportedModelError, match=r"its config\.json is a socket"):
+            check_files(tmp_path)
+
+
+def test_a_directory_of_too_many_files_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_FILES", 4)
+    assert "its directory has more than 4 files" in refused(model)
+
+
+def test_links_to_regular_files_are_loaded(plain: Path, tmp_path: Path) -> None:
+    """As the cache of the hub has them. A link to nothing is no file."""
+    for file in plain.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "README.md").symlink_to("nowhere")
+    assert load_model(str(tmp_path)).vocab_size
