@@ -105,8 +105,8 @@ def test_a_model_that_can_never_fit_unloads_no_other(paths: dict[str, Path], tmp
     huge.mkdir()
     for file in paths["small"].iterdir():
         (huge / file.name).symlink_to(file)
-    with (huge / "model-2.safetensors").open("wb") as file:
-        file.truncate(2**42)
+    with (huge / "model-2.safetensors").open("wb") as weights:
+        weights.truncate(2**42)
     with running_server(models(paths | {"huge": huge}, "small", "huge")) as server:
         post(server, run_on("x", 2, model="small"))
         status, error = refusal(server, "/v1/completions", run_on("x", 2, model="huge"))
