@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 MAX_INPUTS = 2048
 """OpenAI's service has the same limit."""
+MAX_REQUEST_TOKENS = 300_000
+"""Of all inputs together. OpenAI's service has the same limit. Without one, 2,048 long inputs take many minutes, and no
+proxy or client waits so long."""
 MAX_SLICE = 100_000
 """The tokenizer's thread takes this many characters at a time, and serves other requests in between."""
 
@@ -98,6 +101,8 @@ async def tokens_of(
     if truncate:
         most = model.tokenizer.most_chars(model.max_tokens)
         inputs = [each[:most] for each in inputs]  # type: ignore[assignment]
+    least = sum(model.tokenizer.least_tokens(len(each)) if isinstance(each, str) else len(each) for each in inputs)
+    check_total(least, "at least ")
     found: list[list[int]] = []
     for part in slices(inputs):
         for index, each in enumerate(part, len(found)):
@@ -134,7 +139,8 @@ def shortened(model: EmbeddingFacts, tokens: list[int]) -> list[int]:
 
 
 def check_tokens(model: EmbeddingFacts, inputs: Sequence[Sequence[int]]) -> None:
-    """Raises ApiError for an input that the model does not accept."""
+    """Raises ApiError for an input that the model does not accept, or for too many tokens."""
+    check_total(sum(map(len, inputs)))
     for index, tokens in enumerate(inputs):
         check_length(model, index, len(tokens))
         if not tokens:
@@ -142,6 +148,12 @@ def check_tokens(model: EmbeddingFacts, inputs: Sequence[Sequence[int]]) -> None
         if max(tokens) >= model.vocab_size:
             message = f"token id {max(tokens)} is not in the vocabulary of {model.vocab_size} tokens"
             raise bad_parameter("input", message)
+
+
+def check_total(num_tokens: int, about: str = "") -> None:
+    if num_tokens > MAX_REQUEST_TOKENS:
+        message = f"the inputs have {about}{num_tokens} tokens together; the limit of a request is {MAX_REQUEST_TOKENS}"
+        raise bad_parameter("input", message, code="too_many_tokens")
 
 
 def check_length(model: EmbeddingFacts, index: int, num_tokens: int, about: str = "") -> None:

@@ -175,6 +175,7 @@ ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]
     engine.EngineBusyError: (503, "server_error", "engine_busy", RETRY),
     engine.DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
     engine.RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),
+    engine.ConstraintFailedError: (400, "invalid_request_error", "constraint_failed", NO_RETRY),
     engine.RequestFailedError: (500, "server_error", "generation_failed", None),
 }
 """Status, type, code and headers of the answer."""
@@ -202,7 +203,7 @@ def from_engine(error: Exception) -> ApiError:
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 
 
-ENDED = {"deadline_exceeded", "generation_failed"}
+ENDED = {"deadline_exceeded", "constraint_failed", "generation_failed"}
 """These errors end requests that were accepted. The log and the metrics have them among the finished ones."""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -15,9 +16,10 @@ from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
 
-MAX_CHARS = 1_000_000
+MAX_BYTES = 1_000_000
+"""Of UTF-8: no tokenizer makes more tokens than this of a text. One thread tokenizes all prompts, so no request may
+occupy it for seconds."""
 MAX_TOKENS = 1_000_000
-"""One thread tokenizes all prompts: no request may occupy it for seconds."""
 
 
 class TokenizeRequest(Body):
@@ -26,7 +28,7 @@ class TokenizeRequest(Body):
     table = others.TOKENIZE
 
     model: str | None = None
-    prompt: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
+    prompt: Annotated[str, Field(max_length=MAX_BYTES)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
@@ -79,20 +81,39 @@ class TokenizerInfo(Body):
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     server = server_of(request)
     _, info = await server.ready(request, body.model)
-    messages = await server.prepare(request, lambda: [message.for_template() for message in body.messages or ()])
-    if sum(len(message["content"]) for message in messages) > MAX_CHARS:
-        raise bad_parameter("messages", f"have more than {MAX_CHARS} characters")
+    messages = await server.prepare(request, lambda: texts_of(body))
 
-    def work() -> TokenizeResponse:
+    def work() -> list[int]:
         if body.prompt is None:
             shown = messages if info.tokenizer.shows_tools else in_plain_text(messages, [])
-            tokens = info.tokenizer.apply_chat_template(shown)
-        else:
-            tokens = info.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-        strings = [info.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
-        return TokenizeResponse(count=len(tokens), max_model_len=info.max_model_len, tokens=tokens, token_strs=strings)
+            return info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"))
+        return info.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
-    return JSONResponse((await server.tokenize(work)).model_dump())
+    tokens = await server.tokenize(work)
+
+    def answer() -> str:
+        strings = [info.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        found = TokenizeResponse(count=len(tokens), max_model_len=info.max_model_len, tokens=tokens, token_strs=strings)
+        return found.model_dump_json()
+
+    return Response(await server.prepare(request, answer), media_type="application/json")
+
+
+def texts_of(body: TokenizeRequest) -> list[dict[str, Any]]:
+    """The messages as the chat template takes them. Raises ApiError if the texts have more than MAX_BYTES."""
+    messages = [message.for_template() for message in body.messages or ()]
+    if body.prompt is None:
+        check_size("messages", *(message["content"] for message in messages))
+    else:
+        check_size("prompt", body.prompt)
+    return messages
+
+
+def check_size(field: str, *texts: str) -> None:
+    """Raises ApiError if the texts have more than MAX_BYTES."""
+    size = sum(len(text.encode()) for text in texts)
+    if size > MAX_BYTES:
+        raise bad_parameter(field, f"has {size} bytes in UTF-8; the limit is {MAX_BYTES}")
 
 
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
     from mlxpaged.engine.embedding_core import EmbeddingInfo
     from mlxpaged.engine.errors import (
+        ConstraintFailedError,
         DeadlineExceededError,
         DuplicateRequestError,
         EngineBusyError,
@@ -40,6 +41,7 @@ else:
 __all__ = [
     "AsyncEngine",
     "Constraint",
+    "ConstraintFailedError",
     "ConstraintKind",
     "DeadlineExceededError",
     "DuplicateRequestError",

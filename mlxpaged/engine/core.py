@@ -14,7 +14,7 @@ from mlxpaged.cache.prefix_cache import salted
 from mlxpaged.engine import recovery
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
-from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.grammar import GrammarError, Grammars
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
@@ -466,11 +466,14 @@ class EngineCore:
     # -- outputs -------------------------------------------------------------------------------------------------
 
     def _output_of(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
-        """The output for a sampled token. If its text cannot be made, the request ends with an error."""
+        """The output for a sampled token. If its text cannot be made, or its constraint cannot be enforced any further,
+        the request ends with an error."""
         self._num_generated_tokens += 1
         running.sequence.num_step_failures = 0
         try:
             output = running.advance(sampled, self.clock())
+        except GrammarError as error:
+            return self._end(running.sequence.sequence_id, FinishReason.CONSTRAINT, str(error))
         except Exception as error:
             logger.exception("token %d of %s cannot be decoded to text", sampled.token_id, running.request.request_id)
             message = f"a token cannot be decoded to text: {type(error).__name__}: {error}"

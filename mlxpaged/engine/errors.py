@@ -40,6 +40,10 @@ class RequestFailedError(Exception):
     """The engine could not complete the answer."""
 
 
+class ConstraintFailedError(Exception):
+    """The request's constraint cannot be enforced any further: its grammar has become too complex."""
+
+
 class RequestCancelledError(Exception):
     """The request was cancelled by its id."""
 

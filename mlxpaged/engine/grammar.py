@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import threading
 import time
@@ -20,7 +21,7 @@ from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput
-from mlxpaged.engine.json_schema import check_schema, disjoint_one_of_as_any_of
+from mlxpaged.engine.json_schema import check_schema, disjoint_one_of_as_any_of, patterns
 from mlxpaged.engine.structured_output import lark
 from mlxpaged.models import Tokenizer
 
@@ -33,14 +34,34 @@ MAX_CHARS: dict[ConstraintKind, int] = {
 """Most characters of a constraint. The compiler cannot be interrupted, and some of its parts take quadratic time. The
 slowest case found within these limits took 2 seconds; a regular expression of 80,000 characters took a minute."""
 
+OPTIONAL = re.compile(r"[?*{]|[(|:]\||\|\)")
+"""What makes a part of a regular expression optional: a quantifier, or an alternative that is empty."""
+
+MAX_OPTIONAL = 1_000
+"""Most optional parts of all regular expressions of a request. Time and memory grow with their square: `.?` took 0.3
+seconds and 17 MB for 1,000, 4.3 seconds and 300 MB for 4,000. None of llguidance's limits stops this."""
+
+MAX_ROW_ITEMS = 4_000
+"""Ways in which the grammar can go on at one place of an answer; an optional property is four of them. llguidance's own
+limit is half as large. The masks of the engine thread's next step wait for them: 4,000 take up to 30 ms."""
+
+TRIAL_TOKENS = 160
+TRIAL_SECONDS = 1.0
+"""A random answer of so many tokens must be possible, in this CPU time. Otherwise the constraint is refused before its
+answer begins."""
+
+TRIAL_TEXT = '"]},:'
+"""A trial prefers these tokens in every second step, so that it comes out of the strings and lists of JSON."""
+
 MAX_LEXER_STATES = 50_000
 """Lexer states of one answer, 1 to 2 KB each. llguidance's own limit is five times as large."""
 
 KEPT = 64
 """Compiled constraints that are kept in memory. Clients repeat them, and compiling one takes up to half a second."""
 
-BLAME_SECONDS = 2.0
-"""Time limit for finding the part of a structured output that does not compile, by compiling each part alone."""
+PARTS_SECONDS = 2.0
+"""Time limit for compiling each part of a structured output alone, before the whole. A part that cannot be enforced may
+come late in the answer, where no trial of the whole gets to."""
 
 WHITESPACE = r"( |\n[ \t]{0,64})?"
 """White space between the tokens of JSON. If any amount is allowed, some models write it until max_tokens."""
@@ -92,24 +113,19 @@ class Grammars:
 
     def _compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
         """Make a matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
-        check_length(constraint)
-        try:
-            text = constraint.text if isinstance(constraint, StructuredOutput) else None
-            if isinstance(text, Constraint) and text.kind == "grammar":
-                self._new_matcher(text)  # alone, so that it cannot refer to the other grammars
-            return self._new_matcher(constraint)
-        except GrammarError:
-            until = time.monotonic() + BLAME_SECONDS
-            for part in constraint.parts if isinstance(constraint, StructuredOutput) else ():
+        check_size(constraint)
+        until = time.monotonic() + PARTS_SECONDS
+        for part in dict.fromkeys(constraint.parts) if isinstance(constraint, StructuredOutput) else ():
+            # A grammar is always compiled alone too, so that it cannot refer to the other parts.
+            if part.kind == "grammar" or time.monotonic() < until:
                 try:
-                    if time.monotonic() < until:
-                        self._new_matcher(part)
+                    self._new_matcher(part)
                 except GrammarError as error:
                     raise GrammarError(str(error), part.param) from None
-            raise
+        return self._new_matcher(constraint)
 
     def _new_matcher(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
-        limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
+        limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ROW_ITEMS, max_lexer_states=MAX_LEXER_STATES)
         try:
             matcher = LLMatcher(self.tokenizer(), self._text(constraint), log_level=0, limits=limits)
         except ValueError as error:
@@ -125,7 +141,28 @@ class Grammars:
         for token_id in trial.compute_ff_tokens()[:1]:
             trial.consume_token(token_id)  # fails if the text that must follow is endless
             check(trial)
+        self._try_out(matcher.deep_copy())
         return matcher
+
+    def _try_out(self, matcher: LLMatcher) -> None:
+        """Write a random answer. Raises GrammarError if the grammar cannot go on, or takes too long."""
+        rng, until = random.Random(0), time.thread_time() + TRIAL_SECONDS
+        for number in range(TRIAL_TOKENS):
+            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
+            check(matcher)
+            mask = without(mask, self._wrapped.eos_token_ids)
+            if not mask.any():
+                return
+            preferred = [token_id for token_id in self._trial_ids if mask[token_id // 32] >> token_id % 32 & 1]
+            matcher.consume_token(rng.choice(preferred) if number % 2 and preferred else token_of(mask, rng))
+            check(matcher)
+            if time.thread_time() > until:
+                raise GrammarError(f"takes {TRIAL_SECONDS * 1000 / (number + 1):.0f} ms for each token of an answer")
+
+    @functools.cached_property
+    def _trial_ids(self) -> list[int]:
+        vocab = self._wrapped.reader.get_vocab()
+        return [vocab[text] for text in TRIAL_TEXT if text in vocab]
 
     def _text(self, constraint: Constraint | StructuredOutput) -> str:
         """The grammar in llguidance's notation. Raises ValueError or RecursionError."""
@@ -178,13 +215,26 @@ def grammar_text(constraint: Constraint) -> str:
     return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
 
 
-def check_length(constraint: Constraint | StructuredOutput) -> None:
-    """Raises GrammarError if the texts of a constraint are longer than MAX_CHARS."""
+def check_size(constraint: Constraint | StructuredOutput) -> None:
+    """Raises GrammarError if a constraint is over MAX_CHARS or MAX_OPTIONAL."""
     parts = constraint.parts if isinstance(constraint, StructuredOutput) else (constraint,)
     for kind, limit in MAX_CHARS.items():
         length = sum(len(part.text) for part in parts if part.kind == kind)
         if length > limit:
             raise GrammarError(f"has {length} characters of {kind}; the limit is {limit}")
+    optional = sum(len(OPTIONAL.findall(text)) for part in dict.fromkeys(parts) for text in expressions(part))
+    if optional > MAX_OPTIONAL:
+        raise GrammarError(f"has regular expressions with {optional} optional parts; the limit is {MAX_OPTIONAL}")
+
+
+def expressions(constraint: Constraint) -> list[str]:
+    """The texts with regular expressions. The text of a grammar counts as one."""
+    if constraint.kind != "json_schema":
+        return [constraint.text] if constraint.kind in ("regex", "grammar") else []
+    try:
+        return patterns(json.loads(constraint.text))
+    except (ValueError, RecursionError):
+        return []  # what is wrong with the schema is said when it is compiled
 
 
 def check(matcher: LLMatcher) -> None:
@@ -201,6 +251,13 @@ def without(mask: Mask, token_ids: Collection[int]) -> Mask:
         if token_id < 32 * len(words):
             words[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
     return fewer
+
+
+def token_of(mask: Mask, rng: random.Random) -> int:
+    """A random token of a mask that is not empty."""
+    word = rng.choice(np.flatnonzero(mask).tolist())
+    bits = int(mask[word]) & 0xFFFFFFFF
+    return int(32 * word) + rng.choice([bit for bit in range(32) if bits >> bit & 1])
 
 
 def preferring(mask: Mask, avoided: Collection[int]) -> Mask:

@@ -36,14 +36,19 @@ def check_schema(schema: Any) -> None:
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
     nodes = list(_nodes(schema))
-    texts = [text for node in nodes for text in (node.get("pattern"), *_object(node.get("patternProperties")))]
-    length = sum(len(text) for text in texts if isinstance(text, str))
+    length = sum(map(len, patterns(schema)))
     if length > MAX_PATTERN_CHARS:
         raise ValueError(f"has patterns of {length} characters; the limit is {MAX_PATTERN_CHARS}")
     multiples = [Decimal(str(node["multipleOf"])) for node in nodes if type(node.get("multipleOf")) in (int, float)]
     decimals = max([0, *(-int(value.as_tuple().exponent) for value in multiples)])
     if decimals > 20 or math.lcm(*(int(abs(value).scaleb(decimals)) for value in multiples)) > MAX_MULTIPLE:
         raise ValueError(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE}")
+
+
+def patterns(schema: Any) -> list[str]:
+    """The regular expressions of a schema."""
+    found = [text for node in _nodes(schema) for text in (node.get("pattern"), *_object(node.get("patternProperties")))]
+    return [text for text in found if isinstance(text, str)]
 
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:

@@ -85,12 +85,14 @@ class RequestStream:
 
 
 def raise_unless_complete(reason: FinishReason | None, error: str | None, state: EngineState) -> None:
-    """Raises DeadlineExceededError, RequestCancelledError or RequestFailedError if a request ended without its answer.
-    If it ended because the engine shuts down or is dead, raises EngineUnavailableError instead."""
+    """Raises DeadlineExceededError, RequestCancelledError, ConstraintFailedError or RequestFailedError if a request
+    ended without its answer. If it ended because the engine shuts down or is dead, raises EngineUnavailableError."""
     if reason is FinishReason.TIMEOUT:
         raise errors.DeadlineExceededError(error)
     if reason is FinishReason.CANCELLED:
         raise errors.RequestCancelledError(error)
+    if reason is FinishReason.CONSTRAINT:
+        raise errors.ConstraintFailedError(error)
     if reason in (FinishReason.ERROR, FinishReason.ABORT):
         if state in (EngineState.DRAINING, EngineState.DEAD):
             raise errors.EngineUnavailableError(state, error or "the client disconnected")

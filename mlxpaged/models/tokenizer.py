@@ -117,23 +117,32 @@ class Tokenizer:
         return max(1, *(len(token) for token in self._decoder.get_vocab()))
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        check: Callable[[str], None] = lambda text: None,
+        /,
+        **options: Any,
     ) -> list[int]:
-        """Tokens of a conversation up to the start of the assistant's answer. options: `tools`, as OpenAI defines them,
-        `continue_final_message`, and variables of the template. Raises ChatTemplateError."""
+        """Tokens of a conversation up to the start of the assistant's answer. check: raises an error for a text that is
+        too long to be tokenized. options: `tools`, as OpenAI defines them, `continue_final_message`, and variables of
+        the template. Raises ChatTemplateError."""
         if not self.has_chat_template:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
         try:
-            return list(
-                self._encoder.apply_chat_template(
-                    [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **options
-                )
+            text = self._encoder.apply_chat_template(
+                [dict(m) for m in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **options,
             )
         except TemplateLimitError as error:
             raise ChatTemplateError(f"the model's chat template cannot render these messages: {error}") from error
         except Exception as error:  # templates raise any type, with a message
             message = f"the model's chat template refuses these messages: {error}"
             raise ChatTemplateError(message[:MAX_MESSAGE]) from error
+        check(text)
+        return self.encode(text, add_special_tokens=False)
 
     def _shows_last_system(self, *roles: str) -> bool:
         """Whether the chat template renders the last system message of a conversation of these roles. Some templates

@@ -35,13 +35,15 @@ class SequenceStatus(Enum):
 
 class FinishReason(str, Enum):
     """Why a sequence ended. STOP: end of sequence, stop token or stop string. LENGTH: max_tokens reached. ABORT: the
-    client disconnected. CANCELLED: by request. TIMEOUT: a deadline passed or cannot be met. ERROR: a failure."""
+    client disconnected. CANCELLED: by request. TIMEOUT: a deadline passed or cannot be met. CONSTRAINT: the request's
+    constraint cannot be enforced any further. ERROR: a failure."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
+    CONSTRAINT = "constraint"
     ERROR = "error"
 
 

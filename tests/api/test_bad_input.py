@@ -376,6 +376,26 @@ def test_text_that_cannot_fit_the_context_is_refused_without_being_tokenized(
     assert not seen
 
 
+@pytest.mark.parametrize(("path", "reason"), [(CHAT, "has at least"), ("/tokenize", "bytes in UTF-8")])
+def test_calls_that_cannot_fit_the_context_are_refused_without_being_tokenized(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, reason: str
+) -> None:
+    """Their arguments are no content, and the template decides how they are shown."""
+    assert demo_server.engine.info is not None
+    encoded: list[str] = []
+    monkeypatch.setattr(demo_server.engine.info.tokenizer, "encode", lambda text, **_: encoded.append(text) or [1])
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": json.dumps({"x": ["word"] * 200_000})},
+    }
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+    with raw(demo_server) as client:
+        error = check_error(client.post(path, json={"messages": messages}), 400, "messages")
+    assert reason in error["message"]
+    assert not encoded
+
+
 @pytest.mark.parametrize("field", ["top_k", "seed"])
 @pytest.mark.parametrize("value", [2**31, 2**63, 10**30])
 def test_a_number_of_any_size_is_honoured_or_refused(demo_server: RunningServer, field: str, value: int) -> None:

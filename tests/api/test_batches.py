@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -280,6 +281,65 @@ def test_what_cannot_be_done_is_refused_by_name(
         response = client.request(method, path, **options)
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"] == param
+
+
+def form(filename: bytes, charset: str | None) -> dict[str, Any]:
+    """The body of an upload, and its headers."""
+    disposition = b'--b\r\nContent-Disposition: form-data; name="%s"'
+    file = disposition % b"file" + b'; filename="' + filename + b'"\r\n\r\nx\r\n'
+    kind = "multipart/form-data; boundary=b" + ("" if charset is None else f"; charset={charset}")
+    content = file + disposition % b"purpose" + b"\r\n\r\nbatch\r\n--b--\r\n"
+    return {"content": content, "headers": {"content-type": kind}}
+
+
+@pytest.mark.parametrize(
+    ("filename", "charset"),
+    [
+        (b"a", "nothing"),
+        (b"a", "undefined"),
+        (b"\\", "punycode"),
+        (b"xn--a-ecp.ru", "idna"),
+        (b"\\ud800", "unicode_escape"),
+    ],
+)
+def test_a_charset_whose_names_cannot_be_read_is_refused(server: RunningServer, filename: bytes, charset: str) -> None:
+    with raw(server) as client:
+        response = client.post("/v1/files", **form(filename, charset))
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == "invalid_form"
+    assert repr(charset) in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("filename", "charset"), [("é".encode(), None), ("é".encode(), "UTF-8"), (b"\xe9", "iso-8859-1")]
+)
+def test_a_filename_is_read_by_the_charset_of_its_form(
+    server: RunningServer, filename: bytes, charset: str | None
+) -> None:
+    with raw(server) as client:
+        created = client.post("/v1/files", **form(filename, charset)).json()
+        assert created["filename"] == "é"
+        assert client.delete(f"/v1/files/{created['id']}").status_code == 200
+
+
+@pytest.mark.filterwarnings("ignore:Unclosed file:ResourceWarning")  # Starlette does not close a part without an end
+def test_a_damaged_form_is_stored_or_refused(server: RunningServer) -> None:
+    rng = random.Random(7)
+    statuses = set()
+    with raw(server) as client:
+        for _ in range(150):
+            upload = form(rng.choice([b"a", b"\xff", b"\x00", b'\\"', b"\xed\xa0\x80"]), rng.choice([None, "utf-8"]))
+            damaged = bytearray(upload["content"])
+            for _ in range(rng.randrange(4)):
+                at = rng.randrange(len(damaged))
+                damaged[at : at + rng.randrange(4)] = rng.randbytes(rng.randrange(3))
+            response = client.post("/v1/files", content=bytes(damaged), headers=upload["headers"])
+            statuses.add(response.status_code)
+            if response.status_code == 200:
+                path = f"/v1/files/{response.json()['id']}"
+                assert client.get(f"{path}/content").status_code == 200
+                assert client.delete(path).status_code == 200
+    assert statuses == {200, 400}
 
 
 def test_a_file_that_is_too_large_is_not_kept(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

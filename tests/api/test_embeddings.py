@@ -199,6 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no tokens": ({"input": [[]]}, "input.0", "must not be empty"),
     "of two kinds": ({"input": ["a", [5]]}, "input.1", "same kind"),
     "too many": ({"input": ["a"] * 2049}, "input", "has 2049 inputs; the limit is 2048"),
+    "too many together": ({"input": [[5] * 147] * 2048}, "input", "at least 301056 tokens together; .* is 300000"),
     "no input": ({}, "input", "required"),
     "encoding": ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
     "dimensions": ({"input": "a", "dimensions": 0}, "dimensions", "must be at least 1"),

@@ -359,8 +359,15 @@ def test_too_many_headers_are_refused(plain: RunningServer, headers: dict[str, s
 
 @pytest.mark.parametrize(
     "sent",
-    [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * 70_000],
-    ids=["no HTTP", "two hosts", "no host", "endless"],
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * 70_000,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Fold: a\r\n b\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\nX-Fold:\n\tTransfer-Encoding: chunked\n\n",
+    ],
+    ids=["no HTTP", "two hosts", "no host", "endless", "folded", "folded, bare line feeds"],
 )
 def test_what_is_no_http_gets_an_error_in_the_apis_format(plain: RunningServer, sent: bytes) -> None:
     host, port = plain.url.removeprefix("http://").split(":")
@@ -373,6 +380,21 @@ def test_what_is_no_http_gets_an_error_in_the_apis_format(plain: RunningServer, 
     assert head.startswith(b"HTTP/1.1 400 Bad Request")
     response = httpx.Response(400, headers=[line.split(b": ", 1) for line in head.split(b"\r\n")[1:]], content=body)
     assert error_of(response) == (400, None, "invalid_http")
+
+
+def test_a_fold_is_looked_for_in_each_head_and_in_no_body(plain: RunningServer) -> None:
+    host, port = plain.url.removeprefix("http://").split(":")
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    body = b"{}\r\n X: 1\r\n\r\n"
+    sent = head + b"Content-Length: %d\r\n\r\n" % len(body) + body + head + b"Content-Length:\r\n 2\r\n\r\n{}"
+    with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
+        connection.sendall(sent)
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    _, first, second = received.split(b"HTTP/1.1 400 ")
+    assert b"invalid_json" in first
+    assert b"folded" in second
 
 
 def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

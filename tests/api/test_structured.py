@@ -16,16 +16,16 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from mlxpaged.api import server as api_server
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine import Constraint, EngineConfig, GrammarError, StructuredOutput, ToolCallForm, grammar
 from tests.api.helpers import (
     DEADLINE,
     Background,
     answer_text,
     ask,
     block_bytes,
+    check_failure,
     post,
     random_tokens,
-    raw,
     run_on,
     side_by_side,
     stream_together,
@@ -279,6 +279,21 @@ def test_constrained_answers_survive_preemption(tmp_path: Any) -> None:
 
 # -- refusals ------------------------------------------------------------------------------------------------------
 
+
+def doubled(times: int, first: str) -> str:
+    """A grammar whose start is 2^times times `first`."""
+    rules = [f"r{i}: r{i - 1} r{i - 1}" for i in range(1, times + 1)]
+    return "\n".join([f"start: r{times}", f"r0: {first}", *rules]) + "\n"
+
+
+def optional_properties(count: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {f"p{i}": {"enum": [i]} for i in range(count)},
+        "additionalProperties": False,
+    }
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": schema_format({"not": {}})}, "response_format.json_schema.schema", "not"),
     ({"response_format": schema_format({"type": "objct"})}, "response_format.json_schema.schema", "objct"),
@@ -299,7 +314,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": '{"items":' * 5000 + "{}" + "}" * 5000}, "guided_json", "nested too deeply"),
     ({"structured_outputs": {"json": '{"items":' * 150 + "{}" + "}" * 150}}, "structured_outputs.json", "recursion"),
     ({"guided_json": {"enum": ["x" * 140_000]}}, "guided_json", "the limit is 131072"),
-    ({"guided_json": {"items": {"pattern": "a?" * 5000}}}, "guided_json", "patterns of 10000 characters"),
+    ({"guided_json": {"items": {"pattern": "ab" * 5000}}}, "guided_json", "patterns of 10000 characters"),
     ({"guided_json": {"allOf": [{"multipleOf": p} for p in (1009, 1013)]}}, "guided_json", "multipleOf is above 10000"),
     ({"guided_regex": "[a-z"}, "guided_regex", "unclosed character class"),
     ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
@@ -308,6 +323,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar", "missing"),
     ({"guided_grammar": "root ::= ((("}, "guided_grammar", "GBNF"),
     ({"guided_grammar": 'start: "a" start'}, "guided_grammar", "Too many items"),
+    ({"guided_grammar": doubled(20, '"a"')}, "guided_grammar", "Too many items"),
+    ({"guided_grammar": doubled(20, '"a"?')}, "guided_grammar", ""),
+    ({"guided_grammar": f"start: /{'.?' * 1001}/"}, "guided_grammar", "with 1001 optional parts; the limit is 1000"),
+    ({"guided_regex": ".?" * 4000}, "guided_regex", "with 4000 optional parts"),
+    ({"guided_regex": "(|.)" * 1001}, "guided_regex", "with 1001 optional parts"),
+    ({"guided_json": {"items": {"pattern": ".?" * 1001}}}, "guided_json", "with 1001 optional parts"),
+    ({"guided_regex": "((a{1,100}){1,100}){1,100}"}, "guided_regex", "too many expressions"),
+    ({"guided_json": optional_properties(1100)}, "guided_json", "max is 4000"),
     ({"guided_grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "guided_grammar", "nested"),
 ]
 
@@ -373,20 +396,40 @@ def test_a_slow_constraint_is_given_up_and_holds_no_other_request_up(
     demo_server.wait_idle()
 
 
-def test_an_answer_whose_grammar_becomes_too_complex_ends_with_an_error_and_the_others_go_on(
-    demo_server: RunningServer,
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_json": optional_properties(900)}, r"\{.*"),
+        ({"guided_grammar": "\n".join(f'r{i}: "a"? r{i + 1}' for i in range(800)) + '\nr800: "b"\nstart: r0'}, "a*b"),
+        ({"guided_regex": "(.?x){400}"}, r"[^\n]*"),
+    ],
+)
+def test_what_is_large_and_can_go_on_is_answered(
+    demo_server: RunningServer, fields: dict[str, Any], pattern: str
 ) -> None:
+    assert re.fullmatch(pattern, answer_text(demo_server, run_on("x", 8, **fields)))
+
+
+def test_a_form_that_cannot_go_on_after_the_thinking_is_refused(demo_server: RunningServer) -> None:
+    """A whole answer may begin in other ways. So no trial of the whole finds this."""
+    no_end = Constraint("json_schema", '{"$ref": "#"}', "tools.0")
+    call = ToolCallForm("<call>", no_end, "</call>")
+    form = StructuredOutput("never", "", "", "free", "<call>", (call,))
+    with pytest.raises(GrammarError, match="no text matches it") as refusal:
+        demo_server.core.grammars.compile(form)
+    assert refusal.value.param == "tools.0"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_grammar_becomes_too_complex_ends_with_an_error_and_the_others_go_on(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(grammar, "TRIAL_TOKENS", 0)
     branches = [{"type": "object", "properties": {"a": {"maxLength": i}, f"b{i}": {}}} for i in range(500)]
-    bomb = run_on("x", 400, guided_json={"type": "array", "minItems": 1, "items": {"anyOf": branches}})
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": branches}, "description": str(stream)}
+    bomb = Background.post(demo_server, "/v1/completions", run_on("x", 400, guided_json=schema, stream=stream))
     plain = run_on(random_tokens(20, 1), 30)
-    expected = answer_text(demo_server, plain)
-    with raw(demo_server) as client:
-        failed: dict[str, httpx.Response] = {}
-        thread = threading.Thread(target=lambda: failed.update(r=client.post("/v1/completions", json=bomb)))
-        thread.start()
-        assert answer_text(demo_server, plain) == expected
-        thread.join(DEADLINE)
-    error = failed["r"].json()["error"]
-    assert failed["r"].status_code == 500
+    answer_text(demo_server, plain)
+    error = check_failure(bomb, 400, "invalid_request_error", "constraint_failed")
     assert "cannot be continued within its constraint" in error["message"]
     wait_until(lambda: demo_server.engine.num_unfinished == 0)

@@ -335,7 +335,7 @@ def test_a_format_that_cannot_be_enforced_is_refused(tmp_path: Any, fields: dict
         ({"type": "object", "not": {}}, "not"),
         ({"type": "array"}, "the type of the parameters must be 'object', got 'array'"),
         ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "required property 'a' is unsatisfiable"),
-        ({"type": "object", "properties": {"a": {"pattern": "a?" * 5000}}}, "patterns of 10000 characters"),
+        ({"type": "object", "properties": {"a": {"pattern": "ab" * 5000}}}, "patterns of 10000 characters"),
     ],
 )
 def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(

@@ -64,6 +64,8 @@ def test_the_count_is_the_one_that_the_answer_reports(demo_server: RunningServer
         ("/tokenize", {"prompt": ["x"]}, "prompt"),
         ("/tokenize", {"prompt": "x" * 1_000_001}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 1_000_001}]}, "messages"),
+        ("/tokenize", {"prompt": "😀" * 250_001}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "😀" * 250_001}]}, "messages"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools"),
         ("/detokenize", {}, "tokens"),
@@ -98,6 +100,23 @@ def test_tokenizing_leaves_the_event_loop_free(demo_server: RunningServer, monke
         assert client.get("/health").status_code == 200
     go_on.set()
     assert pending.result().json()["count"] >= 1
+
+
+def test_a_long_answer_is_made_off_the_event_loop_and_off_the_tokenizers_thread(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = demo_server.engine.info
+    assert info is not None
+    threads, token_text = set(), info.tokenizer.token_text
+
+    def recorded(token_id: int) -> str:
+        threads.add(threading.current_thread().name.rpartition("_")[0])
+        return token_text(token_id)
+
+    monkeypatch.setattr(info.tokenizer, "token_text", recorded)
+    answer = send(demo_server, "/tokenize", prompt="😀" * 20_000, return_token_strs=True).json()
+    assert len(answer["token_strs"]) == answer["count"] == len(answer["tokens"]) > 20_000
+    assert threads == {"mlxpaged-body"}
 
 
 def test_a_model_tells_its_limits_and_what_it_can_do(client: OpenAI) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -35,7 +37,7 @@ def cut(text: str, at: list[int]) -> list[str]:
 
 
 ALPHABET = st.text("ab\n", max_size=24)
-STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4).map(tuple)
+STOPS = st.lists(st.text("ab\n", min_size=1, max_size=7), max_size=6).map(tuple)
 CUTS = st.lists(st.integers(0, 100), max_size=12)
 
 
@@ -87,3 +89,19 @@ def test_what_was_held_back_comes_at_the_end_and_only_once() -> None:
 @pytest.mark.parametrize("pieces", [["x🙂y"], ["x", "🙂", "y"]])
 def test_a_stop_string_may_be_any_characters(pieces: list[str]) -> None:
     assert feed_all(pieces, ("🙂",)) == ("x", True)
+
+
+def seconds(stop: tuple[str, ...]) -> float:
+    """CPU time for 300 pieces of which each could begin a stop string. The second half counts: the first piece makes
+    the automaton."""
+    strings = StopStrings(stop)
+    for number in range(300):
+        if number == 150:
+            started = time.thread_time()
+        assert not strings.feed("aaab")[1]
+    return time.thread_time() - started
+
+
+def test_many_long_stop_strings_take_no_more_time_than_a_short_one() -> None:
+    long = tuple("a" * 1000 + chr(ord("c") + i) * 24 for i in range(16))
+    assert min(seconds(long) for _ in range(3)) < 10 * max(seconds(("ac",)) for _ in range(3))

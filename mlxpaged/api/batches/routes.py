@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -27,6 +28,8 @@ from mlxpaged.api.schema import Body, Labels
 from mlxpaged.api.server import server_of
 
 MAX_FILE_BYTES = 200 * 1024 * 1024
+FORM_CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")
+"""Encodings of the names in a form. Python has others that raise any error, or make text that cannot be saved."""
 WINDOW_UNITS = {"m": 60, "h": 3600, "d": 86400}
 
 Record = TypeVar("Record", FileRecord, BatchRecord)
@@ -90,8 +93,13 @@ async def create_file(request: Request) -> Response:
 
 async def read_form(request: Request) -> FormData:
     """Raises ApiError if the body is not a form of one file and its purpose, or is larger than MAX_FILE_BYTES."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    if kind != b"multipart/form-data":
         raise ApiError(400, "the body must be multipart/form-data", code="invalid_form")
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in FORM_CHARSETS:
+        message = f"the charset of the form must be {' or '.join(FORM_CHARSETS)}, got {charset!r}"
+        raise ApiError(400, message, code="invalid_form")
     try:
         form = await MultiPartParser(request.headers, pieces(request, MAX_FILE_BYTES), max_files=1).parse()
     except MultiPartException as error:

@@ -9,7 +9,6 @@ from typing import Any
 from mlxpaged.api.generation.deltas import CallEnd, Delta, Text, Thinking
 from mlxpaged.api.generation.tool_calls import CallReader
 from mlxpaged.engine import Constraint, StructuredOutput
-from mlxpaged.engine.stop_strings import overlap
 from mlxpaged.models import Tags
 
 
@@ -156,6 +155,11 @@ class AnswerParser:
                 self._trim = False
                 self._texts |= self._section is Section.TEXT
                 deltas.append(Thinking(said) if self._section is Section.THINKING else Text(said))
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def alike(text: str, mark: str) -> bool:

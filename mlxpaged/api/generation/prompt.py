@@ -130,7 +130,11 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
     options = {**chat.chat_template_kwargs, **check.thinking_switch(request, chat, info)}
     tools = [tool.for_template() for tool in chat.offered_tools]
     num_chars = sum(len(message["content"]) for message in chat.messages) + sum(len(json.dumps(tool)) for tool in tools)
-    check.check_text_length(request.client_name("messages"), num_chars, info)
+
+    def check_length(num_chars: int) -> None:
+        check.check_text_length(request.client_name("messages"), num_chars, info)
+
+    check_length(num_chars)
     messages = chat.messages
     if not info.tokenizer.shows_tools:
         messages = in_plain_text(messages, chat.offered_tools)
@@ -141,7 +145,10 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
     opens_answer = chat.add_generation_prompt
     if opens_answer is None:
         opens_answer = not chat.continue_final_message
-    return lambda: info.tokenizer.apply_chat_template(messages, opens_answer, **options)
+    # Only the rendered text has all of the calls and the reasoning of earlier turns, as far as the template shows them.
+    return lambda: info.tokenizer.apply_chat_template(
+        messages, opens_answer, lambda text: check_length(len(text)), **options
+    )
 
 
 def thinking_of(info: EngineInfo, chat: Chat, prompt: list[int]) -> Thinking:
