@@ -33,6 +33,9 @@ CLIENT_CLOSED_REQUEST = 499
 NO_RETRY = {"x-should-retry": "false"}
 """Without this header, OpenAI's clients repeat a request after a 408, which would take as long once more."""
 
+NO_ROOM = "insufficient_memory"
+"""The code of the error of a model that does not fit."""
+
 NOT_RENDERED = "the chat template cannot render the messages"
 """The log's reason for a ChatTemplateError: the template's own message can have text of the conversation."""
 
@@ -145,7 +148,7 @@ def load_failed(model: str, error: Exception) -> ApiError:
 def no_room(model: str, error: NoRoomError) -> ApiError:
     """507 is "Insufficient Storage" (RFC 4918, 11.5). The message has the numbers."""
     message = f"model: {model!r} does not fit: {error}"
-    return ApiError(507, message, "server_error", "model", "insufficient_memory", RETRY if error.for_now else NO_RETRY)
+    return ApiError(507, message, "server_error", "model", NO_ROOM, RETRY if error.for_now else NO_RETRY)
 
 
 def from_validation(error: ValidationError) -> ApiError:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -21,6 +20,7 @@ from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
+from mlxpaged.daemon_thread import in_daemon_thread
 from mlxpaged.registry import LoadFailedError, Model, ModelUnknownError, NoRoomError, Registry
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Server:
         except asyncio.TimeoutError:
             message = f"{constraint.param}: the grammar compiler was busy for {COMPILE_SECONDS:.0f} s; try again"
             raise engine.EngineBusyError(message) from None
-        compiled = asyncio.wrap_future(in_daemon_thread(lambda: info.grammars.compile(constraint)))
+        compiled = asyncio.wrap_future(in_daemon_thread(lambda: info.grammars.compile(constraint), "mlxpaged-grammar"))
         compiled.add_done_callback(self._end_compiling)
         await asyncio.wait([compiled], timeout=COMPILE_SECONDS)
         if not compiled.done():
@@ -212,7 +212,7 @@ class Load:
     """A load that a stream waits for. It goes on if the stream ends."""
 
     def __init__(self, model: Model, task: asyncio.Future[engine.AsyncEngine]) -> None:
-        self._model = model
+        self.model = model
         self._task = task
 
     @property
@@ -221,7 +221,7 @@ class Load:
 
     @property
     def progress(self) -> str:
-        loading = self._model.engine
+        loading = self.model.engine
         return str(loading.progress) if loading is not None and loading.progress is not None else "loading"
 
     async def wait(self, seconds: float) -> None:
@@ -230,20 +230,6 @@ class Load:
     def raise_if_failed(self) -> None:
         """Raises ApiError."""
         self._task.result()
-
-
-def in_daemon_thread(function: Callable[[], Result]) -> Future[Result]:
-    """Runs a function that cannot be interrupted. Unlike an executor's thread, this one does not delay the exit."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="mlxpaged-grammar", daemon=True).start()
-    return future
 
 
 def server_of(request: Request) -> Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
@@ -12,7 +13,14 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.errors import RETRY
 from mlxpaged.api.metrics import CONTENT_TYPE
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import AsyncEngine, EngineInfo, EngineState, EngineStatus, SequenceState
+from mlxpaged.engine import (
+    AsyncEngine,
+    EngineInfo,
+    EngineState,
+    EngineStatus,
+    EngineUnavailableError,
+    SequenceState,
+)
 from mlxpaged.registry import Model
 
 
@@ -61,7 +69,7 @@ async def status(request: Request) -> Response:
     if state is EngineState.LOADING and registry.progress is not None:
         found["progress"] = str(registry.progress)
     asked = [] if state is EngineState.STALLED else registry.loaded  # a stalled engine does not reply
-    models = {model: await running_engine(model.engine) for model in asked if model.engine is not None}
+    models = {model: await at_work(model) for model in asked}
     found |= models.get(registry.default, {})
     described = [model_fields(model) | models.get(model, {}) for model in registry.loaded]
     return JSONResponse(found | {"models": described})
@@ -72,9 +80,12 @@ def model_fields(model: Model) -> dict[str, Any]:
     return {"id": model.name, "state": model.state.value, "kind": kind, "memory_bytes": model.memory_bytes}
 
 
-async def running_engine(engine: AsyncEngine) -> dict[str, Any]:
-    """Returns what a loaded model has at work."""
-    return describe_engine(engine, await engine.status())
+async def at_work(model: Model) -> dict[str, Any]:
+    """Returns what a model has at work; nothing if it was unloaded meanwhile."""
+    with contextlib.suppress(EngineUnavailableError):
+        if (engine := model.engine) is not None:
+            return describe_engine(engine, await engine.status())
+    return {}
 
 
 def describe_engine(engine: AsyncEngine, found: EngineStatus) -> dict[str, Any]:
@@ -133,5 +144,8 @@ async def clear_cache(request: Request) -> Response:
     """Empties the prefix caches of all models. Running requests keep their blocks."""
     registry = server_of(request).started()
     registry.require_ready()
-    dropped = [await model.engine.clear_cache() for model in registry.loaded if model.engine is not None]
-    return JSONResponse({"dropped_blocks": sum(dropped)})
+    dropped = 0
+    for model in registry.loaded:
+        with contextlib.suppress(EngineUnavailableError):  # it was unloaded meanwhile, and its cache with it
+            dropped += 0 if model.engine is None else await model.engine.clear_cache()
+    return JSONResponse({"dropped_blocks": dropped})

@@ -60,6 +60,7 @@ def handler(
         if streams is not None and wants_stream(body):
             load = await server_of(request).begin_load(request, getattr(body, "model", None))
             if load is not None:
+                request.state.has_begun = True  # its headers are sent before the handler is called
                 work = respond(request, body)
                 response = EventStream(after_loading(request, load, work, streams), work.close, streams)
         if response is None:
@@ -102,12 +103,13 @@ async def after_loading(
 ) -> AsyncGenerator[str, None]:
     """Yields comments that say how far the load is, then the events of the response. Lines have no comments."""
     try:
-        while not load.done:
-            if media_type == EVENTS:
-                yield comment(load.progress)
-            await load.wait(LOADING_SECONDS)
-        load.raise_if_failed()
-        response = await respond
+        with load.model.wanted():  # until the request is submitted
+            while not load.done:
+                if media_type == EVENTS:
+                    yield comment(load.progress)
+                await load.wait(LOADING_SECONDS)
+            load.raise_if_failed()
+            response = await respond
     except Exception as error:
         yield error_event(from_engine(error), request, media_type)
         return

@@ -61,7 +61,7 @@ class AsyncEngine:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._loaded = asyncio.Event()  # set when the model is loaded or failed to load
         self._ended = asyncio.Event()  # set when the engine thread holds nothing of it any more
-        self.lacks_memory = False  # whether the model failed to load only because too little memory was free
+        self.failure: Failure | None = None  # that ended the model
         self._idle = asyncio.Event()
         self._idle.set()
         self.idle_since = clock()
@@ -111,7 +111,7 @@ class AsyncEngine:
             return self.info
         messages = {
             EngineState.LOADING: f"the model is still loading{f': {self.progress}' if self.progress else ''}",
-            EngineState.DRAINING: "the server is shutting down",
+            EngineState.DRAINING: str(self.reason),
         }
         raise EngineUnavailableError(self.state, messages.get(self.state, f"the engine is dead: {self.reason}"))
 
@@ -195,9 +195,13 @@ class AsyncEngine:
         assert output.vectors is not None
         return output.vectors
 
+    def touch(self) -> None:
+        """Note that the model is used now."""
+        self.idle_since = self.clock()
+
     def _note_idle(self) -> None:
-        if not self.num_unfinished:
-            self.idle_since = self.clock()
+        if not self.num_unfinished and not self._idle.is_set():
+            self.touch()
             self._idle.set()
 
     def _abort(self, request_id: str) -> None:
@@ -305,7 +309,7 @@ class AsyncEngine:
         """Free what the model holds, also while it loads. Its requests end with an error. Other models go on."""
         if self.state is not EngineState.DEAD:
             self.state = EngineState.DRAINING
-            self.reason = "the model is being unloaded"
+            self.reason = "the model was unloaded"
         self.thread.unload(self.slot)
         await self._ended.wait()
 
@@ -334,6 +338,7 @@ class AsyncEngine:
 
     def _become_ready(self, info: EngineInfo | EmbeddingInfo, stats: EngineStats) -> None:
         self.info, self.stats = info, stats
+        self.touch()  # the load may have taken longer than --idle-unload
         if self.state is EngineState.LOADING:
             self.state = EngineState.READY
         self._loaded.set()
@@ -359,8 +364,11 @@ class AsyncEngine:
 
     def _become_dead(self, failure: Failure | None) -> None:
         self.state = EngineState.DEAD
-        self.reason = "the engine was stopped" if failure is None else failure.reason
-        self.lacks_memory = failure is not None and failure.lacks_memory
+        if failure is not None:
+            self.reason = failure.reason
+        elif self.reason is None:
+            self.reason = "the engine was stopped"
+        self.failure = failure
         for waiter in self._replies:
             if not waiter.done():
                 waiter.set_exception(EngineUnavailableError(self.state, f"the engine is dead: {self.reason}"))

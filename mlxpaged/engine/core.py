@@ -88,6 +88,7 @@ class EngineCore:
         self._prompt_chunks: tuple[PromptChunk, ...] = ()  # of the step that was processed last
         self._ids = itertools.count()
         self.requests: dict[int, RunningRequest] = {}
+        self._num_by_priority = dict.fromkeys(Priority, 0)  # of them
         self._sequence_of: dict[str, int] = {}
         self._deadlines = Deadlines(scheduler)
         self._log = StepLog()
@@ -119,6 +120,7 @@ class EngineCore:
         running = RunningRequest(request, sequence, self.served.tokenizer, matcher, parent)
         self.scheduler.add(sequence)
         self.requests[sequence.sequence_id] = running
+        self._num_by_priority[request.priority] += 1
         self._deadlines.watch(sequence)
         self._sequence_of[request.request_id] = sequence.sequence_id
 
@@ -244,8 +246,8 @@ class EngineCore:
     @property
     def weight(self) -> float:
         """Its share of the device while other models have work too, by the highest priority among its requests."""
-        highest = min((running.request.priority for running in self.requests.values()), default=Priority.NORMAL)
-        return WEIGHTS[highest]
+        highest = (priority for priority, count in self._num_by_priority.items() if count)
+        return WEIGHTS[next(highest, Priority.NORMAL)]
 
     def give_back(self) -> int:
         """Shrink the pool to what running requests and the pool's least size need. Returns the bytes that are freed."""
@@ -313,11 +315,12 @@ class EngineCore:
             self._sample(step)
         self._in_flight = step
 
-    def rest(self) -> bool:
-        """What the engine does instead of a step while it has no work: it gives back memory. Returns whether it did."""
+    def rest(self, device_is_idle: bool) -> bool:
+        """What the engine does instead of a step while it has no work: it gives back memory. Returns whether it did.
+        device_is_idle: whether no other model has work."""
         self.scheduler.blocks.size.missing = 0  # no request waits for more
         self.scheduler.learn()
-        return self._resize_pools(is_idle=True)
+        return self._resize_pools(is_idle=True, device_is_idle=device_is_idle)
 
     def finish_in_flight_step(self) -> list[RequestOutput]:
         """Wait for the step in flight, if there is one, and process its tokens."""
@@ -327,9 +330,9 @@ class EngineCore:
             self._rebuild_pools(error)
         return self._take_outputs()
 
-    def _resize_pools(self, is_idle: bool = False) -> bool:
+    def _resize_pools(self, is_idle: bool = False, device_is_idle: bool = False) -> bool:
         """Resize a part of the KV pools if they are to grow or shrink, after the step in flight. Returns whether."""
-        num_blocks = self.resizer.poll(is_idle)
+        num_blocks = self.resizer.poll(is_idle, device_is_idle)
         if num_blocks is None and not self.resizer.is_due:
             return False
         try:
@@ -505,6 +508,7 @@ class EngineCore:
     def _release(self, running: RunningRequest) -> None:
         sequence_id = running.sequence.sequence_id
         del self.requests[sequence_id]
+        self._num_by_priority[running.request.priority] -= 1
         del self._sequence_of[running.request.request_id]
         self._deadlines.forget(sequence_id)
         self.sampler.forget(sequence_id)

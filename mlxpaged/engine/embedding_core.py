@@ -74,7 +74,7 @@ class EmbeddingCore:
     def pause(self) -> float:
         return 0.0 if self.embeds() else REST_SECONDS
 
-    def rest(self) -> bool:
+    def rest(self, device_is_idle: bool) -> bool:
         return False
 
     def give_back(self) -> int:

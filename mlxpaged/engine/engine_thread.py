@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.stall import Stall, StepSize, Work
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
-from mlxpaged.models import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +45,18 @@ class LoadCancelled(BaseException):
 
 @dataclass(frozen=True)
 class Failure:
-    """lacks_memory: whether the model could be loaded if more memory were free."""
+    """lacks_memory: whether the model could be loaded if more memory were free. missing_bytes: at least so much more;
+    0 if it is not known."""
 
     reason: str
     lacks_memory: bool = False
+    missing_bytes: int = 0
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        known = isinstance(error, EXPECTED)
-        return cls(str(error) if known else f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
+        reason = str(error) if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}"
+        missing = error.missing_bytes if isinstance(error, InsufficientMemoryError) else 0
+        return cls(reason, isinstance(error, MemoryError), missing)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,23 @@ class Activity(NamedTuple):
         return core.embedding_size() if self.work is Work.EMBEDDINGS else core.step_size()
 
 
+class Guard:
+    """Ends a model if its engine fails in this context. The others go on. A generator would take three times as long,
+    in every step."""
+
+    def __init__(self, slot: ModelSlot, end: Callable[[ModelSlot, BaseException], None]) -> None:
+        self._slot = slot
+        self._end = end
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if error is not None:
+            logger.critical("the engine of a model failed", exc_info=error)
+            self._end(self._slot, error)
+        return True
+
+
 class EngineThread(threading.Thread):
     """Runs commands between steps, and steps while there is work. Without work it waits for commands, and looks about
     once a second whether it is to give back memory."""
@@ -112,7 +131,7 @@ class EngineThread(threading.Thread):
         super().__init__(name="mlxpaged-engine", daemon=True)
         self._clock = clock
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._slots: list[ModelSlot] = []  # of the loaded models
+        self._loaded: tuple[tuple[ModelSlot, Core], ...] = ()
         self._to_load: deque[ModelSlot] = deque()
         self._loading: ModelSlot | None = None
         self._virtual_time = 0.0  # of the model that took the last turn, at its start
@@ -156,15 +175,15 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         prepare_device_memory()
         while not self._ending:
-            self._take_turn(self._pause())
-            if self._has_garbage:
-                self._has_garbage = False
-                free_garbage()
-                self._limit_freed_buffers()
-            if self._to_load and not self._ending:
-                self._load(self._to_load.popleft())
-        for slot in [*self._slots, *self._to_load]:
-            self._end_slot(slot, why="the server was shut down")
+            try:
+                self._take_turn(self._pause())
+                self._free_garbage()
+                if self._to_load and not self._ending:
+                    self._load(self._to_load.popleft())
+            except BaseException as error:  # of no model in particular; without an end, requests would wait for ever
+                logger.critical("the engine thread failed", exc_info=error)
+                self._end_slots(error)
+        self._end_slots(why="the server was shut down")
         self.activity = None
 
     def _begin(self, work: Work, slot: ModelSlot | None = None) -> None:
@@ -174,10 +193,7 @@ class EngineThread(threading.Thread):
         """Seconds for which nothing is to be done if no command arrives."""
         if self._to_load or self._has_garbage:
             return 0.0
-        return min((core.pause() for _, core in self._loaded()), default=REST_SECONDS)
-
-    def _loaded(self) -> list[tuple[ModelSlot, Core]]:
-        return [(slot, slot.core) for slot in self._slots if slot.core is not None]
+        return min([core.pause() for _, core in self._loaded], default=REST_SECONDS)
 
     def _take_turn(self, pause: float) -> None:
         """Run the commands, waiting up to `pause` seconds for the first one, and a step of one model."""
@@ -193,7 +209,7 @@ class EngineThread(threading.Thread):
             command()
             if self.commands.empty():
                 self._deliver_outputs()
-        for slot, core in self._loaded():
+        for slot, core in self._loaded:
             with self._guarded(slot):
                 slot.outputs += core.expire()
         self._deliver_outputs()  # before the step, so that clients do not wait for it
@@ -202,22 +218,25 @@ class EngineThread(threading.Thread):
 
     def _step(self) -> None:
         """Run a step of the model whose turn it is. The idle ones give back memory."""
-        working = []
-        for slot, core in self._loaded():
+        working, idle = [], []
+        for slot, core in self._loaded:
             has_work = core.has_work() or core.embeds()
             if has_work:
                 if not slot.had_work:  # an idle time gives no claim to later turns
                     slot.virtual_time = max(slot.virtual_time, self._virtual_time)
                 working.append(slot)
             else:
-                with self._guarded(slot):
-                    if core.rest():
-                        self._deliver(slot)
+                idle.append((slot, core))
             slot.had_work = has_work
-        for slot in sorted(working, key=self._order):
+        for slot, core in idle:
+            with self._guarded(slot):
+                if core.rest(device_is_idle=not working):
+                    self._deliver(slot)
+        alone = len(working) == 1
+        for slot in working if alone else sorted(working, key=self._order):
             self._virtual_time, started = slot.virtual_time, self._clock()
             with self._guarded(slot):
-                self._step_of(slot, alone=len(working) == 1)
+                self._step_of(slot, alone)
             if slot.core is not None:
                 slot.virtual_time += (self._clock() - started) / slot.core.weight
                 if slot.core.waits_for_memory:
@@ -265,23 +284,18 @@ class EngineThread(threading.Thread):
                 slot.outputs += command(slot.core)
 
     def _deliver_outputs(self) -> None:
-        for slot in self._slots:
+        for slot, _ in self._loaded:
             if slot.outputs:
-                self._deliver(slot)
+                with self._guarded(slot):
+                    self._deliver(slot)
 
     def _deliver(self, slot: ModelSlot) -> None:
         assert slot.core is not None
         outputs, slot.outputs = slot.outputs, []
         slot.callbacks.on_step(outputs, slot.core.stats())
 
-    @contextlib.contextmanager
-    def _guarded(self, slot: ModelSlot) -> Iterator[None]:
-        """End the model if its engine fails. The others go on."""
-        try:
-            yield
-        except BaseException as error:
-            logger.critical("the engine of a model failed", exc_info=error)
-            self._end_slot(slot, error)
+    def _guarded(self, slot: ModelSlot) -> Guard:
+        return Guard(slot, self._end_slot)
 
     # -- loading and unloading ---------------------------------------------------------------------------------------
 
@@ -290,6 +304,7 @@ class EngineThread(threading.Thread):
             slot.callbacks.on_progress(progress)
             self._take_turn(0.0)
             self._begin(Work.LOAD, slot)
+            self._free_garbage()
             if slot.is_unwanted or self._ending:
                 raise LoadCancelled
 
@@ -308,9 +323,10 @@ class EngineThread(threading.Thread):
         else:
             if isinstance(slot.core, EngineCore):
                 slot.core.device = self._device
-            self._slots.append(slot)
+            self._loaded += ((slot, slot.core),)
             slot.callbacks.on_ready(slot.core)
-        self._loading = None
+        finally:
+            self._loading = None
         self._limit_freed_buffers()
 
     def _unload(self, slot: ModelSlot) -> None:
@@ -318,29 +334,42 @@ class EngineThread(threading.Thread):
         if slot is not self._loading:  # otherwise the load ends at its next report
             self._end_slot(slot)
 
+    def _free_garbage(self) -> None:
+        """Also between two parts of a load: the model may need what another one held."""
+        if self._has_garbage:
+            self._has_garbage = False
+            free_garbage()
+            self._limit_freed_buffers()
+
     def _limit_freed_buffers(self) -> None:
-        if loaded := self._loaded():
-            limit_freed_buffers(max(core.step_bytes for _, core in loaded))
+        if self._loaded:
+            limit_freed_buffers(max(core.step_bytes for _, core in self._loaded))
 
     def _end(self) -> None:
         self._ending = True
+
+    def _end_slots(self, error: BaseException | None = None, why: str = UNLOADED) -> None:
+        for slot in [*(slot for slot, _ in self._loaded), *self._to_load]:
+            self._end_slot(slot, error, why)
 
     def _end_slot(self, slot: ModelSlot, error: BaseException | None = None, why: str = UNLOADED) -> None:
         """End a model and its requests. error: the reason if it failed. why: otherwise the reason."""
         if slot.has_ended:
             return
         slot.has_ended = True
-        for slots in (self._slots, self._to_load):
-            if slot in slots:
-                slots.remove(slot)
+        self._loaded = tuple(each for each in self._loaded if each[0] is not slot)
+        if slot in self._to_load:
+            self._to_load.remove(slot)
         self._has_garbage = True
         core, slot.core = slot.core, None
-        why = why if error is None else str(error)
         if core is not None:
-            if error is None:
-                slot.callbacks.on_step(slot.outputs + core.abort_all(why), core.stats())
-            logger.info("engine stopped: %s; KV blocks: %s", why, core.stats().scheduler.blocks)
-            core.close()
+            try:
+                if error is None:
+                    slot.callbacks.on_step(slot.outputs + core.abort_all(why), core.stats())
+                    logger.info("engine stopped: %s; KV blocks: %s", why, core.stats().scheduler.blocks)
+                core.close()
+            except Exception:  # the state of a failed engine is not known; its requests end below
+                logger.exception("a model did not end cleanly")
         # Not the error itself: its traceback refers to the model's weights.
         slot.callbacks.on_end(None if error is None else Failure.of(error))
 

@@ -164,10 +164,10 @@ class PoolResizer:
 
     # -- shrinking -----------------------------------------------------------------------------------------------
 
-    def poll(self, is_idle: bool) -> int | None:
+    def poll(self, is_idle: bool, device_is_idle: bool = False) -> int | None:
         """Read the system's memory pressure if it is time, and decide whether the pool may grow. Returns the number of
-        blocks to shrink to, if any. Gives back MLX's freed buffers if the system is short of memory or the engine is
-        idle."""
+        blocks to shrink to, if any. Gives back MLX's freed buffers if the system is short of memory, or if the engine
+        is idle and so is the device: the next step of another model would take them again."""
         now = self._clock()
         if not is_idle:
             self._active_at = now
@@ -188,7 +188,7 @@ class PoolResizer:
             self._size.may_grow = True
         present = self._size.num_blocks
         rests = now >= max(self._active_at, self._yielded_at) + IDLE_SECONDS
-        if rests or level is not MemoryPressure.NORMAL:
+        if (rests and device_is_idle) or level is not MemoryPressure.NORMAL:
             mx.clear_cache()
         keep = self._size_to_keep(level, now, rests)
         enough = keep == self._least or present - keep >= LEAST_SHARE * present

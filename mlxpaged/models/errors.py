@@ -10,7 +10,11 @@ class UnsupportedModelError(Exception):
 
 
 class InsufficientMemoryError(UnsupportedModelError, MemoryError):
-    """The model could be served if more memory were free. The message has both amounts."""
+    """The model could be served if `missing_bytes` more of memory were free. The message has both amounts."""
+
+    def __init__(self, message: str, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
 
 
 class AdapterError(UnsupportedModelError):

@@ -168,7 +168,8 @@ def check_before_loading(name: str, directory: Path, sizes: FileSizes, reserved:
     try:
         check_directory(directory, sizes, free_device_memory(), reserved)
     except UnsupportedModelError as error:
-        raise type(error)(f"{name} cannot be loaded: {error}") from None
+        error.args = (f"{name} cannot be loaded: {error}",)
+        raise
 
 
 def load_model(

@@ -119,13 +119,15 @@ def check_model(
     check_architecture(config)
     check_tokenizer(tokenizer_config, sizes)
     known = [size for size in weights.values() if size is not None]
-    if len(known) == len(weights) and sum(known) + sum(reserved) > free_bytes:
+    needed = sum(known) + sum(reserved)
+    if len(known) == len(weights) and needed > free_bytes:
         parts = [f"its weights take {sum(known) / 1e9:.1f} GB"]
         parts += [f"--kv-cache-memory {reserved.kv_cache / 1e9:.1f} GB"] * bool(reserved.kv_cache)
         parts += [f"a step {reserved.step / 1e9:.1f} GB"] * bool(reserved.step)
         raise InsufficientMemoryError(
             f"{' and '.join(parts)}, but only {free_bytes / 1e9:.1f} GB of memory are free; use a smaller model, or a "
-            "variant with fewer bits per weight"
+            "variant with fewer bits per weight",
+            needed - free_bytes,
         )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import TypeVar
 
 from mlxpaged.attention import ReportAmount
+from mlxpaged.daemon_thread import in_daemon_thread
 
 Result = TypeVar("Result")
 
@@ -30,9 +31,9 @@ class Turns:
         self._report(*self._amounts)
 
     def during(self, work: Callable[[], Result]) -> Result:
-        """Run what does not use MLX on a thread, and take turns meanwhile."""
-        with ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-load") as threads:
-            future = threads.submit(work)
-            while not wait([future], WAIT_SECONDS).done:
-                self.take()
+        """Run what does not use MLX on a thread, and take turns meanwhile. If a turn raises because the load is not
+        wanted any more, the work ends by itself: a download can take an hour."""
+        future = in_daemon_thread(work, "mlxpaged-load")
+        while not wait([future], WAIT_SECONDS).done:
+            self.take()
         return future.result()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import constants, scan_cache_dir, try_to_load_from_cache
-from huggingface_hub.errors import CacheNotFound, HFValidationError
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
+from mlxpaged.models.downloads import repositories
 from mlxpaged.models.preflight import local_file_sizes, weight_files
 from mlxpaged.models.short_names import full_name
 
@@ -34,11 +35,11 @@ class Catalog:
 
     def find(self, name: str) -> Found | None:
         """A name is that of a repository (OWNER/NAME), its short name, or that of a directory."""
-        parts = Path(name).parts
-        if Path(name).is_absolute() or ".." in parts or not parts:
+        path = Path(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
             return None
-        for directory in self._directories:
-            if (found := described(name, directory / name)) is not None:
+        for directory in self._directories:  # "a/./b" and "a/b/" are the model "a/b"
+            if (found := described(str(path), directory / path)) is not None:
                 return found
         name = full_name(name)
         try:
@@ -49,8 +50,12 @@ class Catalog:
             return None
         return described(name, Path(config).parent) if isinstance(config, str) else None
 
-    def find_directory(self, path: Path) -> Found | None:
-        """A directory anywhere on the machine."""
+    def find_directory(self, name: str) -> Found | None:
+        """A directory anywhere on the machine, by its absolute path."""
+        try:
+            path = Path(name).expanduser()
+        except RuntimeError:  # there is no such user
+            return None
         return described(str(path), path)
 
     def find_source(self, source: str) -> Found | None:
@@ -66,18 +71,17 @@ class Catalog:
             for path in sorted(directory.glob("**/config.json"))
             if (each := described(str(path.parent.relative_to(directory)), path.parent)) is not None
         ]
-        try:
-            repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-        except CacheNotFound:
-            repositories = frozenset()
-        names = sorted(repository.repo_id for repository in repositories if repository.repo_type == "model")
+        names = sorted(repository.repo_id for repository in repositories())
         found += [each for name in names if (each := self.find(name)) is not None]
         return list({each.name: each for each in found}.values())
 
 
 def described(name: str, path: Path) -> Found | None:
-    """None if the directory has no config.json and weights."""
-    if not (path / "config.json").is_file():
+    """None if the directory has no config.json and weights, or cannot be read."""
+    try:
+        if not (path / "config.json").is_file():
+            return None
+        sizes = weight_files(local_file_sizes(path))
+    except OSError:  # for example if the name is too long, or the directory is another user's
         return None
-    sizes = weight_files(local_file_sizes(path))
     return Found(name, path, sum(size or 0 for size in sizes.values())) if sizes else None

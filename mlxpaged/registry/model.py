@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -28,7 +30,7 @@ class Model:
     error: str | None = None
     used_at: int | None = None
     size_bytes: int | None = None  # of its weights on the disk; None if it is not known
-    num_waiting: int = 0  # requests that wait for the load
+    num_waiting: int = 0  # requests that wait for the load, or are about to be submitted
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
 
     @property
@@ -53,6 +55,26 @@ class Model:
         return self.state is ModelState.LOADED
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it is loaded, and no request runs or is about to."""
+        return self.is_loaded and self.engine is not None and self.engine.is_idle and not self.num_waiting
+
+    @property
+    def idle_since(self) -> float:
+        """When it was used last, on the engine's clock."""
+        assert self.engine is not None
+        return self.engine.idle_since
+
+    @contextlib.contextmanager
+    def wanted(self) -> Iterator[None]:
+        """Until the end of the context, the model is not unloaded for another one."""
+        self.num_waiting += 1
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+
+    @property
     def failure(self) -> str | None:
         """Why it is FAILED."""
         if self.engine is not None and self.engine.state is EngineState.DEAD:
@@ -65,3 +87,10 @@ class Model:
         if not self.is_loaded or self.engine is None or self.engine.info is None or self.engine.stats is None:
             return None
         return self.engine.info.weight_bytes + self.engine.stats.kv_cache_bytes + self.engine.stats.state_bytes
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        """Most bytes that it could free for another model: all if it may be unloaded, else its KV pools."""
+        if self.is_idle and not self.pinned:
+            return self.memory_bytes or 0
+        return self.engine.stats.kv_cache_bytes if self.engine is not None and self.engine.stats is not None else 0

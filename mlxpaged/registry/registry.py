@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from mlxpaged.engine.engine_thread import EngineThread
 from mlxpaged.engine.request import EndedRequest
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
+from mlxpaged.models.short_names import full_name
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model
@@ -37,6 +38,10 @@ LATEST = ":latest"
 
 WATCH_SECONDS = 1.0
 """Between two looks at which models have been idle for too long."""
+
+UNCOUNTED_BYTES = 2 * 2**30
+"""A model may free more than its weights and pools: buffers of steps. A model that lacks more than all this is refused
+at once, and no other is unloaded for it."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Registry:
         self._on_output: Callable[[str, Request, RequestOutput], None] | None = None
         self._draining: str | None = None
         self._started = False
-        self._changing = asyncio.Lock()  # held while models are loaded or unloaded
+        self._loading = asyncio.Lock()  # held while a model is loaded
         self._watcher: asyncio.Task[None] | None = None
         self._watchdog: Watchdog | None = None
         self._alarm: asyncio.Future[None] | None = None  # done at the next stall
@@ -142,8 +147,12 @@ class Registry:
             self._watcher = asyncio.ensure_future(self._unload_idle(self.limits.idle_unload))
 
     async def drain(self, timeout: float) -> bool:
-        """Take no more requests, and wait until the others are done. Returns False if some had to be ended."""
+        """Take no more requests, and wait until the others are done. Returns False if some had to be ended. Loads end,
+        and requests that wait for them are refused: a load can take an hour if it downloads the model."""
         self._draining = "the server is shutting down"
+        for model in self.models.values():
+            if model.loading is not None:
+                model.loading.cancel()
         return all(await asyncio.gather(*(engine.drain(timeout) for engine in self.engines)))
 
     async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
@@ -278,14 +287,21 @@ class Registry:
         if (model := self.served(name)) is not None:
             return model
         assert name is not None
-        path = Path(name).expanduser()
-        is_path = any_directory and path.is_absolute()
-        found = await asyncio.to_thread(
-            lambda: self.catalog.find_directory(path) if is_path else self.catalog.find(name)
-        )
+        found = await asyncio.to_thread(self._on_disk, name, any_directory)
         if found is None:
             raise ModelUnknownError(name)
-        return self.models.setdefault(found.name, self._model_of(found))
+        return self._served_as(found) or self.models.setdefault(found.name, self._model_of(found))
+
+    def _on_disk(self, name: str, any_directory: bool) -> Found | None:
+        for each in dict.fromkeys((name, name.removesuffix(LATEST))):
+            is_path = any_directory and each.startswith(("/", "~"))
+            if (found := self.catalog.find_directory(each) if is_path else self.catalog.find(each)) is not None:
+                return found
+        return None
+
+    def _served_as(self, found: Found) -> Model | None:
+        """The served model of this directory: it is not loaded twice if a request gives it another name."""
+        return next((model for model in self.models.values() if is_same(model.config.model, found)), None)
 
     async def on_disk(self) -> list[Found]:
         """The models on this machine that are not served yet. Notes the sizes of those that are."""
@@ -296,7 +312,8 @@ class Registry:
                     model.size_bytes = found.size_bytes
             return self.catalog.all()
 
-        return [each for each in await asyncio.to_thread(look) if each.name not in self.models]
+        found = await asyncio.to_thread(look)
+        return [each for each in found if each.name not in self.models and self._served_as(each) is None]
 
     def _model_of(self, found: Found) -> Model:
         config = dataclasses.replace(
@@ -321,6 +338,7 @@ class Registry:
         if engine is None or model.loading is not None:
             return await self.load(model)
         engine.require_ready()
+        engine.touch()
         return engine
 
     def must_load(self, model: Model) -> bool:
@@ -329,21 +347,22 @@ class Registry:
 
     async def load(self, model: Model) -> AsyncEngine:
         """Load a model. The load goes on if the caller is cancelled. A model whose engine failed is loaded anew. Raises
-        LoadFailedError or NoRoomError, and EngineUnavailableError if the engine thread stalls meanwhile."""
-        if model.loading is None:
-            model.loading = asyncio.ensure_future(self._load(model))
-            model.loading.add_done_callback(lambda task: self._end_loading(model, task))
-        model.num_waiting += 1
-        task, alarm = model.loading, self._alarm
+        LoadFailedError, NoRoomError, or EngineUnavailableError if the server shuts down or the engine thread stalls."""
+        if (loading := model.loading) is None:
+            loading = model.loading = asyncio.ensure_future(self._load(model))
+            loading.add_done_callback(lambda task: self._end_loading(model, task))
+        alarm = self._alarm
         assert alarm is not None
-        try:
-            either: list[asyncio.Future[Any]] = [task, alarm]
+        with model.wanted():
+            either: list[asyncio.Future[Any]] = [loading, alarm]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            if not loading.done():
                 raise EngineUnavailableError(EngineState.STALLED, self.reason or "the engine was stalled")
-            return task.result()
-        finally:
-            model.num_waiting -= 1
+            if not loading.cancelled():
+                return loading.result()
+        if self._draining is not None:
+            raise EngineUnavailableError(EngineState.DRAINING, self._draining)
+        raise LoadFailedError("it was unloaded before its load had ended")
 
     def _end_loading(self, model: Model, task: asyncio.Task[AsyncEngine]) -> None:
         model.loading = None
@@ -352,71 +371,83 @@ class Registry:
             model.error = str(error)
 
     async def _load(self, model: Model) -> AsyncEngine:
-        async with self._changing:
+        async with self._loading:
             if model.is_loaded and model.engine is not None:
                 return model.engine
             model.error = None
             if model.engine is not None:
                 await self._drop(model)
-            others_gave_back = False
+            gave_back = False
             while True:
                 await self._keep_count(model)
                 engine = self._begin(model)
                 try:
                     await engine.wait_loaded()
-                except EngineUnavailableError:
+                except asyncio.CancelledError:
                     model.engine = None
-                    reason = engine.reason or "it was unloaded"
-                    if not engine.lacks_memory:
-                        raise LoadFailedError(reason) from None
-                    logger.info("%s does not fit yet: %s", model.name, reason)
-                    if await self._unload_least_recent():
-                        continue
-                    if not others_gave_back:
-                        others_gave_back = True
-                        if sum(await asyncio.gather(*(each.give_back() for each in self.engines))):
+                    self.thread.unload(engine.slot)
+                    raise
+                except EngineUnavailableError:
+                    model.engine, failure = None, engine.failure
+                    if failure is None or not failure.lacks_memory:
+                        raise LoadFailedError(str(engine.reason)) from None
+                    logger.info("%s does not fit yet: %s", model.name, failure.reason)
+                    if failure.missing_bytes <= self._reclaimable_bytes():
+                        if await self._unload_least_recent():
                             continue
-                    raise NoRoomError(reason, for_now=bool(self.num_unfinished)) from None
+                        if not gave_back and await self._give_back():
+                            gave_back = True
+                            continue
+                    raise NoRoomError(failure.reason, for_now=self._is_busy) from None
                 logger.info("%s is loaded", model.name)
                 return engine
 
     async def _keep_count(self, model: Model) -> None:
         """Unload models until one more may be loaded. Raises NoRoomError."""
         most = self.limits.max_loaded
-        while most is not None and len(self.engines) >= most:
+        while most is not None and len(self.loaded) >= most:
             if not await self._unload_least_recent():
                 busy = ", ".join(repr(each.name) for each in self.loaded)
                 message = f"{busy} run requests or are pinned, and --max-loaded-models is {most}"
-                raise NoRoomError(message, for_now=bool(self.num_unfinished))
+                raise NoRoomError(message, for_now=self._is_busy)
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a loaded model has requests, so that there may be room later."""
+        return any(not model.is_idle for model in self.loaded)
+
+    def _reclaimable_bytes(self) -> int:
+        """Most bytes that the loaded models could free for another one."""
+        return UNCOUNTED_BYTES + sum(model.reclaimable_bytes for model in self.loaded)
 
     async def _unload_least_recent(self) -> bool:
         """Unload the idle model that was used least recently. Returns False if there is none."""
-        idle = [(model.engine.idle_since, model) for model in self._idle() if model.engine is not None]
+        idle = [(model.idle_since, model) for model in self.loaded if model.is_idle and not model.pinned]
         if not idle:
             return False
         await self._drop(min(idle, key=lambda each: each[0])[1])
         return True
 
-    def _idle(self) -> Iterator[Model]:
-        for model in self.loaded:
-            # What waits for the load is submitted as soon as it goes on.
-            if not model.pinned and not model.num_waiting and model.engine is not None and model.engine.is_idle:
-                yield model
+    async def _give_back(self) -> bool:
+        """Free what the loaded models do not need of their KV pools. Returns whether it was anything."""
+        engines = [model.engine for model in self.loaded if model.engine is not None]
+        return any(await asyncio.gather(*(engine.give_back() for engine in engines)))
 
     async def unload(self, model: Model) -> None:
-        """Unload a model that runs nothing, pinned or not. A load that has not ended is cancelled. Raises
-        ModelBusyError."""
-        if model.loading is not None and model.engine is not None:
-            await model.engine.unload()
-            with contextlib.suppress(LoadFailedError, NoRoomError):
-                await asyncio.shield(model.loading)
-        async with self._changing:
-            model.error = None
-            if model.engine is None:
-                return
-            if not model.engine.is_idle:
-                raise ModelBusyError(f"{model.name!r} runs {model.engine.num_unfinished} requests")
-            await self._drop(model)
+        """Unload a model that runs nothing, pinned or not. A load that has not ended is cancelled. It does not wait for
+        the load of another model. Raises ModelBusyError."""
+        if (loading := model.loading) is not None:
+            engine = model.engine
+            loading.cancel()
+            await asyncio.wait([loading])
+            if engine is not None and model.engine is None:
+                await engine.unload()  # until what it has loaded is free
+        model.error = None
+        if model.engine is None:
+            return
+        if not model.is_idle:
+            raise ModelBusyError(f"{model.name!r} runs requests or is about to: {model.engine.num_unfinished} now")
+        await self._drop(model)
 
     async def _drop(self, model: Model) -> None:
         engine, model.engine = model.engine, None
@@ -427,10 +458,17 @@ class Registry:
     async def _unload_idle(self, seconds: float) -> None:
         while True:
             await asyncio.sleep(min(seconds, WATCH_SECONDS))
-            async with self._changing:
-                for model in list(self._idle()):
-                    if model.engine is not None and self.clock() - model.engine.idle_since >= seconds:
-                        await self._drop(model)
+            for model in self.loaded:  # asked one by one: requests may come while another one is unloaded
+                if model.is_idle and not model.pinned and self.clock() - model.idle_since >= seconds:
+                    await self._drop(model)
+
+
+def is_same(model: str, found: Found) -> bool:
+    """model: as a configuration has it."""
+    try:
+        return full_name(model) == found.name or Path(model).expanduser().samefile(found.path)
+    except (OSError, RuntimeError):  # there is no such file, or no such user: a repository, or the demo model
+        return False
 
 
 def registry_of(models: Sequence[Model], base: EngineConfig, pinned: Sequence[str] = (), **options: Any) -> Registry:

@@ -56,9 +56,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def rest(core: EngineCore) -> None:
     """As the engine thread does when no command arrives."""
-    core.rest()
+    core.rest(device_is_idle=True)
     while core.pause() == 0:
-        core.rest()
+        core.rest(device_is_idle=True)
 
 
 def load(core: EngineCore, clock: Clock, model: TinyModel, count: int = 12, num_tokens: int = 8) -> None:
@@ -300,6 +300,20 @@ def test_an_idle_pool_is_halved_and_halved_again_down_to_its_size_at_the_start(l
     assert sizes == [full, full // 2, full // 4, full // 8, start, start]
     result = run(core, [request("next", [3] * 60, 4)])
     assert llama.answer([3] * 60, 4).equals(result.tokens("next"))
+
+
+def test_an_idle_engine_leaves_freed_buffers_to_another_one_that_works(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, cleared = Clock(), list[float]()
+    core = llama.engine(num_blocks=64, start_tokens=512, clock=clock)
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(clock.now))
+    clock.now += 2 * IDLE_SECONDS
+    core.rest(device_is_idle=False)
+    assert not cleared
+    clock.now += POLL_SECONDS
+    core.rest(device_is_idle=True)
+    assert cleared
 
 
 @pytest.mark.parametrize("level", [WARNING, CRITICAL])

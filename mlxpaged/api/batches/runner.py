@@ -19,7 +19,7 @@ from mlxpaged.api.batches.lines import LinePlace, check_lines, read_line
 from mlxpaged.api.batches.records import BatchRecord, LineError, LineErrors, OutputLine, RequestCounts
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.body import validate
-from mlxpaged.api.errors import ApiError, bad_parameter, from_engine
+from mlxpaged.api.errors import NO_ROOM, RETRY, ApiError, bad_parameter, from_engine
 from mlxpaged.api.openai import chat, completions
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
@@ -46,6 +46,9 @@ CLIENT = "batches"
 
 POLL_SECONDS = 0.1
 """A batch checks at this interval whether there is room, and whether the batch or the server has to stop."""
+
+NO_ROOM_SECONDS = 2.0
+"""A request whose model does not fit beside models that run others tries again after this time."""
 
 
 class BatchRunner:
@@ -236,13 +239,16 @@ class BatchRunner:
                 except QueueFullError:  # another request took the room
                     await asyncio.sleep(POLL_SECONDS)
                     continue
-                except EngineUnavailableError as error:
-                    if error.state is not EngineState.STALLED:
-                        raise
-                    await asyncio.sleep(POLL_SECONDS)
-                    continue
                 except Exception as error:
+                    if isinstance(error, EngineUnavailableError):
+                        if error.state is EngineState.STALLED:
+                            await asyncio.sleep(POLL_SECONDS)
+                            continue
+                        self._registry.require_ready()  # raises if it is the whole server, and not the line's model
                     answer = from_engine(error)
+                    if answer.code == NO_ROOM and answer.headers == RETRY:
+                        await asyncio.sleep(NO_ROOM_SECONDS)
+                        continue
                     status, content = answer.status, answer.body()
                 return response_line(place, request.state.request_id, status, content)
         finally:

@@ -67,11 +67,12 @@ def cache_scope(caller: Caller | None, isolates: bool) -> tuple[str, ...]:
 
 
 def choose_id(http: Request, prefix: str) -> str:
-    """Returns the client's id for this request, or a new one. Raises ApiError if the client's is not valid."""
+    """Returns the client's id for this request, or a new one. Raises ApiError if the client's is not valid. A stream
+    that waited for its model keeps the id that its header has."""
     given = http.headers.get(HEADER)
-    if given is None:
+    if given is None and not getattr(http.state, "has_begun", False):
         http.state.request_id = new_id(prefix)
-    elif not VALID.match(given):
+    elif given is not None and not VALID.match(given):
         raise ApiError(400, f"{HEADER}: must be 1 to 128 of A-Z, a-z, 0-9, '.', '_' and '-'", param=HEADER)
     request_id: str = http.state.request_id
     return request_id

@@ -62,10 +62,10 @@ async def loaded(request: Request, body: GeneratingFields, name: str, said: dict
 
 async def embed_inputs(request: Request, body: OllamaEmbedRequest) -> Response:
     inputs = [body.input] if isinstance(body.input, str) else body.input
-    if not any(inputs):
-        await server_of(request).ready(request, None)
-        return JSONResponse({"model": body.model, "embeddings": []})
     name = served_name(request, body.model)
+    if not any(inputs):
+        await server_of(request).embedder(request, name)
+        return JSONResponse({"model": body.model, "embeddings": []})
     found = await embed(request, name, inputs, body.dimensions, truncate=body.truncate is not False)
     fields = {"model": body.model, "embeddings": await vectors_of(request, found)}
     times = {"total_duration": nanoseconds(found.seconds), "load_duration": 0}
@@ -74,10 +74,11 @@ async def embed_inputs(request: Request, body: OllamaEmbedRequest) -> Response:
 
 async def embed_prompt(request: Request, body: OllamaEmbeddingsRequest) -> Response:
     """Handles the older endpoint, for one text."""
+    name = served_name(request, body.model)
     if not body.prompt:
-        await server_of(request).ready(request, None)
+        await server_of(request).embedder(request, name)
         return JSONResponse({"embedding": []})
-    found = await embed(request, served_name(request, body.model), [body.prompt], truncate=True)
+    found = await embed(request, name, [body.prompt], truncate=True)
     [vector] = await vectors_of(request, found)
     return JSONResponse({"embedding": vector})
 

@@ -9,7 +9,7 @@ from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.errors import ApiError, load_failed, model_not_found, no_room
 from mlxpaged.api.models import OWNER, describe, describe_adapter, models_for, state_fields
 from mlxpaged.api.server import server_of
-from mlxpaged.registry import LoadFailedError, ModelBusyError, ModelState, NoRoomError
+from mlxpaged.registry import LoadFailedError, ModelBusyError, ModelState, ModelUnknownError, NoRoomError
 
 
 async def list_models(request: Request) -> Response:
@@ -32,11 +32,15 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request) -> Response:
+    """Any model that the list has, also while none can be loaded."""
     server, name = server_of(request), request.path_params["model"]
-    model = None if server.registry is None else server.registry.served(name)
-    if model is None or not allows(caller_of(request), model.name):
+    try:
+        model = None if server.registry is None else await server.registry.find(name)
+    except ModelUnknownError:
+        model = None
+    if server.registry is None or model is None or not allows(caller_of(request), model.name):
         raise model_not_found(name, server.names_for(request))
-    adapter = server.started().adapter_in(name)
+    adapter = server.registry.adapter_in(name)
     return JSONResponse(describe(model) if adapter is None else describe_adapter(model, adapter))
 
 
