@@ -161,7 +161,7 @@ def test_a_load_that_does_not_go_on_ends_the_requests_that_wait_for_it(
     plain = Background.post(server, COMPLETIONS, body)
     stream = Background.post(server, COMPLETIONS, body | {"stream": True})
     model = server.registry.models["small"]
-    wait_until(lambda: model.num_waiting == 2 and model.engine is not None and model.engine.progress is not None)
+    wait_until(lambda: model.num_waiting >= 2 and model.engine is not None and model.engine.progress is not None)
     clock.advance(LIMIT + 1)
     time.sleep(0.3)
     assert server.registry.stall is None, "a load has another limit than a step"
