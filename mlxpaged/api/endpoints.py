@@ -19,7 +19,7 @@ from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.page import PageQuery
-from mlxpaged.api.streaming import EVENTS, LINES, Model, Respond, handler
+from mlxpaged.api.streaming import EVENTS, LINES, Failure, Model, Respond, handler
 from mlxpaged.api.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -32,10 +32,16 @@ get, post, delete = (partial(Endpoint, method) for method in ("GET", "POST", "DE
 
 
 def reads(
-    path: str, respond: Respond[Model], summary: str, body: type[Model], streams: str | None = None, **options: Any
+    path: str,
+    respond: Respond[Model],
+    summary: str,
+    body: type[Model],
+    streams: str | None = None,
+    failure: Failure | None = None,
+    **options: Any,
 ) -> Endpoint:
-    """Returns an endpoint that reads a body. Its work ends when the client leaves."""
-    return post(path, handler(body, respond, streams), summary, body, streams=streams, **options)
+    """Returns an endpoint that reads a body. Its work ends when the client leaves. failure: as in `handler`."""
+    return post(path, handler(body, respond, streams, failure), summary, body, streams=streams, **options)
 
 
 generates = partial(reads, streams=EVENTS, cancellable=True)
@@ -45,7 +51,13 @@ answers = partial(reads, streams=LINES, cancellable=True)
 ENDPOINTS = (
     generates("/v1/chat/completions", chat.respond, "Answer a conversation", ChatRequest),
     generates("/v1/completions", completions.respond, "Continue one or more prompts", CompletionRequest),
-    generates("/v1/responses", responses.respond, "Answer, and remember the conversation", ResponseRequest),
+    generates(
+        "/v1/responses",
+        responses.respond,
+        "Answer, and remember the conversation",
+        ResponseRequest,
+        failure=responses.failure,
+    ),
     reads("/v1/responses/input_tokens", responses.input_tokens, "Count a conversation's tokens", InputTokensRequest),
     get("/v1/responses/{response_id}", responses.retrieve, "A stored response"),
     delete("/v1/responses/{response_id}", responses.delete, "Delete a stored response"),

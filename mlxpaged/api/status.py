@@ -57,22 +57,21 @@ async def status(request: Request) -> Response:
     fields of the default model stand at the top, too."""
     server = server_of(request)
     registry = server.registry
-    state = EngineState.READY if registry is None else registry.state
-    found: dict[str, Any] = {
-        "state": state.value,
-        "reason": None if registry is None else registry.reason,
-        "model": registry.default.name if registry is not None and registry.is_started else None,
-        "uptime_seconds": server.uptime,
-    }
+    found: dict[str, Any] = {"uptime_seconds": server.uptime, "models": []}
     if registry is None:
-        return JSONResponse(found | {"models": []})
+        return JSONResponse({"state": EngineState.READY.value, "reason": None, "model": None} | found)
+    asked = [] if registry.state is EngineState.STALLED else registry.loaded  # a stalled engine does not reply
+    models = {model: await at_work(model) for model in asked}
+    state = registry.state  # after the engines have answered, or have failed to
     if state is EngineState.LOADING and registry.progress is not None:
         found["progress"] = str(registry.progress)
-    asked = [] if state is EngineState.STALLED else registry.loaded  # a stalled engine does not reply
-    models = {model: await at_work(model) for model in asked}
-    found |= models.get(registry.default, {})
-    described = [model_fields(model) | models.get(model, {}) for model in registry.loaded]
-    return JSONResponse(found | {"models": described})
+    found |= {
+        "state": state.value,
+        "reason": registry.reason,
+        "model": registry.default.name if registry.is_started else None,
+        "models": [model_fields(model) | models.get(model, {}) for model in registry.loaded],
+    }
+    return JSONResponse(found | models.get(registry.default, {}))
 
 
 def model_fields(model: Model) -> dict[str, Any]:
@@ -148,4 +147,5 @@ async def clear_cache(request: Request) -> Response:
     for model in registry.loaded:
         with contextlib.suppress(EngineUnavailableError):  # it was unloaded meanwhile, and its cache with it
             dropped += 0 if model.engine is None else await model.engine.clear_cache()
+    registry.require_ready()  # the engine may have failed meanwhile
     return JSONResponse({"dropped_blocks": dropped})

@@ -22,6 +22,9 @@ Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
 Respond = Callable[[Request, Model], Coroutine[Any, Any, Response]]
 
+Failure = Callable[[ApiError, str], dict[str, Any]]
+"""Makes the event of a stream that failed before its answer began, from the error and the request's id."""
+
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 """Media types of streams: server-sent events, and lines of JSON."""
 
@@ -49,10 +52,11 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
 
 
 def handler(
-    model: type[Model], respond: Respond[Model], streams: str | None = None
+    model: type[Model], respond: Respond[Model], streams: str | None = None, failure: Failure | None = None
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """Returns a route that reads a body and responds to it. Its work ends when the client leaves. streams: the media
-    type of a stream, if the body may ask for one. A stream for a model that is not loaded begins before the load."""
+    type of a stream, if the body may ask for one. A stream for a model that is not loaded begins before the load.
+    failure: makes its event if the load fails; None: the event has the body of an error."""
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, model)
@@ -62,7 +66,7 @@ def handler(
             if load is not None:
                 request.state.has_begun = True  # its headers are sent before the handler is called
                 work = respond(request, body)
-                response = EventStream(after_loading(request, load, work, streams), work.close, streams)
+                response = EventStream(after_loading(request, load, work, streams, failure), work.close, streams)
         if response is None:
             response = await unless_disconnected(request.receive, respond(request, body))
         if response is None:
@@ -99,9 +103,10 @@ def wants_stream(body: BaseModel) -> bool:
 
 
 async def after_loading(
-    request: Request, load: Load, respond: Coroutine[Any, Any, Response], media_type: str
+    request: Request, load: Load, respond: Coroutine[Any, Any, Response], media_type: str, failure: Failure | None
 ) -> AsyncGenerator[str, None]:
-    """Yields comments that say how far the load is, then the events of the response. Lines have no comments."""
+    """Yields comments that say how far the load is, then the events of the response. Lines have no comments. failure:
+    as in `handler`."""
     try:
         with load.model.wanted():  # until the request is submitted
             while not load.done:
@@ -111,7 +116,7 @@ async def after_loading(
             load.raise_if_failed()
             response = await respond
     except Exception as error:
-        yield error_event(from_engine(error), request, media_type)
+        yield error_event(from_engine(error), request, media_type, failure)
         return
     if not isinstance(response, EventStream):  # a request that only loads the model
         yield f"{bytes(response.body).decode()}\n"
@@ -123,11 +128,14 @@ async def after_loading(
         await response.aclose()
 
 
-def error_event(error: ApiError, request: Request, media_type: str) -> str:
+def error_event(error: ApiError, request: Request, media_type: str, failure: Failure | None) -> str:
     """The end of a stream that failed before its first event, in the API's format."""
     note_refusal(error, request.scope)
-    form = format_of(request.url.path)
-    body = error.body() if form is None else form.body(error, request.state.request_id)
+    form, request_id = format_of(request.url.path), request.state.request_id
+    if failure is not None:
+        body = failure(error, request_id)
+    else:
+        body = error.body() if form is None else form.body(error, request_id)
     if media_type == LINES:
         return line(body)
     return named_event(body) if "type" in body else event(body)

@@ -242,9 +242,11 @@ def test_a_cancellation_of_a_dying_engine_is_answered(server: RunningServer) -> 
         wait_until(lambda: queued_commands(dying) == 3)
         gate.open()
         assert pending.result().status_code == 503
-        for question in questions:
-            assert question.result().status_code == 503
-            assert question.result().json()["error"]["code"] == "engine_dead"
+        cancelled, status, cleared = (question.result() for question in questions)
+        for question in (cancelled, cleared):
+            assert question.status_code == 503
+            assert question.json()["error"]["code"] == "engine_dead"
+        assert (status.status_code, status.json()["state"]) == (200, "dead")
         wait_until(lambda: dying.engine.state is EngineState.DEAD)
         with raw(dying) as client:
             assert client.get("/v1/status").json()["state"] == "dead"

@@ -101,13 +101,19 @@ def test_a_stream_says_how_far_its_load_is(paths: dict[str, Path], monkeypatch: 
 
 @pytest.mark.parametrize(
     ("path", "begin"),
-    [("/v1/completions", 'data: {"error":'), ("/v1/messages", "event: error"), ("/api/chat", '{"error":')],
+    [
+        ("/v1/completions", 'data: {"error":'),
+        ("/v1/responses", "event: response.failed"),
+        ("/v1/messages", "event: error"),
+        ("/api/chat", '{"error":'),
+    ],
 )
 def test_a_stream_whose_model_cannot_be_loaded_ends_with_the_error(tmp_path: Path, path: str, begin: str) -> None:
     base = EngineConfig(kv_cache_bytes=POOL)
     broken = Model("broken", EngineConfig(str(tmp_path / "nothing"), "broken"))
     with running_server(registry_of([Model("demo", base), broken], base)) as server, raw(server) as client:
-        body = (run_on("x", 3) if path == "/v1/completions" else ask("x", max_tokens=3)) | {"model": "broken"}
+        bodies = {"/v1/completions": run_on("x", 3), "/v1/responses": {"input": "x"}}
+        body = bodies.get(path, ask("x", max_tokens=3)) | {"model": "broken"}
         text = client.post(path, json=body | {"stream": True}).text
         assert any(line.startswith(begin) and "no such directory" in text for line in text.splitlines()), text
         assert refusal(server, path, body | {"stream": False})[0] == 500

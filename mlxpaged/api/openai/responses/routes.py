@@ -44,6 +44,13 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     return await reply(answers, ResponseRenderer(answers, body, keep), bool(body.stream))
 
 
+def failure(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Returns the only event of a stream that failed while its model was loaded."""
+    details = {"code": error.code or error.kind, "message": error.message}
+    response = {"id": request_id, "object": "response", "status": "failed", "error": details, "output": []}
+    return {"type": "response.failed", "sequence_number": 0, "response": response}
+
+
 async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
     earlier, items = whole_conversation(request, body)
     num_tokens = await count_tokens(request, lambda: translate(body, [*earlier, *items]))
