@@ -98,6 +98,8 @@ def test_while_an_answer_streams_ends_it_and_not_the_chat(terminal: Terminal, se
         terminal.wait_for(r"so so so", since=before)
         terminal.key("C-c", "C-c", "C-c")
         terminal.wait_for(r">>> *\Z", since=before)
+        terminal.type("/clear")  # what came of the answer may fill the context
+        terminal.wait_for(r">>> /clear\n(.*\n)*>>> *\Z", since=before)
     server.wait_idle()
     before = len(terminal.text())
     terminal.type("Hello")
