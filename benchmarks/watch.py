@@ -1,4 +1,4 @@
-"""What the page's status stream costs while somebody watches.
+"""What the page's status stream costs while a page watches.
 
     python benchmarks/watch.py [--streams 32] [--snapshots 20]
 

@@ -120,7 +120,7 @@ class StatusStream:
                 self.task = None
 
     async def _run(self) -> None:
-        self._watches = {}  # what happened while nobody watched is not known
+        self._watches = {}  # what happened without a watcher is not known
         try:
             previous = 0.0
             while not self._is_over():

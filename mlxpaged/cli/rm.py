@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def agreed(question: str) -> bool:
-    """False also if there is nobody to ask."""
+    """False also without a terminal to ask at."""
     if not sys.stdin.isatty():
         print("mlxpaged: standard input is not a terminal; use --yes", file=sys.stderr)
         return False

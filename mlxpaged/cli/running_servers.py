@@ -50,7 +50,7 @@ def registered(url: str, shared: bool) -> Iterator[None]:
             new = path.with_suffix(".new")
             file = stack.enter_context(new.open("w"))
             stack.callback(path.unlink, missing_ok=True)
-            fcntl.flock(file, fcntl.LOCK_EX)  # before the file has its name: nobody finds it without a lock
+            fcntl.flock(file, fcntl.LOCK_EX)  # before the file has its name: it is never found without a lock
             json.dump(asdict(server), file)
             file.flush()
             new.replace(path)

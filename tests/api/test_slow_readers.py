@@ -25,7 +25,7 @@ TIMEOUT = 0.6
 
 @pytest.fixture
 def server(demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    """The system takes over little of what is sent, so that the server notices at once that nobody reads."""
+    """The system takes over little of what is sent, so that the server notices at once that the client does not read."""
     made = HttpProtocol.connection_made
 
     def narrow(self: HttpProtocol, transport: asyncio.Transport) -> None:
@@ -67,7 +67,7 @@ def read(connection: socket.socket, pause: float = 0.0) -> bytes:
     return received
 
 
-def test_a_stream_that_nobody_reads_is_ended_and_its_blocks_are_free(server: RunningServer) -> None:
+def test_a_stream_that_is_not_read_is_ended_and_its_blocks_are_free(server: RunningServer) -> None:
     before = server.engine.stats.generated_tokens_total
     with asking(server, LONG, stream=True) as connection:
         wait_until(lambda: server.engine.num_unfinished == 1)
@@ -79,7 +79,7 @@ def test_a_stream_that_nobody_reads_is_ended_and_its_blocks_are_free(server: Run
     assert answer_text(server, run_on("Once", 4))
 
 
-def test_an_answer_that_nobody_reads_is_dropped(server: RunningServer) -> None:
+def test_an_answer_that_is_not_read_is_dropped(server: RunningServer) -> None:
     with asking(server, 120, stream=False) as connection:
         wait_until(lambda: server.engine.num_unfinished == 1)
         server.wait_idle()

@@ -1,4 +1,4 @@
-"""GET /v1/status/stream: what a watcher sees, how often, and that nobody pays for it without a watcher."""
+"""GET /v1/status/stream: what a watcher sees, how often, and that it costs nothing without a watcher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STREAM = "/v1/status/stream"
 
 @pytest.fixture
 def server(demo_server: RunningServer) -> Iterator[RunningServer]:
-    """Idle, and nobody watches it."""
+    """Idle, and without a watcher."""
     yield demo_server
     demo_server.wait_idle()
     wait_until(lambda: task_of(demo_server) is None)

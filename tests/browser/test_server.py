@@ -96,7 +96,7 @@ def test_a_request_is_cancelled(visit: Start, demo: RunningServer) -> None:
         expect(tab.page.get_by_role("button", name="Cancel load-1")).to_be_focused()
 
 
-def test_the_server_computes_nothing_when_nobody_looks(visit: Start, demo: RunningServer) -> None:
+def test_the_server_computes_nothing_without_a_watcher(visit: Start, demo: RunningServer) -> None:
     tab = visit(demo)
     stream = demo.app.state.status_stream
     tab.open("/#/server")

@@ -58,7 +58,7 @@ def test_the_process_ends_only_if_the_stall_lasts(monkeypatch: pytest.MonkeyPatc
     clock, thread, ended = FakeClock(), EngineThread(), list[int]()
 
     def on_stall(stall: object) -> None:
-        assert thread.stall is stall, "whoever is told must find it"
+        assert thread.stall is stall, "the receiver of the notice must find it"
         if goes_on:
             thread.activity = None
 

@@ -1,4 +1,4 @@
-// The stream of the server's status. It is open only while somebody looks: a server without watchers computes nothing.
+// The stream of the server's status. It is open only while the page is visible: a server without watchers computes nothing.
 import { request } from "../lib/api.js";
 import { events } from "../lib/events.js";
 
