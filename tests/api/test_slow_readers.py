@@ -25,7 +25,7 @@ TIMEOUT = 0.6
 
 @pytest.fixture
 def server(demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    """The system takes over little of what is sent, so that the server notices at once that the client does not read."""
+    """The system takes over little of what is sent, so the server notices at once that the client does not read."""
     made = HttpProtocol.connection_made
 
     def narrow(self: HttpProtocol, transport: asyncio.Transport) -> None:
