@@ -16,7 +16,7 @@ from mlxpaged.scheduler import SequenceStatus
 
 MAX_ENDED = 20
 UNSEEN_SECONDS = 1.0
-"""A request that is older at the first snapshot began before anybody watched: its first phases are not known."""
+"""A request that is older at the first snapshot began before there was a watcher: its first phases are not known."""
 
 
 @dataclass
