@@ -315,13 +315,7 @@ class AsyncEngine:
 
     async def stop(self, timeout: float = 10.0) -> bool:
         """End the engine thread, with all its models. Returns False if it does not end within `timeout` seconds."""
-        self.thread.end()
-        await asyncio.to_thread(self.thread.join, timeout)
-        ended = not self.thread.is_alive()
-        if not ended:
-            doing = "loads the model" if self.info is None else "is busy"
-            logger.warning("the engine thread still %s after %.0f s; not waiting for it", doing, timeout)
-        return ended
+        return await asyncio.to_thread(self.thread.stop, timeout)
 
     def _hand_over(self, callback: Callable[..., None], *args: object) -> None:
         """Call a method on the event loop, from the engine thread."""

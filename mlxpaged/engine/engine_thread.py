@@ -160,6 +160,15 @@ class EngineThread(threading.Thread):
         """End the thread. Running requests end with an error."""
         self.commands.put(self._end)
 
+    def stop(self, timeout: float) -> bool:
+        """`end`, and wait. Returns False if the thread does not end within `timeout` seconds."""
+        self.end()
+        self.join(timeout)
+        if self.is_alive():
+            doing = "is busy" if self._loading is None else "loads a model"
+            logger.warning("the engine thread still %s after %.0f s; not waiting for it", doing, timeout)
+        return not self.is_alive()
+
     def note_stall(self, activity: Activity, stall: Stall) -> None:
         """The activity has not ended in time."""
         self._stalled = activity, stall

@@ -174,14 +174,7 @@ class Registry:
             if task is not None:
                 task.cancel()
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
-        if self.thread.ident is None:
-            return True
-        self.thread.end()
-        await asyncio.to_thread(self.thread.join, timeout)
-        ended = not self.thread.is_alive()
-        if not ended:
-            logger.warning("the engine thread is still busy after %.0f s; not waiting for it", timeout)
-        return ended
+        return self.thread.ident is None or await asyncio.to_thread(self.thread.stop, timeout)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
