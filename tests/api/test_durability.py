@@ -61,6 +61,11 @@ class ScriptedModels:
 class ScriptedRunner(BatchRunner):
     """Runs all batches of a store with scripted answers, until all are finished or the server ends."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ended = asyncio.Event()
+        self._task.add_done_callback(lambda _: self.ended.set())
+
     async def _answer(self, batch: BatchRecord, place: LinePlace, body: Any) -> OutputLine:
         self._in_flight -= num_sequences(body)
         models: Any = self._registry
@@ -75,7 +80,7 @@ class ScriptedRunner(BatchRunner):
 
         async def run() -> None:
             batches = ScriptedRunner(app, models, store)
-            while not batches._task.done() and any(batch.unfinished for batch in store.batches.values()):
+            while not batches.ended.is_set() and any(batch.unfinished for batch in store.batches.values()):
                 await asyncio.sleep(0.001)
             await batches.stop()
 
