@@ -348,7 +348,7 @@ def canary_text(answer: Answer) -> str | None:
     events = [json.loads(line[6:]) for line in answer.body.decode().splitlines() if line.startswith("data: {")]
     error = next((event["error"] for event in events if "error" in event), None)
     if error is not None:
-        if error["code"] != "request_cancelled":
+        if error["code"] not in ("request_cancelled", "loading"):
             raise FaultError(f"the canary got {error}")
         return None
     return "".join(event["choices"][0]["text"] for event in events if event["choices"])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import demo_vocab_size, make_embedding_model, make_tiny_model
 
-CONTEXT = 512
+CONTEXT = 256
 """Tokens of a prompt and its answer: no answer is long, whatever a request asks for."""
 
 

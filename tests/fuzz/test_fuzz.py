@@ -27,7 +27,7 @@ SEED = int(os.environ.get("MLXPAGED_FUZZ_SEED", "1"))
 FIRST = int(os.environ.get("MLXPAGED_FUZZ_FIRST", "0"))
 CASES = int(os.environ.get("MLXPAGED_FUZZ_CASES", "2000"))
 SAMPLE = 150
-CONCURRENCY = {"body": 24, "wire": 96}
+CONCURRENCY = {"body": 48, "wire": 96}
 KINDS = ("body", "wire")
 SHOWN = 3000  # characters of a case that failed
 

@@ -9,9 +9,12 @@ request again. It also runs a request again if its line was lost in a power fail
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -41,6 +44,7 @@ class Store:
         except OSError:
             self._lock.close()
             raise DataDirInUseError(f"another server uses {directory}") from None
+        self._readers = Counter[str]()  # of each file's content
         self.files = load(self._files, FileRecord)
         self.batches = load(self._batches, BatchRecord)
 
@@ -60,10 +64,24 @@ class Store:
         self.files[record.id] = record
 
     def delete_file(self, file_id: str) -> None:
-        """The record is deleted first: content without a record is not shown."""
+        """Called on the event loop. The record is deleted first: content without a record is not shown."""
         del self.files[file_id]
         (self._files / f"{file_id}.json").unlink(missing_ok=True)
-        self.content(file_id).unlink(missing_ok=True)
+        if not self._readers[file_id]:
+            self.content(file_id).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def reading(self, file_id: str) -> Iterator[None]:
+        """Called on the event loop. Until the end of the context, the content stays although the file is deleted."""
+        self._readers[file_id] += 1
+        try:
+            yield
+        finally:
+            self._readers[file_id] -= 1
+            if not self._readers[file_id]:
+                del self._readers[file_id]
+                if file_id not in self.files:
+                    self.content(file_id).unlink(missing_ok=True)
 
     def save_batch(self, batch: BatchRecord) -> None:
         save(self._batches / f"{batch.id}.json", batch)
