@@ -287,6 +287,10 @@ async def send_wire(target: Target, case: wire.Wire) -> str:
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         if case.end in (wire.End.CLOSE, wire.End.RESET):
             return "left"
+        if case.end is wire.End.HALF_CLOSE:  # the server takes it for the end of the connection
+            with contextlib.suppress(asyncio.TimeoutError, ConnectionError):
+                await asyncio.wait_for(reader.read(), SILENCE)
+            return "left"
         return await read_answers(reader, case, len(pieces) != 1 or len(pieces[0]) > LARGE)
     finally:
         writer.close()
@@ -297,7 +301,7 @@ async def read_answers(reader: asyncio.StreamReader, case: wire.Wire, may_be_res
     Then the client's system may drop the answer."""
     outcome, rest = "no answer due", b""
     for i, method in enumerate((*case.methods, b"")):
-        is_due = i == 0 and case.is_due and case.end is wire.End.READ
+        is_due = i == 0 and case.is_due
         try:
             answer, rest = await read_answer(reader, method, rest, LONGEST if is_due else SILENCE)
         except ConnectionError:
@@ -309,6 +313,8 @@ async def read_answers(reader: asyncio.StreamReader, case: wire.Wire, may_be_res
                 raise FaultError(f"no answer within {LONGEST:.0f} s, or the connection was closed without one")
             break
         outcome = judge(answer, "", method.decode("latin-1"))
+        if answer.headers.get("connection") == "close":
+            break
     return outcome
 
 
