@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import h11
 
@@ -24,7 +24,6 @@ SILENCE = 0.15
 """Seconds after which a client leaves a server that owes it no answer: the request is not complete."""
 LARGE = 16_384  # bytes that are sent in one piece, but may not be received in one
 ENDLESS = "/status/stream"
-ANTHROPIC, OLLAMA = ("/messages",), ("/api",)
 FAULTS = {"internal_error", "generation_failed", "engine_dead", "stalled"}
 """Codes of errors in streams, whose status is 200, that a mutated request must not get."""
 
@@ -197,10 +196,10 @@ def parsed(body: bytes) -> Any:
 
 def check_error(body: Any, path: str, status: int) -> None:
     """The error has the format of the path's API."""
-    short = without_version(path.partition("?")[0])
-    if short.startswith(tuple(f"{name}/" for name in OLLAMA)):
+    short = without_version(unquote(path.partition("?")[0]))
+    if f"{short}/".startswith("/api/"):
         fits = list(body) == ["error"] and isinstance(body["error"], str)
-    elif short in ANTHROPIC or short.startswith(tuple(f"{name}/" for name in ANTHROPIC)):
+    elif f"{short}/".startswith("/messages/"):
         fits = list(body) == ["type", "error", "request_id"] and list(body["error"]) == ["type", "message"]
     else:
         fits = list(body) == ["error"] and list(body["error"]) == ["message", "type", "param", "code"]
