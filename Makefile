@@ -52,8 +52,14 @@ test-page: $(STAMP)
 	npm install --silent --no-audit --no-fund --prefix $(VENV)/browser axe-core@4.14.1
 	$(BIN)/python -m pytest -m browser -W default tests/browser $(ARGS)
 
+# CASES: raw HTTP requests, and as many mutated bodies. They depend on SEED. FIRST: the number of the first one.
+CASES ?= 100000
+SEED ?= 1
+FIRST ?= 0
+
 test-fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
+	MLXPAGED_FUZZ_CASES=$(CASES) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -s -m slow tests/fuzz $(ARGS)
 
 # Branch coverage of mlxpaged/, servers that the tests start included.
 coverage: $(STAMP)

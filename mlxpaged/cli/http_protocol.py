@@ -34,16 +34,18 @@ class Connection(h11.Connection):
     """Refuses a request whose head has a folded line, as RFC 9112, 5.2 requires. h11 itself joins such lines, but a
     proxy in front of the server may see two of them: then the two disagree on what the request is.
 
-    fault: what is wrong with the request, if h11 does not see it.
+    fault: what is wrong with the request, if h11 does not see it. method: of the last request.
     """
 
     fault: str | None = None
+    method = b""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Raises h11.RemoteProtocolError for what is no valid HTTP."""
         received, _ = self.trailing_data if self.their_state is h11.IDLE else (b"", False)
         event = super().next_event()
         if isinstance(event, h11.Request):
+            self.method = event.method
             rest, _ = self.trailing_data
             if FOLDED.search(received, 0, len(received) - len(rest)):
                 self.fault = "a header is folded over several lines: send each header in one line"
@@ -140,17 +142,25 @@ class HttpProtocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers invalid HTTP, and heads of more than 64 KiB. No handler sees these."""
-        self._answer(ApiError(400, self.conn.fault or msg, code="invalid_http"))
+        """Answers invalid HTTP, and heads of more than 64 KiB. No handler sees these. But a handler may be reading a
+        body that turns out to be invalid, or may have begun its answer, which then ends with the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._answer(ApiError(400, self.conn.fault or msg, code="invalid_http"))
+        else:
+            self.transport.close()
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # before `connection_lost`, so that the handler sends nothing in between
+            self.cycle.message_event.set()
 
     def _answer(self, error: ApiError) -> None:
         """Answer without a handler, and close the connection."""
         request_id = new_id("req")
         response = render(error, "", request_id)
         headers = [*response.raw_headers, (b"connection", b"close"), (HEADER.lower().encode(), request_id.encode())]
+        body = b"" if self.conn.method == b"HEAD" and self.conn.our_state is h11.SEND_RESPONSE else bytes(response.body)
         for event in (
             h11.Response(status_code=error.status, headers=headers, reason=HTTPStatus(error.status).phrase.encode()),
-            h11.Data(data=bytes(response.body)),
+            h11.Data(data=body),
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
