@@ -302,7 +302,7 @@ def test_a_later_control_token_leaves_the_prefix(name: str) -> None:
 
 def test_a_prompt_can_be_split_and_is_not_by_default(name: str) -> None:
     tokenizer, tokens = tokenizer_of(name), FAMILIES[name].special
-    text = f"a {tokens[1]} b{tokens[2]}"
+    text = f"a {tokens[1]} b{tokens[0]}"
     assert len(control_ids(name, tokenizer.encode(text))) == 3
     assert control_ids(name, tokenizer.encode(text, split_special_tokens=True)) == tokenizer.encode("")
     assert tokenizer.encode("a b", split_special_tokens=True) == tokenizer.encode("a b")
