@@ -274,7 +274,7 @@ def test_a_control_token_is_encoded_as_by_a_tokenizer_that_has_none(data: st.Dat
     parts = st.sampled_from([*family.special, "<think>", "im_end", "<|", "the", " ", ".", "é"])
     text = "".join(data.draw(st.lists(parts, min_size=1, max_size=6)))
     tokenizer = tokenizer_of("chatml")
-    plain = FastTokenizer.from_str(json.dumps(json.loads(tokenizer._fast.to_str()) | {"added_tokens": []}))
+    plain = FastTokenizer.from_str(json.dumps(json.loads(tokenizer.reader.backend_tokenizer.to_str()) | {"added_tokens": []}))
     start, end = (tokenizer.reader.convert_tokens_to_ids(each) for each in ("<|im_start|>", "<|im_end|>"))
     tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     first = tokens[1 : tokens.index(end)]
@@ -288,7 +288,7 @@ def test_text_without_control_tokens_has_the_same_tokens_either_way(name: str) -
     messages, options = conversation(numbered("a b <x> [y] | "))
     text = tokenizer.reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     usual = tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer._control.encode(tokenizer._fast, text, MARKERS[0]) == usual
+    assert tokenizer.apply_chat_template(messages, True, len, MARKERS[0], **options) == usual
     assert tokenizer.apply_chat_template(messages, **options) == usual
 
 
@@ -353,7 +353,7 @@ def test_the_marker_is_a_character_that_the_request_does_not_have() -> None:
 def test_a_template_that_escapes_text_shows_no_marker() -> None:
     tokenizer = tokenizer_of("llama")
     escaping = LLAMA.replace("message.content | trim", "message.content | tojson(ensure_ascii=True)")
-    wrapped = tokenizer._encoder
+    wrapped = tokenizer.reader
     changed = PreTrainedTokenizerFast(
         tokenizer_object=wrapped.backend_tokenizer,
         bos_token=wrapped.bos_token,
