@@ -274,7 +274,8 @@ def test_a_control_token_is_encoded_as_by_a_tokenizer_that_has_none(data: st.Dat
     parts = st.sampled_from([*family.special, "<think>", "im_end", "<|", "the", " ", ".", "é"])
     text = "".join(data.draw(st.lists(parts, min_size=1, max_size=6)))
     tokenizer = tokenizer_of("chatml")
-    plain = FastTokenizer.from_str(json.dumps(json.loads(tokenizer.reader.backend_tokenizer.to_str()) | {"added_tokens": []}))
+    known = json.loads(tokenizer.reader.backend_tokenizer.to_str())
+    plain = FastTokenizer.from_str(json.dumps(known | {"added_tokens": []}))
     start, end = (tokenizer.reader.convert_tokens_to_ids(each) for each in ("<|im_start|>", "<|im_end|>"))
     tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     first = tokens[1 : tokens.index(end)]
