@@ -11,11 +11,13 @@ import mlx.core as mx
 
 from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import CacheGroups
+from mlxpaged.cpu import blas, streams
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
@@ -100,6 +102,7 @@ def build_engine(
         runner.warm_up()
         sampler.warm_up()
     scheduler = Scheduler(scheduler_config, clock)
+    headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock)
     return EngineCore(
         served,
         scheduler,
@@ -107,6 +110,7 @@ def build_engine(
         PoolResizer(scheduler, runner, per_block, unused_memory, step_bytes, clock, pressure),
         sampler,
         Grammars(served.tokenizer, served.vocab_size),
+        headroom,
         clock,
         embedder,
         no_embedder_because,
@@ -117,6 +121,8 @@ def build_engine(
 def load_core(config: EngineConfig, clock: Callable[[], float], report: Report) -> EngineCore | EmbeddingCore:
     """Load a model and make its engine, on the thread that will run it. report: called while the model loads, and as
     `build_engine` calls it. Raises ModelNotFoundError, UnsupportedModelError and the errors of `build_engine`."""
+    if streams.on_cpu():
+        blas.reserve_buffers(streams.cores())
     turns, name = Turns(reporter(Stage.LOADING, report)), config.served_model_name
     if config.only_embeds:
         step = Reserved(step=least_step())

@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import mlx.core as mx
+
+from mlxpaged.process_memory import address_space_left
 
 DESKTOP_SHARE, DESKTOP_LEAST = 0.25, 3 * 2**30
 """What the system and other programs keep of a Mac's memory by default: a quarter of it, and at least 3 GiB. macOS with
@@ -69,17 +71,38 @@ CGROUP_MEMORY = (
 memory.stat that counts the cached file pages among it. The kernel drops these before it refuses memory."""
 
 
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
 def system_free_memory() -> int:
-    """Free bytes of the machine, or of the container that the process runs in."""
+    """Free bytes of the machine, or of the control group that the process runs in, or what the limit on its address
+    space leaves."""
     free = machine_free_memory()
-    for directory, *names, field in CGROUP_MEMORY:
-        try:
-            limit, used = (int((directory / name).read_text()) for name in names)
-            counts = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-            free = min(free, max(0, limit - used + int(counts.get(field, 0))))
-        except (OSError, ValueError):  # no such file, or "max" for no limit
-            continue
+    if (left := address_space_left()) is not None:
+        free = min(free, left)
+    groups = own_groups()
+    for root, *names, field in CGROUP_MEMORY:
+        for directory in (root, *(root / group for group in groups)):
+            try:
+                limit, used = (int((directory / name).read_text()) for name in names)
+                counts = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+                free = min(free, max(0, limit - used + int(counts.get(field, 0))))
+            except (OSError, ValueError):  # no such file, or "max" for no limit
+                continue
     return free
+
+
+def own_groups() -> set[str]:
+    """The control groups for memory that the process is in, and their parents, relative to the root. A container sees
+    its own as the root; a service of systemd with MemoryMax= does not."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                group = PurePosixPath(path.lstrip("/"))
+                found |= {str(each) for each in (group, *group.parents) if each.parts and ".." not in each.parts}
+    return found
 
 
 def machine_free_memory() -> int:
