@@ -353,7 +353,8 @@ class EngineCore:
 
     def _schedule(self) -> Batch:
         """The next batch. It may be empty while sequences wait for the pool to grow."""
-        batch = self.scheduler.schedule(self.headroom.tokens())
+        self.scheduler.max_tokens = self.headroom.tokens()
+        batch = self.scheduler.schedule()
         self._log.start_step(batch, self.requests, self.clock())
         if batch.rows:
             self._num_steps += 1

@@ -46,7 +46,7 @@ def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError)
     Writing the same keys and values twice changes nothing, so the other requests lose only time.
     """
     cause = error.__cause__
-    logger.error("a step of %s failed", ", ".join(row.sequence.label for row in rows), exc_info=cause)
+    log_failure(rows, error)
     for row in rows:
         core.sampler.forget(row.sequence.sequence_id)  # the token counts may contain a token of the failed step
     if len(rows) > 1:
@@ -62,13 +62,23 @@ def recompute(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostErro
     """Recompute the sequences of a failed step one at a time, because the step may have changed their recurrent states:
     it cannot be repeated. A sequence whose step fails again is ended."""
     cause = error.__cause__
-    logger.error("a step of %s failed", ", ".join(row.sequence.label for row in rows), exc_info=cause)
+    log_failure(rows, error)
     clear_cache_of_ended(core, rows)
     for row in rows:
         core.sampler.forget(row.sequence.sequence_id)
         core.scheduler.recompute(row.sequence)
     core.scheduler.update(Batch(tuple(rows)), {})
     blame(core, [row.sequence for row in rows], f"the step failed: {type(cause).__name__}: {cause}", error)
+
+
+def log_failure(rows: ListOf[ScheduledSequence], error: HostError) -> None:
+    """The stack says nothing of why an allocation failed."""
+    cause = error.__cause__
+    labels = ", ".join(row.sequence.label for row in rows)
+    if is_out_of_memory(error):
+        logger.error("a step of %s failed: %s: %s", labels, type(cause).__name__, cause)
+    else:
+        logger.error("a step of %s failed", labels, exc_info=cause)
 
 
 def blame(core: EngineCore, sequences: ListOf[Sequence], message: str, error: Exception) -> None:

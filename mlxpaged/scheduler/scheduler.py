@@ -73,7 +73,8 @@ class Scheduler:
         self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
         self._prefill = PrefillLimits(config)
         self._decode_credit = 0.0
-        self._max_tokens = config.max_num_batched_tokens  # of the step that is being scheduled
+        self.max_tokens = config.max_num_batched_tokens
+        """Token budget of the next step: less if memory is short. Decoding sequences are in it all the same."""
         self.admits = True
         """Whether waiting sequences are admitted while others run: not after an allocation that failed."""
         self._starvation_admissions = self._prefix_hit_tokens = self._prompt_tokens = 0
@@ -134,12 +135,9 @@ class Scheduler:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def schedule(self, max_tokens: int | None = None) -> Batch:
+    def schedule(self) -> Batch:
         """Choose the next step's tokens and take the blocks that they need. Pass every batch to `update`; at most one
-        more may be scheduled before that. It is empty only if no sequence is unfinished, or all wait for `update`.
-        max_tokens: the token budget of this step, if there is memory for fewer tokens than usual. Sequences that decode
-        are in it all the same."""
-        self._max_tokens = self.config.max_num_batched_tokens if max_tokens is None else max_tokens
+        more may be scheduled before that. It is empty only if no sequence is unfinished, or all wait for `update`."""
         builder = ScheduleBuilder()
         self._changed.clear()
         self.blocks.size.missing = 0
@@ -290,7 +288,7 @@ class Scheduler:
         if not prefilling and not waiting:
             return
         decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self.running))
-        budget = self._prefill.budget(builder.rows, decoding, self._max_tokens)
+        budget = self._prefill.budget(builder.rows, decoding, self.max_tokens)
         refused = 0
         for sequence in heapq.merge(prefilling, waiting, key=ORDER):
             if budget.tokens == 0:
@@ -385,7 +383,7 @@ class Scheduler:
         admitted = self._admit(sequence)
         assert admitted, f"no room for {sequence}"
         # Take the blocks of its first chunk now: otherwise growing sequences would take them.
-        self.blocks.grow(sequence, min(self._max_tokens, sequence.num_uncomputed_tokens))
+        self.blocks.grow(sequence, min(self.max_tokens, sequence.num_uncomputed_tokens))
         if starving:
             sequence.admitted_by_starvation_bound = True
             if victims:
