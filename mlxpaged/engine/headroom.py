@@ -13,8 +13,13 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from mlxpaged.models.device_memory import system_free_memory
-from mlxpaged.process_memory import MARGIN, address_space_left, return_freed_memory, reusable_bytes
+from mlxpaged.process_memory import (
+    MARGIN,
+    address_space_left,
+    return_freed_memory,
+    reusable_bytes,
+    system_free_memory,
+)
 from mlxpaged.scheduler.prefill_budget import LEAST_CHUNK
 
 logger = logging.getLogger(__name__)
