@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import mlx.core as mx
 
 from mlxpaged.attention import Limits, choose_backend, choose_tunings
 from mlxpaged.cache import CacheGroups
-from mlxpaged.cpu import blas, streams
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
@@ -40,14 +38,9 @@ from mlxpaged.models import (
 from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory, unused_memory
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
-from mlxpaged.process_memory import require_memory
 from mlxpaged.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-LIBRARY_BYTES = 512 * 2**20
-"""Bytes of the address space that the first load takes beside a model of 3.5 MB, on two cores: libraries, and the
-stacks and heaps of threads."""
 
 
 def build_engine(
@@ -127,7 +120,6 @@ def build_engine(
 def load_core(config: EngineConfig, clock: Callable[[], float], report: Report) -> EngineCore | EmbeddingCore:
     """Load a model and make its engine, on the thread that will run it. report: called while the model loads, and as
     `build_engine` calls it. Raises ModelNotFoundError, UnsupportedModelError and the errors of `build_engine`."""
-    prepare_first_load()
     turns, name = Turns(reporter(Stage.LOADING, report)), config.served_model_name
     if config.only_embeds:
         step = Reserved(step=least_step())
@@ -141,15 +133,6 @@ def load_core(config: EngineConfig, clock: Callable[[], float], report: Report) 
     step_bytes = measure_step(served, config)
     turns.take()
     return build_engine(config, served, clock, *build_embedder(config, served), report, step_bytes)
-
-
-@functools.cache
-def prepare_first_load() -> None:
-    """Raises MemoryError if the limit on the address space leaves too little for the libraries. MLX ends the process if
-    one of its threads cannot start."""
-    if streams.on_cpu():
-        blas.reserve_buffers(streams.cores())
-    require_memory(LIBRARY_BYTES, "the libraries")
 
 
 def check_room(model: EmbeddingModel) -> None:
