@@ -19,6 +19,9 @@ from pathlib import Path, PurePosixPath
 STATM = Path("/proc/self/statm")
 """Its first field is the size of the address space, in pages (proc(5))."""
 
+UNLIMITED = 2**63
+"""Bytes of an address space without a limit."""
+
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 MARGIN = 32 * 2**20
@@ -95,7 +98,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 def system_free_memory(left: int | None = None) -> int:
     """Free bytes of the machine, or of the control group that the process runs in, or what the limit on its address
-    space leaves. left: that, if it is known."""
+    space leaves. left: that, if it is known; UNLIMITED to leave it out."""
     free = machine_free_memory()
     if left is None:
         left = address_space_left()

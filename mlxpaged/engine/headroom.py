@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlxpaged.process_memory import (
     MARGIN,
+    UNLIMITED,
     address_space_left,
     return_freed_memory,
     reusable_bytes,
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
 """Between two looks at the system's free memory: they take 0.1 ms. The address space is looked at in every step."""
+
+NEAR = 4
+"""While less than so many of the largest steps would fit, the system's free memory is looked at in every step too."""
 
 GIVE_BACK_SECONDS = 1.0
 """Freed memory is not returned to the system more often than this."""
@@ -84,16 +88,18 @@ class Headroom:
         return max(0.0, free - MARGIN) / max(1.0, self._bytes_per_token)
 
     def _free(self) -> float:
-        """Bytes. Freed memory that MLX and malloc keep counts only if the rest is less than a step needs: to count it
-        takes longer."""
+        """Bytes. Freed memory that MLX and malloc keep mapped counts only for the address space, because the system may
+        have taken its pages back, and only if the rest is less than a step needs, because to count it takes longer."""
+        needed = self._max_tokens * self._bytes_per_token + MARGIN
         now = self._clock()
-        if now >= self._looked_at + LOOK_SECONDS:
-            self._looked_at, self._system_free = now, system_free_memory()
+        if now >= self._looked_at + LOOK_SECONDS or self._system_free < NEAR * needed:
+            self._looked_at, self._system_free = now, system_free_memory(UNLIMITED)
         left = address_space_left()
-        free = self._system_free if left is None else min(self._system_free, left)
-        if free < self._max_tokens * self._bytes_per_token + MARGIN:
-            free += reusable_bytes() + int(mx.get_cache_memory())
-        return free
+        if left is None:
+            return self._system_free
+        if left < needed:
+            left += reusable_bytes() + int(mx.get_cache_memory())
+        return min(self._system_free, left)
 
     def _give_back(self) -> bool:
         """Return freed memory to the system, unless that was done just before. Returns whether it was."""

@@ -19,7 +19,7 @@ class Machine:
         self.free, self.left, self.kept, self.now = 10**12, None, 0, 0.0
         self.trims: list[float] = []
         monkeypatch.setattr(headroom.sys, "platform", "linux")
-        monkeypatch.setattr(headroom, "system_free_memory", lambda: self.free)
+        monkeypatch.setattr(headroom, "system_free_memory", lambda _: self.free)
         monkeypatch.setattr(headroom, "address_space_left", lambda: self.left)
         monkeypatch.setattr(headroom, "reusable_bytes", lambda: self.kept)
         monkeypatch.setattr(headroom.mx, "get_cache_memory", lambda: 0)
@@ -63,8 +63,11 @@ def test_the_systems_memory_is_looked_at_a_few_times_a_second(machine: Machine) 
     assert machine.headroom.tokens() == TOKENS
     machine.now += LOOK_SECONDS
     assert machine.headroom.tokens() == 64
+    machine.free = MARGIN + 32 * PER_TOKEN
+    assert machine.headroom.tokens() == 32, "in every step while it is short"
+    machine.kept = 10**9
+    assert machine.headroom.tokens() == 32, "what is mapped may have no pages"
     machine.free = 10**12
-    machine.now += LOOK_SECONDS
     assert machine.headroom.tokens() == TOKENS
 
 
