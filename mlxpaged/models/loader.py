@@ -18,7 +18,7 @@ from mlx_lm.utils import get_total_parameters, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.attention import ReportAmount, WindowMismatchError
-from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection
+from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection, prepare_first_load
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.adapters import (
     Adapters,
@@ -191,6 +191,7 @@ def load_model(
     or UnsupportedModelError.
     """
     turns = turns or Turns()
+    prepare_first_load()
     check_files(adapters)
     path = turns.during(lambda: resolve_model(name, reserved))
     own_config, recommended = read_object(path / "config.json"), read_generation_config(path)
@@ -293,6 +294,7 @@ def load_embedding_model(
     Call it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     turns = turns or Turns()
+    prepare_first_load()
     path = turns.during(lambda: resolve_model(name, reserved))
     try:
         spec = embedding_spec(path)  # before gigabytes are loaded
