@@ -57,6 +57,7 @@ class HttpProtocol(H11Protocol):
     """Uses h11 even if another parser is installed: h11 limits the size of a request's head."""
 
     conn: Connection
+    _silence: asyncio.TimerHandle
     _check: asyncio.TimerHandle | None = None  # of the reader, while data waits for it
     _unsent = _checks = 0  # bytes at the last check at which the client had read enough, and the checks since then
 
@@ -73,9 +74,12 @@ class HttpProtocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self._server.http.max_open_connections:
             self._refuse()
-        self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
+        self._silence = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._silence, self.timeout_keep_alive_task):  # they would keep the connection's memory
+            if timer is not None:
+                timer.cancel()
         self._end_check()
         super().connection_lost(exc)
 

@@ -211,7 +211,7 @@ def conversation(
         "type": "function",
         "function": {"name": text(), "arguments": {text(): text(), "list": [text(), {"a": text()}]}},
     }
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": text()},
         {"role": "user", "content": text()},
         {"role": "assistant", "content": (answer or text)(), "tool_calls": [call]},
