@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz test-faults lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -55,6 +55,10 @@ test-page: $(STAMP)
 test-fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
 
+# Faults in a real server under 16 streams, and a table of what became of them. ARGS selects: ARGS='-k deadline'.
+test-faults: $(STAMP)
+	$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+
 # Branch coverage of mlxpaged/, servers that the tests start included.
 coverage: $(STAMP)
 	rm -f .coverage .coverage.*
@@ -86,6 +90,9 @@ bench-host: $(STAMP)
 
 bench-scheduler: $(STAMP)
 	$(BIN)/python benchmarks/scheduler.py $(ARGS)
+
+bench-overload: $(STAMP)
+	$(BIN)/python benchmarks/overload.py $(ARGS)
 
 wheel: $(STAMP)
 	rm -rf dist && $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
