@@ -41,7 +41,7 @@ class Fault:
     name: str
     inject: Inject
     times: int
-    parallel: int = 6
+    parallel: int = 8
     seconds: float = 30.0
     flags: tuple[str, ...] = ()
     open_files: int = 0

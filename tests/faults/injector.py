@@ -1,7 +1,8 @@
-"""`mlxpaged` with faults on command: `python -m tests.faults.injector SOCKET serve ...`.
+"""`mlxpaged` with faults on command: `python -m tests.faults.injector SOCKET FILES serve ...`.
 
 A thread listens on a Unix socket for lines of JSON. Each arms one place of the server: the next `times` calls there
-raise, after `seconds` of sleep. With a `prefix`, only calls that concern a request count whose id begins with it. The server itself knows nothing of this.
+raise, after `seconds` of sleep. With a `prefix`, only calls that concern a request count whose id begins with it. The
+server itself knows nothing of this. FILES: the most open files, 0 for the machine's limit.
 """
 
 from __future__ import annotations

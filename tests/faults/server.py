@@ -20,7 +20,7 @@ from tests.support import make_embedding_model, make_tiny_model
 START_SECONDS = 60.0
 FLAGS = (
     *("--served-model-name", "tiny", "--served-embedding-model-name", "vectors", "--max-model-len", "512"),
-    *("--kv-cache-memory", "1500KB", "--swap-space", "1MB", "--max-num-seqs", "20", "--max-queue", "300"),
+    *("--kv-cache-memory", "1500KB", "--swap-space", "1MB", "--max-num-seqs", "24", "--max-queue", "300"),
     *("--write-timeout", "2", "--step-timeout", "0", "--isolate-prefix-cache", "--drain-timeout", "1"),
 )
 """Room for about ninety blocks: the streams alone need more now and then, so that some are swapped out."""
