@@ -38,7 +38,7 @@ async def forward_memory(context: Context, i: int) -> Outcome:
     return await context.ask(i, (200, *FAILED))
 
 
-@fault("an evaluation without memory", 200, refusals=FAILED)
+@fault("an evaluation without memory", 100, parallel=1, refusals=FAILED)
 async def eval_memory(context: Context, i: int) -> Outcome:
     await context.arm("eval", error="RuntimeError", message="[malloc] Unable to allocate 1073741824 bytes.")
     return await context.ask(i, (200, *FAILED))
