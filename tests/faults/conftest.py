@@ -33,10 +33,12 @@ class Bench:
         return self.context
 
     async def end(self) -> None:
-        if self.context is not None:
-            await self.context.streams.end()
-        self.context = None
-        await self.server.kill()
+        context, self.context = self.context, None
+        try:
+            if context is not None:
+                await context.end()
+        finally:
+            await self.server.kill()
 
 
 @pytest.fixture(scope="session")

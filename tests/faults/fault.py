@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ VICTIMS = [
     completion(random_tokens(12, 104), 8, structured_outputs={"regex": "[a-z]{30}"}),
 ]
 """What the clients with faults ask for, unless the fault is in the request itself."""
+
+HELD = re.compile(r'mlxpaged_(requests_(running|waiting)\{|(kv|swap)_blocks\{.*state="used")')
+"""What is 0 after the end of all requests."""
 
 Inject = Callable[["Context", int], Awaitable[Outcome]]
 
@@ -82,6 +86,20 @@ class Context:
     def new_id(self) -> str:
         """Of a request. No id is the beginning of another one."""
         return f"victim-{next(self._numbers)}."
+
+    async def end(self) -> None:
+        """End the streams. Raises AssertionError if the server then keeps a request or a block for one."""
+        await self.streams.end()
+        for _ in range(100):
+            held = [
+                line
+                for line in (await self.request("GET", "/metrics", key="admin")).body.decode().splitlines()
+                if HELD.match(line) and not line.endswith(" 0.0")
+            ]
+            if not held:
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"not given back: {held}")
 
     async def request(self, method: str, path: str, body: Any = None, key: str = "victim", **headers: str) -> Reply:
         return await wire.request(

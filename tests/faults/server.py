@@ -29,7 +29,7 @@ FLAGS = (
 class FaultyServer:
     """`mlxpaged serve` with two models that generate, one for embeddings, API keys and a directory for batches.
 
-    keys: by name: `streams` of the streams, `victim` and `other` of the clients that have faults, `admin`, `brief`.
+    keys: by name. `streams` is that of the streams, `victim` and `other` are those of the clients that have faults.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,7 +52,7 @@ class FaultyServer:
     def write_keys(self) -> None:
         """New keys for all names."""
         tiers: dict[str, dict[str, Any]] = {name: {} for name in ("streams", "victim", "other", "brief")}
-        self.keys = write_keys(self.directory / "keys.json", **tiers, admin={"admin": True})
+        self.keys = write_keys(self.directory / "keys.json", **tiers, urgent={"tier": "high"}, admin={"admin": True})
 
     @property
     def log(self) -> Path:
