@@ -150,14 +150,14 @@ async def clock(context: Context, i: int) -> Outcome:
     return judge(path, await asked, context.expected[i % 4])
 
 
-STALLS = ("--step-timeout", "0.5")
+STALLS = ("--step-timeout", "1")
 
 
-@fault("a step that stalls", 20, parallel=1, flags=STALLS, refusals=(503,))
+@fault("a step that stalls", 15, parallel=1, flags=STALLS, refusals=(503,))
 async def stall(context: Context, i: int) -> Outcome:
     """What runs gets its right answer when the step ends; what waits, and what comes meanwhile, gets a 503."""
-    await context.arm("forward", seconds=2.0)
-    for _ in range(200):
+    await context.arm("forward", seconds=3.0)
+    for _ in range(400):
         health = await context.request("GET", "/health")
         if health.status == 503:
             break

@@ -119,7 +119,7 @@ async def dead_engine(context: Context, i: int) -> Outcome:
     5,
     parallel=1,
     seconds=120,
-    flags=("--step-timeout", "0.5", "--exit-when-stalled"),
+    flags=("--step-timeout", "2", "--exit-when-stalled"),
     refusals=(503,),
     is_cut=True,
 )
