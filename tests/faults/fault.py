@@ -109,6 +109,16 @@ class Context:
     async def post(self, path: str, body: Any, key: str = "victim", **headers: str) -> Reply:
         return await self.request("POST", path, body, key, **headers)
 
+    async def upload(self, lines: str) -> Reply:
+        """Upload the lines of a batch."""
+        edge = "edge"
+        form = (
+            f'--{edge}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            f'--{edge}\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{lines}\r\n'
+            f"--{edge}--\r\n"
+        )
+        return await self.post("/v1/files", form.encode(), Content_Type=f"multipart/form-data; boundary={edge}")
+
     def bytes_of(self, number: int, **fields: Any) -> bytes:
         """A victim's request as it is sent. fields: of its body."""
         path, body = VICTIMS[number % len(VICTIMS)]

@@ -33,13 +33,7 @@ async def batch_of(context: Context, count: int) -> str:
         path, body = VICTIMS[n % 3]
         line = {"custom_id": str(n), "method": "POST", "url": path, "body": body | {"stream": False}}
         lines.append(json.dumps(line))
-    edge = "edge"
-    body = (
-        f'--{edge}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{edge}\r\nContent-Disposition: '
-        f'form-data; name="file"; filename="a.jsonl"\r\n\r\n' + "\n".join(lines) + f"\n\r\n--{edge}--\r\n"
-    )
-    kind = f"multipart/form-data; boundary={edge}"
-    uploaded = await context.post("/v1/files", body.encode(), Content_Type=kind)
+    uploaded = await context.upload("\n".join(lines) + "\n")
     must(uploaded.status == 200, uploaded)
     made = {"input_file_id": uploaded.json["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
     batch = await context.post("/v1/batches", made)

@@ -271,15 +271,8 @@ async def full_queue(context: Context, i: int) -> Outcome:
 
 @fault("a batch line that is wrong", 30)
 async def wrong_line(context: Context, i: int) -> Outcome:
-    edge = "edge"
     line = json.dumps({"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"model": "tiny"}})
-    body = (
-        f'--{edge}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{edge}\r\n'
-        f'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{line}\n{"{" * (i % 3)}\r\n'
-        f"--{edge}--\r\n"
-    )
-    kind = f"multipart/form-data; boundary={edge}"
-    uploaded = await context.post("/v1/files", body.encode(), Content_Type=kind)
+    uploaded = await context.upload(f"{line}\n{'{' * (i % 3)}")
     if uploaded.status != 200:
         return refused("", uploaded, 400)
     made = {"input_file_id": uploaded.json["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
