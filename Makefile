@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz test-faults soak soak-kinds lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz test-faults soak soak-kinds lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -105,6 +105,9 @@ bench-host: $(STAMP)
 
 bench-scheduler: $(STAMP)
 	$(BIN)/python benchmarks/scheduler.py $(ARGS)
+
+bench-overload: $(STAMP)
+	$(BIN)/python benchmarks/overload.py $(ARGS)
 
 wheel: $(STAMP)
 	rm -rf dist && $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -1,4 +1,4 @@
-"""Changes uvicorn's protocol with h11. Its own errors get the API's format, and folded header lines are refused. The
+"""Changes uvicorn's protocol with h11. Its own errors get the API's format, and ambiguous heads are refused. The
 number of connections is limited, and the time in which a client sends or reads nothing."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FOLDED = re.compile(rb"\n[ \t]")
 
 
 class Connection(h11.Connection):
-    """Refuses a request whose head has a folded line, as RFC 9112, 5.2 requires. h11 itself joins such lines, but a
-    proxy in front of the server may see two of them: then the two disagree on what the request is.
+    """Refuses heads that a proxy in front of the server may read in another way: then the two disagree on what the
+    request is. h11 joins folded lines (RFC 9112, 5.2), and ignores the Content-Length of a chunked body (6.1).
 
     fault: what is wrong with the request, if h11 does not see it. method: of the last request.
     """
@@ -47,8 +47,12 @@ class Connection(h11.Connection):
         if isinstance(event, h11.Request):
             self.method = event.method
             rest, _ = self.trailing_data
+            names = {name for name, _ in event.headers}
             if FOLDED.search(received, 0, len(received) - len(rest)):
                 self.fault = "a header is folded over several lines: send each header in one line"
+            elif {b"content-length", b"transfer-encoding"} <= names:
+                self.fault = "the request has both Content-Length and Transfer-Encoding: send one of them"
+            if self.fault is not None:
                 raise h11.RemoteProtocolError(self.fault)
         return event
 

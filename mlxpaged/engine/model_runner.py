@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Container, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_BATCHES = (1, 2)
 """MLX has a kernel of its own for arrays of one row, and another one for all other shapes."""
+
+REBUILD_PAUSES = (0.05, 0.2, 1.0)
+"""Seconds before the pools are rebuilt again, if that failed."""
 
 MAX_DIFFERENCE = 0.05
 """Largest difference between the logits of a replayed step and another, as a share of the largest: far above rounding
@@ -297,10 +301,19 @@ class ModelRunner:
 
     def rebuild_pools(self) -> None:
         """After a device error, wait for all running work, then make all KV pools anew. Raises DeviceError if the
-        device cannot do even that."""
+        device cannot do even that: memory that was short may still be."""
         with contextlib.suppress(Exception):
             mx.synchronize()
         synchronize()
+        for pause in REBUILD_PAUSES:
+            self._caches.clear()
+            try:
+                self.finish_step()
+            except DeviceError as error:
+                logger.error("KV pools cannot be rebuilt; trying again in %g s: %s", pause, error)
+                time.sleep(pause)
+            else:
+                return
         self._caches.clear()
         self.finish_step()
 

@@ -370,8 +370,9 @@ def test_too_many_headers_are_refused(plain: RunningServer, headers: dict[str, s
         b"x" * 70_000,
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Fold: a\r\n b\r\n\r\n",
         b"GET /health HTTP/1.1\nHost: localhost\nX-Fold:\n\tTransfer-Encoding: chunked\n\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     ],
-    ids=["no HTTP", "two hosts", "no host", "endless", "folded", "folded, bare line feeds"],
+    ids=["no HTTP", "two hosts", "no host", "endless", "folded", "folded, bare line feeds", "two lengths"],
 )
 def test_what_is_no_http_gets_an_error_in_the_apis_format(plain: RunningServer, sent: bytes) -> None:
     host, port = plain.url.removeprefix("http://").split(":")
