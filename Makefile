@@ -53,7 +53,7 @@ test-page: $(STAMP)
 	$(BIN)/python -m pytest -m browser -W default tests/browser $(ARGS)
 
 test-fuzz: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_batch_invariant.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
 
 # Branch coverage of mlxpaged/, servers that the tests start included.
 coverage: $(STAMP)
