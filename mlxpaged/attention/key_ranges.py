@@ -81,7 +81,7 @@ def attend_in_ranges(
         k = keys[slots].astype(mx.float32).swapaxes(1, 2)
         v = k[..., :value_size] if values is None else values[slots].astype(mx.float32).swapaxes(1, 2)
         partials.append(attend_to_range(grouped[ranges.rows[items]], k, v, ranges.mask[items], options))
-    best, total, weighted = (mx.concatenate(arrays)[ranges.parts] for arrays in zip(*partials, strict=True))
+    best, total, weighted = (mx.concatenate(list(arrays))[ranges.parts] for arrays in zip(*partials, strict=True))
     best = mx.where(ranges.is_part, best, -mx.inf)
     peak = best.max(axis=1, keepdims=True)
     sinks = None if options.sinks is None else options.sinks.astype(mx.float32).reshape(1, 1, *grouped.shape[1:3], 1)

@@ -90,11 +90,11 @@ def test_a_row_has_the_same_attention_alone_and_in_any_tile(case: str, backend: 
     rows = Rows(layout, extras, backend)
     alone = [rows.attend([i])[0] for i in range(len(CONTEXTS))]
     for i, found in enumerate(alone):
-        exact = [
+        queries, keys, values = (
             np.array(each.astype(mx.float32), np.float64)
             for each in (rows.queries[i : i + 1], rows.keys[i], rows.values[i])
-        ]
-        expected = reference_attention(*exact, SCALE, extras, rows.sinks)
+        )
+        expected = reference_attention(queries, keys, values, SCALE, extras, rows.sinks)
         np.testing.assert_allclose(found, expected[0], atol=TOLERANCE[layout.dtype])
     rng = np.random.default_rng(2)
     for _ in range(3):
