@@ -1,10 +1,11 @@
 # Every target sets up .venv from nothing: with uv if it is there, else with python3 and pip.
 PYTHON ?= python3
+MINUTES ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz test-faults soak soak-kinds lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -52,8 +53,26 @@ test-page: $(STAMP)
 	npm install --silent --no-audit --no-fund --prefix $(VENV)/browser axe-core@4.14.1
 	$(BIN)/python -m pytest -m browser -W default tests/browser $(ARGS)
 
+# CASES: raw HTTP requests, and as many mutated bodies. They depend on SEED. FIRST: the number of the first one.
+CASES ?= 100000
+SEED ?= 1
+FIRST ?= 0
+
 test-fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_batch_invariant.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
+	MLXPAGED_FUZZ_CASES=$(CASES) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -s -m slow tests/fuzz $(ARGS)
+
+# Faults in a real server under 16 streams, and a table of what became of them. ARGS selects: ARGS='-k deadline'.
+test-faults: $(STAMP)
+	$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+
+# Mixed load on a tiny pool, with checked answers. It uses 1.5 cores.
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+
+# Bytes that the server keeps for each request of a kind, over 50,000 of each. It takes hours; ARGS selects kinds.
+soak-kinds: $(STAMP)
+	$(BIN)/python -m tests.soak.kinds $(ARGS)
 
 # Branch coverage of mlxpaged/, servers that the tests start included.
 coverage: $(STAMP)

@@ -21,6 +21,7 @@ from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 from mlxpaged.daemon_thread import in_daemon_thread
+from mlxpaged.process_memory import require_memory
 from mlxpaged.registry import LoadFailedError, Model, ModelUnknownError, NoRoomError, Registry
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,10 @@ Result = TypeVar("Result")
 LARGE_BODY_BYTES = 64 * 1024
 """Larger bodies are parsed on a thread. A smaller one takes at worst 15 ms, if every few bytes are an object; an
 ordinary one takes less than the switch to a thread and back."""
+MEMORY_PER_BYTE = 128
+"""Bytes that a byte of a body takes at most: the tokenizer keeps about 100 for each, parsed JSON 25 (`[],`)."""
+GRAMMAR_BYTES = 64 * 2**20
+"""Bytes that the compiler of grammars takes for a large one."""
 LOOPBACK = ("127.0.0.1", "::1")
 COMPILE_SECONDS = 10.0
 """Time limit for a grammar. Almost all take less than a second, or the compiler gives up."""
@@ -154,6 +159,7 @@ class Server:
 
     async def prepare(self, request: Request, function: Callable[[], Result]) -> Result:
         """Run a function whose time grows with the body (`request.state.body_size`): on a thread if that is large."""
+        require_memory(MEMORY_PER_BYTE * request.state.body_size, "the request")
         if request.state.body_size <= LARGE_BODY_BYTES:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._body_threads, function)
@@ -168,12 +174,18 @@ class Server:
         """Compile the grammar. Raises ApiError if it is not supported, EngineBusyError if others take too long."""
         if constraint is None:
             return
+        require_memory(GRAMMAR_BYTES, "the grammar")
         try:
             await asyncio.wait_for(self._compiling.acquire(), COMPILE_SECONDS)
         except asyncio.TimeoutError:
             message = f"{constraint.param}: the grammar compiler was busy for {COMPILE_SECONDS:.0f} s; try again"
             raise engine.EngineBusyError(message) from None
-        compiled = asyncio.wrap_future(in_daemon_thread(lambda: info.grammars.compile(constraint), "mlxpaged-grammar"))
+        try:
+            thread = in_daemon_thread(lambda: info.grammars.compile(constraint), "mlxpaged-grammar")
+        except BaseException:  # there is no memory for a thread
+            self._compiling.release()
+            raise
+        compiled = asyncio.wrap_future(thread)
         compiled.add_done_callback(self._end_compiling)
         await asyncio.wait([compiled], timeout=COMPILE_SECONDS)
         if not compiled.done():

@@ -16,6 +16,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
@@ -106,6 +107,7 @@ def build_engine(
         runner.warm_up()
         sampler.warm_up()
     scheduler = Scheduler(scheduler_config, clock)
+    headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock)
     return EngineCore(
         served,
         scheduler,
@@ -113,6 +115,7 @@ def build_engine(
         PoolResizer(scheduler, runner, per_block, unused_memory, step_bytes, clock, pressure),
         sampler,
         Grammars(served.tokenizer, served.vocab_size),
+        headroom,
         clock,
         embedder,
         no_embedder_because,
