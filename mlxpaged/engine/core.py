@@ -19,6 +19,7 @@ from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
+from mlxpaged.engine.prompt_logits import INVARIANT_TOP
 from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
@@ -387,7 +388,10 @@ class EngineCore:
             running = {each.sequence_id for each in self.scheduler.running} if self.runner.is_recurrent else set()
             logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens, running)
             tops = (self.requests[row.sequence.sequence_id].num_top for row in batch.rows if row.prompt_logprobs)
-            step = InFlightStep(batch, started, logits, max(tops, default=None))
+            top = max(tops, default=None)
+            if top is not None and self.runner.tile_size is not None:
+                top = max(top, INVARIANT_TOP)  # of equal logits, which are the best depends on it
+            step = InFlightStep(batch, started, logits, top)
         except DeviceError:
             raise
         except Exception as error:
