@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import sys
 
 import pytest
 
@@ -12,7 +13,15 @@ from mlxpaged.cpu import blas
 from mlxpaged.engine.engine_thread import Failure
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.models import UnsupportedModelError
-from mlxpaged.process_memory import MARGIN, address_space_left, is_out_of_memory, require_memory, reusable_bytes
+from mlxpaged.process_memory import (
+    MARGIN,
+    STACK_BYTES,
+    address_space_left,
+    can_allocate,
+    is_out_of_memory,
+    require_memory,
+    reusable_bytes,
+)
 
 OF_MLX = RuntimeError("[malloc] Unable to allocate 4096 bytes.")
 
@@ -59,6 +68,23 @@ def test_under_a_limit_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPa
     require_memory(70_000_000 - MARGIN, "this")
     with pytest.raises(MemoryError, match=r"^this may take 36\.5 MB, but only 36\.4 MB are free$"):
         require_memory(70_000_001 - MARGIN + 10**5, "this")
+
+
+def test_without_room_for_a_stack_nothing_is_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "address_space_left", lambda: STACK_BYTES - 1)
+    monkeypatch.setattr(process_memory, "reusable_bytes", lambda: 10**12)
+    with pytest.raises(MemoryError):
+        require_memory(1, "this")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has no limit on the address space")
+@pytest.mark.parametrize(("left", "new", "fits"), [(MARGIN, 0, True), (MARGIN, 1, False), (STACK_BYTES - 1, 0, False)])
+def test_malloc_is_asked_and_may_take_new_memory_down_to_the_margin(
+    monkeypatch: pytest.MonkeyPatch, left: int, new: int, fits: bool
+) -> None:
+    looks = iter([left, left - new])
+    monkeypatch.setattr(process_memory, "address_space_left", lambda: next(looks))
+    assert can_allocate(1000) is fits
 
 
 def test_malloc_tells_how_much_is_free() -> None:

@@ -13,10 +13,11 @@ import ctypes
 import os
 import sys
 
-from mlxpaged.process_memory import require_memory
+from mlxpaged.process_memory import address_space_left, require_memory
 
 M_TRIM_THRESHOLD = -1  # from glibc's malloc.h
 M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 
 OPENBLAS = "libopenblas.so.0"
 REFERENCE = "the reference BLAS of MLX's wheel"
@@ -51,6 +52,9 @@ def prepare() -> None:
         return
     mallopt(M_MMAP_THRESHOLD, 1 << 30)
     mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+    if address_space_left() is not None:
+        # Each thread would map 64 MiB for its own heap, at any time, and a step that runs would lack them.
+        mallopt(M_ARENA_MAX, 1)
 
 
 def routines(openblas: ctypes.CDLL) -> str:

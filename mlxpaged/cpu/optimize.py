@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx_lm.models import activations
 
@@ -42,6 +43,8 @@ def prepare_first_load() -> None:
     if streams.on_cpu():
         blas.reserve_buffers(streams.cores())
         require_memory(LIBRARY_BYTES, "the libraries")
+        # NumPy has an OpenBLAS of its own. It ends the process if it finds no room for its buffer.
+        np.linalg.lstsq(np.eye(2), np.ones(2), rcond=None)
 
 
 def optimize_for_cpu(model: Module) -> None:

@@ -24,7 +24,7 @@ from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.prompt_logits import max_prompt_logits
 from mlxpaged.engine.sampler import Sampler
-from mlxpaged.engine.step_memory import measure_step
+from mlxpaged.engine.step_memory import bytes_per_key, measure_step
 from mlxpaged.models import (
     EmbeddingModel,
     Reserved,
@@ -107,7 +107,7 @@ def build_engine(
         runner.warm_up()
         sampler.warm_up()
     scheduler = Scheduler(scheduler_config, clock)
-    headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock)
+    headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock, bytes_per_key(served.kv_layers))
     return EngineCore(
         served,
         scheduler,

@@ -17,8 +17,8 @@ from mlxpaged.process_memory import (
     MARGIN,
     UNLIMITED,
     address_space_left,
+    can_allocate,
     return_freed_memory,
-    reusable_bytes,
     system_free_memory,
 )
 from mlxpaged.scheduler.prefill_budget import LEAST_CHUNK
@@ -37,13 +37,14 @@ GIVE_BACK_SECONDS = 1.0
 
 class Headroom:
     """Belongs to the engine thread. step_bytes: of a step of `max_tokens`, which is estimated as linear in the tokens.
-    clock: seconds.
+    clock: seconds. bytes_per_key: what attention takes for a token of the longest context.
 
     After an allocation that failed, steps have half the tokens, and twice as many after each step that succeeds.
     """
 
-    def __init__(self, step_bytes: int, max_tokens: int, clock: Callable[[], float]) -> None:
-        self._bytes_per_token = step_bytes / max_tokens
+    def __init__(self, step_bytes: int, max_tokens: int, clock: Callable[[], float], bytes_per_key: int = 0) -> None:
+        self._bytes_per_token = max(1.0, step_bytes / max_tokens)
+        self._bytes_per_key = bytes_per_key
         self._max_tokens = self._limit = max_tokens
         self._clock = clock
         self._system_free = math.inf
@@ -61,11 +62,15 @@ class Headroom:
             logger.warning("memory is short: the next step has at most %d tokens", tokens)
         return tokens
 
-    def require(self, tokens: int) -> None:
-        """Raises MemoryError if a step of so many tokens does not fit."""
-        if tokens > self._fitting():
-            needed, free = tokens * self._bytes_per_token / 1e6, max(0, self._free() - MARGIN) / 1e6
-            raise MemoryError(f"a step of {tokens} tokens may take {needed:.1f} MB, but only {free:.1f} MB are free")
+    def require(self, tokens: int, context_len: int = 0) -> None:
+        """Raises MemoryError if a step of so many tokens does not fit. context_len: the longest of its sequences."""
+        needed = tokens * self._bytes_per_token + context_len * self._bytes_per_key
+        if needed > self._fitting() * self._bytes_per_token:
+            free = max(0, self._free() - MARGIN) / 1e6
+            raise MemoryError(
+                f"a step of {tokens} tokens may take {needed / 1e6:.1f} MB, but only {free:.1f} MB are free"
+            )
+        limit_active_memory(int(needed) if self._is_short else None)
 
     def note_failure(self, tokens: int) -> None:
         """An allocation failed in a step of so many tokens."""
@@ -85,21 +90,27 @@ class Headroom:
         free = self._free()
         if free < needed and self._give_back():
             free = self._free()
-        return max(0.0, free - MARGIN) / max(1.0, self._bytes_per_token)
+        fitting = max(0.0, free - MARGIN) / self._bytes_per_token
+        return fitting if address_space_left() is None else max(fitting, self._fitting_in_heap(fitting))
+
+    def _fitting_in_heap(self, least: float) -> float:
+        """Tokens, if they are more than `least`, that fit into memory that malloc has mapped before and that is free.
+        It does not count for other limits than that on the address space: the system may have taken its pages back."""
+        tokens, most = 2 * self._max_tokens, (self._system_free - MARGIN) / self._bytes_per_token
+        while tokens > least:
+            if tokens <= most and can_allocate(int(tokens * self._bytes_per_token)):
+                return tokens
+            tokens //= 2
+        return 0.0
 
     def _free(self) -> float:
-        """Bytes. Freed memory that MLX and malloc keep mapped counts only for the address space, because the system may
-        have taken its pages back, and only if the rest is less than a step needs, because to count it takes longer."""
+        """Bytes that the system and the limit on the address space leave."""
         needed = self._max_tokens * self._bytes_per_token + MARGIN
         now = self._clock()
         if now >= self._looked_at + LOOK_SECONDS or self._system_free < NEAR * needed:
             self._looked_at, self._system_free = now, system_free_memory(UNLIMITED)
         left = address_space_left()
-        if left is None:
-            return self._system_free
-        if left < needed:
-            left += reusable_bytes() + int(mx.get_cache_memory())
-        return min(self._system_free, left)
+        return self._system_free if left is None else min(self._system_free, left)
 
     def _give_back(self) -> bool:
         """Return freed memory to the system, unless that was done just before. Returns whether it was."""
@@ -110,3 +121,19 @@ class Headroom:
         return_freed_memory()
         self._gave_back_at, self._looked_at = now, -math.inf
         return True
+
+
+_usual_limit: int | None = None
+
+
+def limit_active_memory(more: int | None) -> None:
+    """Let MLX wait for running operations before it allocates more than so many bytes beside those in use. None ends
+    that. On a CPU, MLX allocates the outputs of up to 100 operations before they run: a step took 5 times its estimate
+    while other programs used the cores."""
+    global _usual_limit
+    if more is not None:
+        before = int(mx.set_memory_limit(int(mx.get_active_memory()) + more))
+        _usual_limit = before if _usual_limit is None else _usual_limit
+    elif _usual_limit is not None:
+        mx.set_memory_limit(_usual_limit)
+        _usual_limit = None

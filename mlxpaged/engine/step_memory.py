@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as ListOf
 
 import mlx.core as mx
 import numpy as np
 
 from mlxpaged.cache import CacheGroups
+from mlxpaged.cpu.attention_plan import TILE
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import START_TOKENS, least_step
 from mlxpaged.engine.model_runner import ModelRunner
@@ -15,13 +17,17 @@ from mlxpaged.engine.prompt_logits import prompt_logits_bytes
 from mlxpaged.models import ServedModel
 from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
-from mlxpaged.models.layers import is_per_sequence
+from mlxpaged.models.layers import KV, is_per_sequence
 from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
 
 logger = logging.getLogger(__name__)
 
 CPU_TOKENS = 64
 """Tokens of the measured step on a CPU, so that a start takes no longer: 0.4 s for a model of 82 million parameters."""
+
+
+SCORE_ARRAYS = 4
+"""Arrays of scores that exist at once: 3.3 MB more for 1,507 keys and 4 heads, if MLX waits for its operations."""
 
 
 def measure_step(served: ServedModel, config: EngineConfig) -> int:
@@ -48,6 +54,12 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
         *(found / 1e6, tokens, peak / 1e6, context / 1e6, logits / 1e6),
     )
     return found
+
+
+def bytes_per_key(layers: ListOf[KV]) -> int:
+    """Bytes that a CPU's attention of a prompt chunk takes for each key, beside what `measure_step` finds for a short
+    one: the scores of a tile."""
+    return SCORE_ARRAYS * TILE * 4 * max((spec.num_query_heads for spec in layers), default=0)
 
 
 def peak_of_chunk(served: ServedModel, tokens: int, block_size: int) -> int:

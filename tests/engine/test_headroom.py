@@ -9,7 +9,7 @@ from mlxpaged.engine.headroom import GIVE_BACK_SECONDS, LOOK_SECONDS, Headroom
 from mlxpaged.process_memory import MARGIN
 from mlxpaged.scheduler.prefill_budget import LEAST_CHUNK
 
-TOKENS, PER_TOKEN = 1000, 10_000
+TOKENS, PER_TOKEN, PER_KEY = 1000, 10_000, 100
 
 
 class Machine:
@@ -21,11 +21,12 @@ class Machine:
         monkeypatch.setattr(headroom.sys, "platform", "linux")
         monkeypatch.setattr(headroom, "system_free_memory", lambda _: self.free)
         monkeypatch.setattr(headroom, "address_space_left", lambda: self.left)
-        monkeypatch.setattr(headroom, "reusable_bytes", lambda: self.kept)
-        monkeypatch.setattr(headroom.mx, "get_cache_memory", lambda: 0)
+        self.waits: list[int | None] = []
+        monkeypatch.setattr(headroom, "can_allocate", lambda nbytes: nbytes <= self.kept)
+        monkeypatch.setattr(headroom, "limit_active_memory", self.waits.append)
         monkeypatch.setattr(headroom.mx, "clear_cache", lambda: None)
         monkeypatch.setattr(headroom, "return_freed_memory", lambda: self.trims.append(self.now))
-        self.headroom = Headroom(TOKENS * PER_TOKEN, TOKENS, lambda: self.now)
+        self.headroom = Headroom(TOKENS * PER_TOKEN, TOKENS, lambda: self.now, PER_KEY)
 
 
 @pytest.fixture
@@ -53,8 +54,23 @@ def test_a_limit_on_the_address_space_holds_at_once(machine: Machine) -> None:
 
 
 def test_freed_memory_that_is_still_mapped_counts(machine: Machine) -> None:
-    machine.left, machine.kept = MARGIN, 200 * PER_TOKEN
-    assert machine.headroom.tokens() == 200
+    machine.left, machine.kept = MARGIN, 260 * PER_TOKEN
+    assert machine.headroom.tokens() == 250
+
+
+def test_a_long_context_takes_memory_too(machine: Machine) -> None:
+    machine.left = MARGIN + 100 * PER_TOKEN
+    machine.headroom.require(90, 1000)
+    with pytest.raises(MemoryError, match=r"a step of 90 tokens may take 1\.1 MB"):
+        machine.headroom.require(90, 2000)
+
+
+def test_while_memory_is_short_mlx_waits_before_it_allocates_more_than_estimated(machine: Machine) -> None:
+    machine.left = MARGIN + 100 * PER_TOKEN
+    machine.headroom.require(machine.headroom.tokens())
+    machine.left = None
+    machine.headroom.require(machine.headroom.tokens())
+    assert machine.waits == [100 * PER_TOKEN, None]
 
 
 def test_the_systems_memory_is_looked_at_a_few_times_a_second(machine: Machine) -> None:
