@@ -352,9 +352,12 @@ class EngineCore:
             self.resizer.advance()
         return True
 
+    def _longest(self) -> int:
+        return max((len(each.sequence.token_ids) for each in self.requests.values()), default=0)
+
     def _schedule(self) -> Batch:
         """The next batch. It may be empty while sequences wait for the pool to grow."""
-        self.scheduler.max_tokens = self.headroom.tokens()
+        self.scheduler.max_tokens = self.headroom.tokens(self._longest)
         batch = self.scheduler.schedule()
         self._log.start_step(batch, self.requests, self.clock())
         if batch.rows:

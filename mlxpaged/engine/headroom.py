@@ -51,9 +51,13 @@ class Headroom:
         self._looked_at = self._gave_back_at = -math.inf
         self._is_short = False
 
-    def tokens(self) -> int:
-        """The most tokens that the next step may have; LEAST_CHUNK or more, because fewer take little less memory."""
-        fitting = min(self._limit, self._fitting())
+    def tokens(self, longest: Callable[[], int]) -> int:
+        """The most tokens that the next step may have; LEAST_CHUNK or more, because fewer take little less memory.
+        longest: the tokens of the longest sequence. It is called only if memory is short."""
+        fitting = self._fitting()
+        if fitting < self._max_tokens:
+            fitting -= longest() * self._bytes_per_key / self._bytes_per_token
+        fitting = min(self._limit, fitting)
         was_short, self._is_short = self._is_short, fitting < self._max_tokens
         if not self._is_short:
             return self._max_tokens

@@ -25,12 +25,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SHORT = 3
 """max_tokens of the request that a fault is for."""
 
-FAULTS = [
-    RuntimeError("[malloc] Unable to allocate 8388608 bytes."),  # MLX on a GPU
-    RuntimeError("std::bad_alloc"),
-    MemoryError(),
-    OSError(errno.ENOMEM, "Cannot allocate memory"),
-]
+FAULT = RuntimeError("[malloc] Unable to allocate 8388608 bytes.")
+"""MLX's on a GPU."""
 
 
 def check_refused(response: httpx.Response) -> None:
@@ -69,9 +65,8 @@ def failing_forward(server: RunningServer, fault: Exception, times: int = 10**9,
         runner.forward = forward  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("fault", FAULTS[::3], ids=repr)
-def test_a_request_that_has_no_memory_for_its_step_is_refused_alone(server: RunningServer, fault: Exception) -> None:
-    others = [run_on(random_tokens(40, i), 12) for i in range(3)]
+def test_a_request_that_has_no_memory_for_its_step_is_refused_alone(server: RunningServer) -> None:
+    others = [run_on(random_tokens(40, i), 8) for i in range(2)]
     expected = [answer_text(server, body) for body in others]
     outcome: list[httpx.Response] = []
 
@@ -79,7 +74,7 @@ def test_a_request_that_has_no_memory_for_its_step_is_refused_alone(server: Runn
         with raw(server) as client:
             outcome.append(client.post(COMPLETIONS, json=run_on(random_tokens(40, 9), SHORT)))
 
-    with failing_forward(server, fault):
+    with failing_forward(server, FAULT):
         thread = threading.Thread(target=ask_in_vain)
         thread.start()
         assert stream_together(server, others) == expected
@@ -104,7 +99,7 @@ def test_a_long_prompt_goes_on_in_smaller_steps(server: RunningServer) -> None:
     body = run_on(random_tokens(600, 5), 8)
     expected = answer_text(server, body)
     server.run(server.engine.clear_cache()).result()
-    with failing_forward(server, FAULTS[0], times=1, least=500) as seen:
+    with failing_forward(server, FAULT, times=1, least=500) as seen:
         assert answer_text(server, body) == expected
     first = next(tokens for tokens in seen if tokens > 32)
     assert first >= 500
@@ -113,15 +108,15 @@ def test_a_long_prompt_goes_on_in_smaller_steps(server: RunningServer) -> None:
 
 
 def test_decoding_requests_lose_no_token(server: RunningServer) -> None:
-    requests = [run_on(random_tokens(20, i), 16) for i in range(4)]
+    requests = [run_on(random_tokens(20, i), 8) for i in range(3)]
     expected = [answer_text(server, body) for body in requests]
     sampler = server.core.sampler
     sample, failures = sampler.sample, []
 
     def faulty(logits: Any, rows: Any) -> Any:
-        if len(rows) == 4 and not failures:
+        if len(rows) == 3 and not failures:
             failures.append(rows)
-            raise FAULTS[0]
+            raise FAULT
         return sample(logits, rows)
 
     sampler.sample = faulty  # type: ignore[method-assign]
@@ -221,13 +216,13 @@ def test_memory_that_is_short_makes_steps_small_and_changes_no_answer(
     body = run_on(random_tokens(300, 6), 8)
     expected = answer_text(server, body)
     server.run(server.engine.clear_cache()).result()
-    context = 310 * bytes_per_key(server.core.served.kv_layers)
+    context = 300 * bytes_per_key(server.core.served.kv_layers)
     left = [MARGIN + int(64.5 * server.core.step_bytes / 2048) + context]
     monkeypatch.setattr(headroom, "address_space_left", lambda: left[0])
     monkeypatch.setattr(headroom, "can_allocate", lambda _: False)
     with failing_forward(server, MemoryError(), times=0) as seen:
         assert answer_text(server, body) == expected
-    assert max(seen) <= 150
+    assert max(seen) <= 64
     left[0] = 0
     with raw(server) as client:
         check_refused(client.post(COMPLETIONS, json=body))

@@ -35,31 +35,32 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_with_enough_memory_a_step_has_all_tokens(machine: Machine) -> None:
-    assert machine.headroom.tokens() == TOKENS
+    assert machine.headroom.tokens(lambda: 0) == TOKENS
     machine.headroom.require(TOKENS)
     assert not machine.trims
 
 
 def test_a_limit_on_the_address_space_holds_at_once(machine: Machine) -> None:
-    machine.headroom.tokens()
+    machine.headroom.tokens(lambda: 0)
     machine.left = MARGIN + 100 * PER_TOKEN
-    assert machine.headroom.tokens() == 100
+    assert machine.headroom.tokens(lambda: 0) == 100
     machine.headroom.require(100)
     with pytest.raises(MemoryError, match=r"a step of 101 tokens may take 1\.0 MB, but only 1\.0 MB are free"):
         machine.headroom.require(101)
     assert len(machine.trims) == 1, "freed memory is given back, but not in every step"
     machine.now += GIVE_BACK_SECONDS
-    machine.headroom.tokens()
+    machine.headroom.tokens(lambda: 0)
     assert len(machine.trims) == 2
 
 
 def test_freed_memory_that_is_still_mapped_counts(machine: Machine) -> None:
     machine.left, machine.kept = MARGIN, 260 * PER_TOKEN
-    assert machine.headroom.tokens() == 250
+    assert machine.headroom.tokens(lambda: 0) == 250
 
 
 def test_a_long_context_takes_memory_too(machine: Machine) -> None:
     machine.left = MARGIN + 100 * PER_TOKEN
+    assert machine.headroom.tokens(lambda: 1000) == 90
     machine.headroom.require(90, 1000)
     with pytest.raises(MemoryError, match=r"a step of 90 tokens may take 1\.1 MB"):
         machine.headroom.require(90, 2000)
@@ -67,29 +68,29 @@ def test_a_long_context_takes_memory_too(machine: Machine) -> None:
 
 def test_while_memory_is_short_mlx_waits_before_it_allocates_more_than_estimated(machine: Machine) -> None:
     machine.left = MARGIN + 100 * PER_TOKEN
-    machine.headroom.require(machine.headroom.tokens())
+    machine.headroom.require(machine.headroom.tokens(lambda: 0))
     machine.left = None
-    machine.headroom.require(machine.headroom.tokens())
+    machine.headroom.require(machine.headroom.tokens(lambda: 0))
     assert machine.waits == [100 * PER_TOKEN, None]
 
 
 def test_the_systems_memory_is_looked_at_a_few_times_a_second(machine: Machine) -> None:
-    machine.headroom.tokens()
+    machine.headroom.tokens(lambda: 0)
     machine.free = MARGIN + 64 * PER_TOKEN
-    assert machine.headroom.tokens() == TOKENS
+    assert machine.headroom.tokens(lambda: 0) == TOKENS
     machine.now += LOOK_SECONDS
-    assert machine.headroom.tokens() == 64
+    assert machine.headroom.tokens(lambda: 0) == 64
     machine.free = MARGIN + 32 * PER_TOKEN
-    assert machine.headroom.tokens() == 32, "in every step while it is short"
+    assert machine.headroom.tokens(lambda: 0) == 32, "in every step while it is short"
     machine.kept = 10**9
-    assert machine.headroom.tokens() == 32, "what is mapped may have no pages"
+    assert machine.headroom.tokens(lambda: 0) == 32, "what is mapped may have no pages"
     machine.free = 10**12
-    assert machine.headroom.tokens() == TOKENS
+    assert machine.headroom.tokens(lambda: 0) == TOKENS
 
 
 def test_a_step_has_at_least_a_small_chunk_and_is_then_refused(machine: Machine) -> None:
     machine.left = 0
-    assert machine.headroom.tokens() == LEAST_CHUNK
+    assert machine.headroom.tokens(lambda: 0) == LEAST_CHUNK
     with pytest.raises(MemoryError):
         machine.headroom.require(1)
 
@@ -97,9 +98,9 @@ def test_a_step_has_at_least_a_small_chunk_and_is_then_refused(machine: Machine)
 def test_after_a_failure_steps_are_smaller_until_they_succeed(machine: Machine) -> None:
     machine.headroom.note_failure(400)
     assert machine.trims == [0.0]
-    assert machine.headroom.tokens() == 200
+    assert machine.headroom.tokens(lambda: 0) == 200
     machine.headroom.note_failure(200)
-    assert machine.headroom.tokens() == 100
+    assert machine.headroom.tokens(lambda: 0) == 100
     for expected in (200, 400, 800, 1000, 1000):
         machine.headroom.note_success()
-        assert machine.headroom.tokens() == expected
+        assert machine.headroom.tokens(lambda: 0) == expected
