@@ -118,6 +118,7 @@ class EngineCore:
         sequence.fork_of = None if parent is None else parent.sequence
         set_deadlines(sequence, request)
         running = RunningRequest(request, sequence, self.served.tokenizer, matcher, parent)
+        running.resume(request.resumed, self.clock())
         self.scheduler.add(sequence)
         self.requests[sequence.sequence_id] = running
         self._num_by_priority[request.priority] += 1

@@ -44,6 +44,11 @@ class EngineInfo:
         self.no_embeddings_because = core.no_embedder_because
         self.adapters = served.adapters.names
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without what belongs to a process. The one that gets it sets its own tokenizer and grammars."""
+        own = {"tokenizer", "grammars", "reranker"}
+        return {name: value for name, value in vars(self).items() if name not in own} | {"reranker": None}
+
     @property
     def max_tokens_in_pool(self) -> int:
         """Tokens of the longest sequence that the pool can hold."""

@@ -203,10 +203,7 @@ def load_model(
         turns.during(lambda: check_sizes(own_config, sorted(path.glob(WEIGHTS))))
         model, config = load_weights(path, lazy=True)
         read_weights(model, turns.report)
-        extra = {"tool_parser_type": tool_parser} if tool_parser else None
-        # Not those of `config`, into which mlx-lm copies generation_config.json without checking it.
-        end_tokens = recommended.end_tokens or own_config.get("eos_token_id")
-        tokenizer = turns.during(lambda: Tokenizer(load_tokenizer(path, extra, eos_token_ids=end_tokens)))
+        tokenizer = turns.during(lambda: tokenizer_in(path, tool_parser, recommended.end_tokens))
     except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
         raise UnsupportedModelError(f"{name} cannot be loaded: {in_one_line(error)}") from error
     model.eval()
@@ -249,6 +246,23 @@ def load_model(
         sampling=recommended.sampling,
         adapters=installed,
     )
+
+
+def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int]) -> Tokenizer:
+    """The tokenizer of a model's directory. end_tokens: of its generation_config.json. Raises any exception."""
+    extra = {"tool_parser_type": tool_parser} if tool_parser else None
+    # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
+    ends = end_tokens or read_object(path / "config.json").get("eos_token_id")
+    return Tokenizer(load_tokenizer(path, extra, eos_token_ids=ends))
+
+
+def read_tokenizer(name: str, tool_parser: str | None = None) -> Tokenizer:
+    """The tokenizer of a model that another process loads. Raises ModelNotFoundError or UnsupportedModelError."""
+    path = resolve_model(name)
+    try:
+        return tokenizer_in(path, tool_parser, read_generation_config(path).end_tokens)
+    except Exception as error:  # as in `load_model`
+        raise UnsupportedModelError(f"{name} cannot be loaded: {in_one_line(error)}") from error
 
 
 def in_one_line(error: Exception) -> str:

@@ -266,7 +266,7 @@ def within_one_step(server: RunningServer, gate: StepGate, method: str, path: st
 
 def queued_commands(server: RunningServer) -> int:
     """Questions that the engine thread has not answered yet."""
-    return server.engine.thread.commands.qsize()
+    return server.engine.host.commands.qsize()
 
 
 def bearer(key: str) -> dict[str, str]:

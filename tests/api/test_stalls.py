@@ -140,7 +140,7 @@ def test_a_step_that_is_not_late_and_an_idle_engine_are_no_stall(server: Running
             gate.allow(1)
         assert pending.result().status_code == 200
     server.wait_idle()
-    wait_until(lambda: server.registry.thread.activity is None)
+    wait_until(lambda: server.registry.host.activity is None)
     clock.advance(10 * LIMIT)
     time.sleep(0.3)
     assert health(server)[0] == 200
