@@ -41,6 +41,13 @@ def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None
         one, total = megabytes(states.bytes_per_state), megabytes(states.nbytes)
         extra += f"  states    {one} for each sequence: {states.max_num_seqs} sequences and "
         extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
+    if (cluster := info.cluster) is not None:
+        extra += f"  ranks     {', '.join(cluster.ranks)}, by {cluster.backend}\n"
+        if (link := cluster.link) is not None:
+            least = 2 * info.num_layers * link.token_seconds
+            extra += f"  link      {megabytes(link.token_bytes)} of a token are added up in {1e3 * link.token_seconds:.2f} ms, "
+            extra += f"{megabytes(link.step_bytes)} of a full step in {1e3 * link.step_seconds:.1f} ms: "
+            extra += f"{info.num_layers} layers take at least {1e3 * least:.1f} ms a token\n"
     if adapters := [name for model in registry.models.values() for name in model.names[1:]]:
         extra += f"  adapters  {', '.join(adapters)}\n"
     for model in registry.loaded:

@@ -39,7 +39,7 @@ from mlxpaged.daemon_thread import in_daemon_thread
 from mlxpaged.engine.commands import Command, Question
 from mlxpaged.engine.engine_thread import Failure, ModelSlot
 from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.info import Cluster, EngineInfo
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.watchdog import StallLimits
 from mlxpaged.models import Tokenizer, read_tokenizer
@@ -295,6 +295,8 @@ class ClusterEngine(threading.Thread):
             self._blame(3, Failure.of(error))
             return
         info.grammars = Grammars(info.tokenizer, info.vocab_size)
+        ranks = tuple(self._hosts.label(rank) for rank in range(len(self._hosts)))
+        info.cluster = Cluster(ranks, self._hosts.backend, message.link)
         self._is_ready, self._was_ready, self._num_failures = True, True, 0
         self._slot.callbacks.on_ready(info, message.stats)
         if self._unfinished:

@@ -11,7 +11,7 @@ from mlxpaged.engine.commands import Command, Question
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedding_core import EmbeddingInfo
 from mlxpaged.engine.engine_thread import Failure
-from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.info import EngineInfo, Link
 from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.status import EngineStats
@@ -72,6 +72,7 @@ class Progressed:
 class Ready:
     info: EngineInfo | EmbeddingInfo
     stats: EngineStats
+    link: Link | None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,10 @@ import time
 from functools import partial
 from typing import Any, NoReturn
 
+import mlx.core as mx
+
 from mlxpaged.cluster.channel import Channel, Listener, connect
+from mlxpaged.cluster.link import hidden_size, measure_link
 from mlxpaged.cluster.messages import (
     BEAT_SECONDS,
     LOST_SECONDS,
@@ -34,8 +37,11 @@ from mlxpaged.cluster.messages import (
 )
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.commands import Core
-from mlxpaged.engine.engine_thread import Callbacks, EngineThread, Failure, ModelSlot
+from mlxpaged.engine.engine_thread import EXPECTED, Callbacks, EngineThread, Failure, ModelSlot
+from mlxpaged.engine.follower import follow
+from mlxpaged.engine.info import Link
 from mlxpaged.engine.progress import Report
+from mlxpaged.engine.ranks import RankLostError, Ranks
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import Watchdog
@@ -43,6 +49,9 @@ from mlxpaged.engine.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 FAILED_STATUS = 1
+
+LOST_PEER = RankLostError.__name__
+"""In the reason of a failure which the other end of a link may have caused."""
 
 
 def main() -> None:
@@ -69,6 +78,7 @@ class Rank:
         self._heard_at = time.monotonic()
         self._thread = EngineThread()
         self._slot: ModelSlot | None = None
+        self._link: Link | None = None
 
     def run(self) -> NoReturn:
         """Serve until the server is gone."""
@@ -124,14 +134,19 @@ class Rank:
         """Rank 0: run the engine."""
 
         def load(report: Report) -> Core:
-            return load_core(start.config, time.monotonic, report)
+            group = self._join(start)
+            if group is None:
+                return load_core(start.config, time.monotonic, report)
+            ranks = Ranks(group, partial(self._broadcast, followers))
+            return load_core(start.config, time.monotonic, report, ranks)
 
         callbacks = Callbacks(
             lambda progress: self._send(Progressed(progress)),
-            lambda info, stats: self._send(Ready(info, stats)),
+            lambda info, stats: self._send(Ready(info, stats, self._link)),
             lambda outputs, stats: self._send(Stepped(outputs, stats)),
-            lambda failure: self._send(Failed(failure or Failure("the engine has ended"))),
+            lambda failure: self._fail(failure or Failure("the engine has ended")),
         )
+        followers = self._accept_followers(start.size - 1)
         self._slot = ModelSlot(start.config, load, callbacks)
         Watchdog(self._thread, start.stall_limits, time.monotonic, self._note_stall).start()
         self._thread.start()
@@ -140,8 +155,56 @@ class Rank:
     def _note_stall(self, stall: Stall) -> None:
         self._send(Failed(Failure(str(stall))))
 
+    def _accept_followers(self, count: int) -> list[Channel]:
+        assert self._accepts is not None
+        followers = [self._accepts.accept() for _ in range(count)]
+        self._accepts.close()
+        return followers
+
+    def _broadcast(self, followers: list[Channel], message: bytes) -> None:
+        """Raises RankLostError."""
+        try:
+            for follower in followers:
+                follower.send(message)
+        except OSError as error:
+            raise RankLostError(f"a rank takes no messages: {error}") from error
+
+    def _join(self, start: Start) -> mx.distributed.Group | None:
+        """Meet the other ranks; None if there are none."""
+        if start.size == 1:
+            return None
+        group = mx.distributed.init(strict=True, backend=start.backend.removesuffix("-ring"))
+        size, tokens = hidden_size(start.config.model), start.config.max_num_batched_tokens
+        self._link = measure_link(group, size, tokens)
+        return group
+
     def _follow(self, start: Start) -> None:
-        raise NotImplementedError
+        """Another rank: do what rank 0 says."""
+        threading.Thread(target=self._follow_on_thread, args=(start,), name="mlxpaged-engine", daemon=True).start()
+
+    def _follow_on_thread(self, start: Start) -> None:
+        try:
+            steps = connect(start.steps, self._secret)
+            group = self._join(start)
+            assert group is not None
+            follow(start.config, Ranks(group), partial(receive, steps))
+        except BaseException as error:
+            if not isinstance(error, EXPECTED):
+                logger.exception("this rank failed")
+            self._fail(Failure.of(error))
+
+    def _fail(self, failure: Failure) -> None:
+        self._send(Failed(failure, lost_peer=LOST_PEER in failure.reason))
+
+
+def receive(steps: Channel) -> bytes:
+    """A message of rank 0. Raises RankLostError."""
+    try:
+        message = steps.receive()
+    except (OSError, EOFError) as error:
+        raise RankLostError(f"rank 0 sends no more steps: {error}") from error
+    assert isinstance(message, bytes)
+    return message
 
 
 if __name__ == "__main__":
