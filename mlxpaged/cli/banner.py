@@ -44,10 +44,10 @@ def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None
     if (cluster := info.cluster) is not None:
         extra += f"  ranks     {', '.join(cluster.ranks)}, by {cluster.backend}\n"
         if (link := cluster.link) is not None:
-            least = 2 * info.num_layers * link.token_seconds
-            extra += f"  link      {megabytes(link.token_bytes)} of a token are added up in {1e3 * link.token_seconds:.2f} ms, "
-            extra += f"{megabytes(link.step_bytes)} of a full step in {1e3 * link.step_seconds:.1f} ms: "
-            extra += f"{info.num_layers} layers take at least {1e3 * least:.1f} ms a token\n"
+            token, step, sums = 1e3 * link.token_seconds, 1e3 * link.step_seconds, 2 * info.num_layers
+            extra += f"  link      {megabytes(link.token_bytes)} of one token are added up in {token:.2f} ms, and "
+            extra += f"{megabytes(link.step_bytes)} of a full step in {step:.1f} ms\n"
+            extra += f"            {sums} sums take {sums * token:.1f} ms of every token's time\n"
     if adapters := [name for model in registry.models.values() for name in model.names[1:]]:
         extra += f"  adapters  {', '.join(adapters)}\n"
     for model in registry.loaded:

@@ -97,6 +97,11 @@ class AsyncEngine:
             raise EngineUnavailableError(self.state, self.reason or "the engine is dead")
 
     @property
+    def is_restarting(self) -> bool:
+        """Whether it is loaded anew after a failure; its requests go on then."""
+        return self.state is EngineState.LOADING and self._loaded.is_set()
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._streams) + self._embedding
 

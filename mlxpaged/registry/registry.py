@@ -200,7 +200,7 @@ class Registry:
     @property
     def state(self) -> EngineState:
         """STALLED while work of the engine thread has not ended in time; LOADING until the models of the start are
-        loaded; DEAD if the default model's engine failed."""
+        loaded, and while the default model's ranks start again; DEAD if the default model's engine failed."""
         if self._draining is not None:
             return EngineState.DRAINING
         if self.stall is not None:
@@ -208,7 +208,8 @@ class Registry:
         states = [model.engine.state for model in self._at_start if model.engine is not None]
         if self.default.engine is not None and self.default.engine.state is EngineState.DEAD:
             return EngineState.DEAD
-        if not self._started and EngineState.LOADING in states:
+        restarts = self.default.engine is not None and self.default.engine.is_restarting
+        if restarts or (not self._started and EngineState.LOADING in states):
             return EngineState.LOADING
         self._started = True
         return EngineState.READY
