@@ -19,6 +19,7 @@ from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
 from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
+from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
@@ -279,7 +280,7 @@ class EngineCore:
         the outputs of the step that ended.
 
         A request that makes its step fail ends with an error. An exception that leaves this method means that the
-        engine's own state is wrong: the engine cannot go on.
+        engine's own state is wrong, or that a rank is lost: the engine cannot go on.
         """
         self._resize_pools()
         batch = self._schedule()
@@ -364,6 +365,8 @@ class EngineCore:
             return True
         try:
             self.runner.move_blocks(batch.moves)
+        except RankLostError:
+            raise
         except Exception:
             logger.exception("KV blocks could not be moved; the sequences that need them are recomputed")
             self.scheduler.undo_moves(batch)
@@ -379,7 +382,7 @@ class EngineCore:
             logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens, running)
             tops = (self.requests[row.sequence.sequence_id].num_top for row in batch.rows if row.prompt_logprobs)
             step = InFlightStep(batch, started, logits, max(tops, default=None))
-        except DeviceError:
+        except (DeviceError, RankLostError):
             raise
         except Exception as error:
             raise HostError from error
@@ -466,6 +469,8 @@ class EngineCore:
             self._rebuild_pools(device_error, batch)
 
     def _rebuild_pools(self, error: DeviceError, *batches: Batch) -> None:
+        if self.runner.ranks is not None:  # another rank may be in another step: only all of them can begin anew
+            raise RankLostError(f"a step of several ranks failed: {error}") from error
         in_flight, self._in_flight = self._in_flight, None
         recovery.rebuild_pools(self, [*([in_flight.batch] if in_flight is not None else ()), *batches], error)
 
