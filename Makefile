@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-cluster test-deploy test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -35,6 +35,10 @@ test-clients: $(STAMP)
 	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients]'; fi
 	$(BIN)/python tests/clients/install.py
 	$(BIN)/python -m pytest -m clients -W default tests/clients $(ARGS)
+
+# Ranks over loopback: each one killed, stopped and slowed 20 times.
+test-cluster: $(STAMP)
+	MLXPAGED_FAULTS=20 $(BIN)/python -m pytest -m "cluster or not cluster" tests/cluster $(ARGS)
 
 # In a real terminal, with Ctrl-C at every phase. Needs tmux.
 test-cli: $(STAMP)

@@ -163,6 +163,10 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         from mlxpaged.engine.awake_clock import AwakeClock
         from mlxpaged.engine.watchdog import StallLimits
         from mlxpaged.registry import Catalog, Limits, Model, registry_of
+    if "MLX_RANK" in os.environ:
+        raise ValueError(
+            "mlx.launch started this; run `mlxpaged serve MODEL --hosts FILE`, which starts the ranks itself"
+        )
     names = flags.models_of(args)
     if NO_MODEL in names:
         needing = {"--embedding-model": args.embedding_model, "--adapter": args.adapter_paths}

@@ -30,11 +30,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Hosts:
-    """path: of the hostfile. hosts: in the order of their ranks; the first one is this machine."""
+    """hosts: in the order of their ranks; the first one is this machine. for_launch: the hostfile for `mlx.launch`."""
 
-    path: Path
     backend: str
     hosts: tuple[Host, ...]
+    for_launch: str
 
     @classmethod
     def read(cls, path: Path) -> Hosts:
@@ -50,13 +50,14 @@ class Hosts:
             raise ValueError(f"{path}: the backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if not isinstance(entries, list) or not entries:
             raise ValueError(f'{path} needs a list of hosts, such as [{{"ssh": "127.0.0.1", "ips": ["10.0.0.1"]}}]')
-        hosts = cls(path, backend, tuple(host_of(path, rank, entry) for rank, entry in enumerate(entries)))
-        if not hosts.hosts[0].is_local:
+        hosts = tuple(host_of(path, rank, entry) for rank, entry in enumerate(entries))
+        if not is_own(hosts[0].ips[0]):
             raise ValueError(
-                f"{path}: the first host runs rank 0 beside the HTTP server, so its ssh name must be {LOCAL}, "
-                f"got {hosts.hosts[0].ssh!r}"
+                f"{path}: the first host runs rank 0 beside the HTTP server, but {hosts[0].ips[0]} is no address of "
+                "this machine"
             )
-        return hosts
+        entries[0]["ssh"] = LOCAL
+        return cls(backend, (Host(LOCAL, hosts[0].ips), *hosts[1:]), json.dumps(found))
 
     def __len__(self) -> int:
         return len(self.hosts)
@@ -92,6 +93,15 @@ def host_of(path: Path, rank: int, entry: Any) -> Host:
         return Host(ssh, tuple(socket.gethostbyname(ip) for ip in ips))
     except OSError as error:
         raise ValueError(f"{path}: host {rank} ({ssh}): {error}") from None
+
+
+def is_own(address: str) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def free_ports(count: int) -> int:

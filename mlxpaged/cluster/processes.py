@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -44,10 +45,13 @@ class Processes:
         self.pids: dict[int, int] = {}
         secret = secrets.token_bytes(SECRET_BYTES)
         self._listener = Listener(hosts.hosts[0].ips[0], hosts.addresses, secret)
+        self._hostfile = tempfile.NamedTemporaryFile("w", prefix="mlxpaged-hosts-")  # noqa: SIM115
+        self._hostfile.write(hosts.for_launch)
+        self._hostfile.flush()
         script = [sys.executable, "-m", "mlxpaged.cluster.rank"]
         ports = ["--starting-port", str(hosts.first_port)]
         self._launcher = subprocess.Popen(
-            [*LAUNCH, "--hostfile", str(hosts.path), "--backend", hosts.backend, *ports, *OFFLINE, "--", *script],
+            [*LAUNCH, "--hostfile", self._hostfile.name, "--backend", hosts.backend, *ports, *OFFLINE, "--", *script],
             stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno(),
             start_new_session=True,  # Ctrl-C in the terminal is for the server, which ends the ranks after its requests
@@ -94,6 +98,7 @@ class Processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._launcher.pid, signal.SIGKILL)  # with the ranks on this machine
         self._launcher.wait()
+        self._hostfile.close()
         for rank, pid in self.pids.items():
             if not (host := self._hosts.hosts[rank]).is_local:
                 # They end by themselves when their channel is closed, unless they are stopped.

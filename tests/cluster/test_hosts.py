@@ -31,6 +31,14 @@ def test_both_formats_of_mlx_launch_are_read(tmp_path: Path) -> None:
     assert Hosts.read(write(tmp_path, {"backend": "jaccl", "envs": [], "hosts": rdma})).backend == "jaccl"
 
 
+def test_the_first_host_is_started_without_ssh(tmp_path: Path) -> None:
+    """`mlx.distributed_config` gives every machine its name."""
+    named = {"backend": "ring", "envs": ["A=1"], "hosts": [{**HERE, "ssh": "studio-1.local"}, OTHER]}
+    hosts = Hosts.read(write(tmp_path, named))
+    assert hosts.hosts[0].is_local
+    assert json.loads(hosts.for_launch) == {"backend": "ring", "envs": ["A=1"], "hosts": [HERE, OTHER]}
+
+
 def test_ranks_on_one_machine_take_free_ports(tmp_path: Path) -> None:
     assert Hosts.read(write(tmp_path, [HERE, HERE])).first_port != FIRST_PORT
 
@@ -45,7 +53,7 @@ def test_ranks_on_one_machine_take_free_ports(tmp_path: Path) -> None:
         ([HERE, {"ssh": "-oProxyCommand=x", "ips": ["10.0.0.2"]}], "host 1 needs a name to log in to"),
         ([HERE, {"ssh": "b"}], r"host 1 \(b\) needs a list of its addresses"),
         ([HERE, {"ssh": "b", "ips": ["no.such.host.invalid"]}], r"host 1 \(b\): "),
-        ([OTHER, HERE], "its ssh name must be 127.0.0.1, got 'studio-2.local'"),
+        ([{**OTHER, "ips": ["192.0.2.1"]}, HERE], "192.0.2.1 is no address of this machine"),
     ],
 )
 def test_a_bad_hostfile_is_refused_with_the_reason(tmp_path: Path, content: Any, reason: str) -> None:
@@ -73,3 +81,12 @@ def test_serve_says_what_does_not_go_with_hosts(
     with pytest.raises(SystemExit):
         main(["serve", "--port", "0", *(path if each == "FILE" else each for each in arguments)])
     assert reason in capsys.readouterr().err
+
+
+def test_serve_under_mlx_launch_says_how_it_is_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_RANK", "1")
+    with pytest.raises(SystemExit):
+        main(["serve"])
+    assert "run `mlxpaged serve MODEL --hosts FILE`" in capsys.readouterr().err
