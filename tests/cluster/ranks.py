@@ -187,8 +187,10 @@ def ring_bytes() -> int:
     """Bytes that this process has sent over TCP, as the kernel counts them (tcpi_bytes_sent, linux/tcp.h)."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
-            if each.family == socket.AF_INET:
-                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
-                total += struct.unpack_from("Q", info, 200)[0]
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as each:
+                    if each.family == socket.AF_INET:
+                        info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+                        total += struct.unpack_from("Q", info, 200)[0]
     return total

@@ -33,8 +33,8 @@ CONTROL_BYTES = 64 * 1024
 
 def make_setup(path: Path, **options: Any) -> Setup:
     """A pool that grows, and in which not all requests find room."""
-    limits = {"block_size": 8, "max_num_seqs": 16, "max_num_batched_tokens": 48}
-    return Setup(path, num_blocks=64, swap_slots=40, start_tokens=64, options=limits, **options)
+    limits = {"block_size": 8, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    return Setup(path, num_blocks=54, swap_slots=40, start_tokens=64, options=limits, **options)
 
 
 class Case:
@@ -66,7 +66,7 @@ def test_ranks_give_the_tokens_of_one(case: Case) -> None:
     assert case.got.preemptions
     assert case.got.swapped_in
     assert case.got.hits
-    assert case.got.copied
+    assert case.got.copied or case.model.served.layers != case.model.served.kv_layers  # states are shared whole
 
 
 def test_ranks_send_what_tensor_parallelism_needs_and_little_more(case: Case) -> None:
