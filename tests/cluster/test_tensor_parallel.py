@@ -12,7 +12,7 @@ from tests.cluster import faults
 from tests.cluster.ranks import RankFailed, Setup, play, play_alone
 from tests.cluster.scenes import GREEDY, NUM_TOKENS, Outcome, mixed, overlapping, requests, until_a_rank_is_lost
 from tests.engine.hybrid import TinyModel
-from tests.models.architectures import make_architecture
+from tests.models.architectures import QWEN3_5, linear_attention, make_architecture, nested
 from tests.support import make_tiny_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts bytes by the kernel's counters of Linux")
@@ -21,7 +21,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": HEADS,
     "llama": HEADS,
-    "qwen3_5": {},
+    "qwen3_5": nested(model_type="qwen3_5_text", **QWEN3_5 | linear_attention(heads=4)),
     "deepseek_v3": {},
     "gpt_oss": HEADS,
 }
