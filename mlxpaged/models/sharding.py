@@ -48,7 +48,8 @@ class Share:
 
 def least(value: int, group: mx.distributed.Group) -> int:
     """The least of the ranks' values. Raises MLX's RuntimeError if a rank is lost."""
-    return int(mx.distributed.all_min(mx.array([value], mx.int64), group=group).item())
+    result: Any = mx.distributed.all_min(mx.array([value], mx.int64), group=group).item()
+    return int(result)
 
 
 def shard(model: Any, config: Mapping[str, Any], group: mx.distributed.Group, load: Callable[[], Any]) -> None:
