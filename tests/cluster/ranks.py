@@ -31,7 +31,7 @@ CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform == "linu
 if sys.platform == "linux":
     CONTEXT.set_forkserver_preload([__name__])
 
-SECONDS = 120.0
+SECONDS = 400.0
 """A rank that waits longer hangs."""
 
 MESSAGES: list[int] = []

@@ -21,7 +21,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": HEADS,
     "llama": HEADS,
-    "qwen3_5": nested(model_type="qwen3_5_text", **QWEN3_5 | linear_attention(heads=4)),
+    "qwen3_5": nested(model_type="qwen3_5_text", **QWEN3_5 | linear_attention(heads=4) | {"num_hidden_layers": 2}),
     "deepseek_v3": {},
     "gpt_oss": HEADS,
 }
