@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-cluster test-deploy test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -20,6 +20,10 @@ test-kernels: $(STAMP)
 
 test-models: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py tests/engine/test_pool_resizer.py
+
+# Several ranks of a model over loopback. They spin while they wait for each other, so one test runs at a time.
+test-cluster: $(STAMP)
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -m "cluster or not cluster" tests/cluster $(ARGS)
 
 test-scheduler: $(STAMP)
 	MLXPAGED_LONG=1 $(BIN)/python -m pytest tests/scheduler/test_properties.py

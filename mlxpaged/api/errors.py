@@ -36,6 +36,9 @@ NO_RETRY = {"x-should-retry": "false"}
 NO_ROOM = "insufficient_memory"
 """The code of the error of a model that does not fit."""
 
+NOT_STORED = "not_stored"
+"""The code of the error if the disk refuses what is written to the data directory."""
+
 NOT_RENDERED = "the chat template cannot render the messages"
 """The log's reason for a ChatTemplateError: the template's own message can have text of the conversation."""
 
@@ -149,6 +152,12 @@ def no_room(model: str, error: NoRoomError) -> ApiError:
     """507 is "Insufficient Storage" (RFC 4918, 11.5). The message has the numbers."""
     message = f"model: {model!r} does not fit: {error}"
     return ApiError(507, message, "server_error", "model", NO_ROOM, RETRY if error.for_now else NO_RETRY)
+
+
+def not_stored(error: OSError) -> ApiError:
+    """The disk is full, for example. The error's own text names paths of the server."""
+    message = f"the server cannot write to its data directory: {error.strerror or type(error).__name__}"
+    return ApiError(507, message, "server_error", code=NOT_STORED, headers=NO_RETRY)
 
 
 def from_validation(error: ValidationError) -> ApiError:

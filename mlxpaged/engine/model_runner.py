@@ -148,7 +148,8 @@ class ModelRunner:
             logits = self.run(step, tokens)
             self.start_step(logits)  # the same arrays as on the other ranks, so that MLX orders collectives alike
         except Exception as error:
-            raise RankLostError(f"rank 0 cannot run a step: {type(error).__name__}: {error}") from error
+            cause = error if isinstance(error, DeviceError) else f"{type(error).__name__}: {error}"
+            raise RankLostError(f"a step of several ranks failed: {cause}") from error
         return logits
 
     def run(self, step: StepInput, sampled: mx.array | None = None) -> mx.array:
@@ -219,6 +220,7 @@ class ModelRunner:
             logger.exception("decode steps cannot be replayed here")
             self._graphs.enabled = False
             self.rebuild_pools()
+        self._graphs.enabled = bool(least(self._graphs.enabled, self.ranks))
         self.model_calls, self._caches.step.attention_calls = calls
 
     def _replays(self, count: int) -> bool:

@@ -21,7 +21,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mlxpaged.api.access.key_names import NAME_PATTERN, TIERS, TierName
-from mlxpaged.api.atomic_file import replacing
+from mlxpaged.api.durable_files import owner_only, replacing
 
 PREFIX = "sk-mlxpaged-"
 """Some clients require sk-; the name is for scanners that search for leaked keys."""
@@ -115,12 +115,12 @@ def unusable(path: Path, error: ValidationError) -> KeyFileError:
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock while the file is read, changed and written. Without it, two commands at once could lose a change."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+    with open(path.with_name(f".{path.name}.lock"), "w", opener=owner_only) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def write(path: Path, content: KeyFile) -> None:
     """The file is readable by its owner only."""
-    with replacing(path, mode=0o600) as file:
+    with replacing(path) as file:
         file.write(json.dumps(content.model_dump(exclude_none=True), indent=2).encode() + b"\n")
