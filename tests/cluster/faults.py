@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 from mlxpaged.attention import LayerKVCache
 from mlxpaged.engine.follower import Follower
@@ -11,14 +10,14 @@ from mlxpaged.engine.follower import Follower
 
 def fail_in_a_step() -> None:
     """The twentieth step cannot be built."""
-    run, steps = Follower._run, itertools.count()
+    perform, steps = Follower.perform, itertools.count()
 
-    def failing(follower: Follower, *arguments: Any) -> None:
-        if next(steps) == 20:
+    def failing(follower: Follower, message: bytes) -> None:
+        if message.startswith(b'["run"') and next(steps) == 20:
             raise RuntimeError("injected")
-        run(follower, *arguments)
+        perform(follower, message)
 
-    Follower._run = failing  # type: ignore[method-assign]
+    Follower.perform = failing  # type: ignore[method-assign]
 
 
 def lack_memory() -> None:
