@@ -1,6 +1,7 @@
 # Every target sets up .venv from nothing: with uv if it is there, else with python3 and pip. The versions and hashes of
 # all packages are those of requirements/ci.txt.
 PYTHON ?= python3
+MINUTES ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -8,7 +9,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve lock audit test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve lock audit test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz test-faults soak soak-kinds lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -65,8 +66,26 @@ test-page: $(STAMP)
 	npm install --silent --no-audit --no-fund --prefix $(VENV)/browser axe-core@4.14.1
 	$(BIN)/python -m pytest -m browser -W default tests/browser $(ARGS)
 
+# CASES: raw HTTP requests, and as many mutated bodies. They depend on SEED. FIRST: the number of the first one.
+CASES ?= 100000
+SEED ?= 1
+FIRST ?= 0
+
 test-fuzz: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_batch_invariant.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
+	MLXPAGED_FUZZ_CASES=$(CASES) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -s -m slow tests/fuzz $(ARGS)
+
+# Faults in a real server under 16 streams, and a table of what became of them. ARGS selects: ARGS='-k deadline'.
+test-faults: $(STAMP)
+	$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+
+# Mixed load on a tiny pool, with checked answers. It uses 1.5 cores.
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+
+# Bytes that the server keeps for each request of a kind, over 50,000 of each. It takes hours; ARGS selects kinds.
+soak-kinds: $(STAMP)
+	$(BIN)/python -m tests.soak.kinds $(ARGS)
 
 # Branch coverage of mlxpaged/, servers that the tests start included.
 coverage: $(STAMP)
@@ -99,6 +118,9 @@ bench-host: $(STAMP)
 
 bench-scheduler: $(STAMP)
 	$(BIN)/python benchmarks/scheduler.py $(ARGS)
+
+bench-overload: $(STAMP)
+	$(BIN)/python benchmarks/overload.py $(ARGS)
 
 wheel: $(TOOLS)/.installed
 	rm -rf dist && $(TOOLS)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -23,6 +23,7 @@ from mlxpaged.api.error_format import format_of
 from mlxpaged.api.refusals import Refusal
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.models.tokenizer import ChatTemplateError
+from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.registry import NoRoomError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,9 @@ NO_RETRY = {"x-should-retry": "false"}
 
 NO_ROOM = "insufficient_memory"
 """The code of the error of a model that does not fit."""
+
+OUT_OF_MEMORY = "out_of_memory"
+"""The code of the error of a request that an allocation failed for. A later attempt may succeed."""
 
 NOT_STORED = "not_stored"
 """The code of the error if the disk refuses what is written to the data directory."""
@@ -185,6 +189,7 @@ ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]
     engine.DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
     engine.RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),
     engine.ConstraintFailedError: (400, "invalid_request_error", "constraint_failed", NO_RETRY),
+    engine.OutOfMemoryError: (503, "server_error", OUT_OF_MEMORY, RETRY),
     engine.RequestFailedError: (500, "server_error", "generation_failed", None),
 }
 """Status, type, code and headers of the answer."""
@@ -208,6 +213,8 @@ def from_engine(error: Exception) -> ApiError:
     if type(error) in ENGINE_ERRORS:
         status, kind, code, headers = ENGINE_ERRORS[type(error)]
         return ApiError(status, str(error), kind, code=code, headers=headers)
+    if is_out_of_memory(error):
+        return ApiError(503, f"the server is out of memory: {error}", "server_error", code=OUT_OF_MEMORY, headers=RETRY)
     logger.exception("unexpected error while answering a request", exc_info=error)
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 

@@ -117,7 +117,11 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
             "max_bytes": info.kv_cache_bytes,
         },
         "swap": {"used": swap.used, "total": swap.used + swap.free},
-        "attention": {"backend": info.backend, "metal_kernels_off": info.kernels_off},
+        "attention": {
+            "backend": info.backend,
+            "metal_kernels_off": info.kernels_off,
+            "invariant_rows": info.invariant_rows,
+        },
         "states": {
             "reserved_bytes": info.states.nbytes,
             "bytes_per_sequence": info.states.bytes_per_state,

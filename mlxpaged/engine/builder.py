@@ -16,6 +16,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
@@ -60,6 +61,8 @@ def build_engine(
     recurrent states or the swap space do not fit, and SwapSpaceError if the swap space's directory cannot be used.
     """
     per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
+    if config.batch_invariant and (per_state or own_caches):
+        raise UnsupportedModelError(f"{served.name}: its recurrent layers are not batch-invariant (--batch-invariant)")
     layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.max_model_len)
     groups = CacheGroups(layout.windows, config.block_size)
     per_block = (bytes_per_token(served.layers) if own_caches else layout.bytes_per_token) * config.block_size
@@ -89,17 +92,22 @@ def build_engine(
     )
     shapes = [spec.attention_shape(config.block_size) for spec in served.kv_layers]
     choice = choose_backend(config.attention_backend, shapes, reporter(Stage.COMPILING, report))
-    backend = choice.backend
+    backend = "gather" if config.batch_invariant and choice.backend == "cpu" else choice.backend
     limits = Limits(served.max_model_len, config.max_num_seqs)
     timing = reporter(Stage.TIMING, report)
-    tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune, timing)
-    runner = ModelRunner(served, start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout)
+    tuning = "default" if config.batch_invariant else config.attention_tuning
+    tunings = choose_tunings(backend, tuning, shapes, limits, config.retune, timing)
+    runner = ModelRunner(
+        *(served, start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout),
+        batch_invariant=config.batch_invariant,
+    )
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
-    sampler = Sampler(served.vocab_size, compiled=on_gpu)
+    sampler = Sampler(served.vocab_size, compiled=on_gpu, one_by_one=config.batch_invariant)
     if on_gpu:
         runner.warm_up()
         sampler.warm_up()
     scheduler = Scheduler(scheduler_config, clock)
+    headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock)
     return EngineCore(
         served,
         scheduler,
@@ -107,6 +115,7 @@ def build_engine(
         PoolResizer(scheduler, runner, per_block, unused_memory, step_bytes, clock, pressure),
         sampler,
         Grammars(served.tokenizer, served.vocab_size),
+        headroom,
         clock,
         embedder,
         no_embedder_because,

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Container, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 
 from mlxpaged import attention
 from mlxpaged.attention.metadata import HostStep, IntArray
+from mlxpaged.engine.row_tiles import largest_tile, row_tiles
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
 from mlxpaged.engine.swap_space import PIECE_BYTES, SwapSpace
 from mlxpaged.models import ServedModel, synchronize
@@ -29,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_BATCHES = (1, 2)
 """MLX has a kernel of its own for arrays of one row, and another one for all other shapes."""
+
+REBUILD_PAUSES = (0.05, 0.2, 1.0)
+"""Seconds before the pools are rebuilt again, if that failed."""
 
 MAX_DIFFERENCE = 0.05
 """Largest difference between the logits of a replayed step and another, as a share of the largest: far above rounding
@@ -82,7 +87,7 @@ class ModelRunner:
     thread. Calls of `forward` from other threads are refused.
 
     tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
-    model's layers; by default one.
+    model's layers; by default one. batch_invariant: steps are cut into tiles, and every tile has the same shapes.
     """
 
     def __init__(
@@ -95,9 +100,10 @@ class ModelRunner:
         num_swap_slots: int = 0,
         swap_dir: Path | None = None,
         layout: CacheLayout | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self._model = served.model
-        self._rows = served.rows
+        self._rows = None if batch_invariant else served.rows
         self._adapters = served.adapters.step
         self._block_size = block_size
         self._caches = ModelCaches(served.layers, num_blocks, block_size, backend, tunings, layout=layout)
@@ -111,6 +117,10 @@ class ModelRunner:
         self.model_calls = 0
         self._graphs = StepGraphs(self._logits, self._caches)
         mx.eval(self._caches.arrays)
+        self.tile_size: int | None = None  # rows of each forward pass, if the engine is batch-invariant
+        if batch_invariant:
+            self.tile_size = largest_tile(self._forward_tile, self._num_groups)
+            self.model_calls = self._caches.step.attention_calls = 0
 
     @property
     def attention_calls(self) -> int:
@@ -124,6 +134,11 @@ class ModelRunner:
     @property
     def kv_cache_bytes(self) -> int:
         return sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def _num_groups(self) -> int:
+        """Of the block tables."""
+        return 1 + max(view.group for view in self._caches.views)
 
     @property
     def overlaps(self) -> bool:
@@ -153,6 +168,36 @@ class ModelRunner:
         """
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
+        if self.tile_size is None:
+            return self._forward(batch, block_tables, sampled, running)
+        of_sampled: list[mx.array] = []
+        of_prompts: list[mx.array] = []
+        for i, tile in enumerate(row_tiles(batch, self.tile_size)):
+            if i > 0 and not self.overlaps:
+                # A write of MLX's own operations would copy a pool that an unfinished tile still reads.
+                self.finish_step(*of_sampled, *of_prompts)
+            logits = self._forward_tile(tile.batch, block_tables[:, tile.owners], sampled, tile.num_repeats)
+            num_sampled = sum(row.samples for row in tile.batch.rows)
+            if num_sampled:
+                of_sampled.append(logits[:num_sampled])
+            if any(row.prompt_logprobs for row in tile.batch.rows):
+                of_prompts.append(logits[max(1, num_sampled) :])
+        return mx.concatenate([*(of_sampled or [logits[:1]]), *of_prompts])
+
+    def _forward_tile(
+        self, batch: Batch, block_tables: IntArray, sampled: SampledTokens | None = None, num_repeats: int = 0
+    ) -> mx.array:
+        return self._forward(batch, block_tables, sampled, num_repeats=num_repeats)
+
+    def _forward(
+        self,
+        batch: Batch,
+        block_tables: IntArray,
+        sampled: SampledTokens | None,
+        running: Container[int] = (),
+        num_repeats: int | None = None,
+    ) -> mx.array:
+        """One forward pass. num_repeats: as in HostMetadata."""
         rows = batch.rows
         tokens: list[int] = []
         for row in rows:
@@ -177,11 +222,13 @@ class ModelRunner:
         if index is not None:
             more.append(index)
         try:
+            views, planners = self._caches.views, self._caches.planners
             step = HostStep.build(
-                query_lens, contexts, block_tables, self._block_size, more, self._caches.views, self._caches.planners
+                query_lens, contexts, block_tables, self._block_size, more, views, planners, num_repeats
             )
             vector = step.upload()
-            if self._states or not self.overlaps:
+            # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
+            if self._states or not self.overlaps or num_repeats is not None:
                 rows_of_states = state_rows(batch) if self._states else ()
                 logits = self._logits(step, vector, in_flight, rows_of_states, running)
             else:
@@ -224,7 +271,7 @@ class ModelRunner:
         MLX joins operations of a replayed step into kernels of its own, and compiles these when they first run. They
         are the same for all larger batches.
         """
-        if self._states or not self.overlaps:
+        if self._states or not self.overlaps or self.tile_size is not None:
             return
         calls = self.model_calls, self._caches.step.attention_calls
         blocks = min((pool.num_blocks for pool in self.pools), default=0)
@@ -241,7 +288,7 @@ class ModelRunner:
     def _replays(self, count: int) -> bool:
         """Whether a replayed step of so many sequences gives the logits of one that is not."""
         tables = np.arange(count, dtype=np.int32).reshape(1, count, 1)
-        tables = np.repeat(tables, 1 + max(view.group for view in self._caches.views), axis=0)
+        tables = np.repeat(tables, self._num_groups, axis=0)
         sequences = [Sequence(i, [PENDING] * (TRACE_AT + 1), 1) for i in range(count)]
         for position in range(TRACE_AT + 1):
             batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
@@ -297,10 +344,19 @@ class ModelRunner:
 
     def rebuild_pools(self) -> None:
         """After a device error, wait for all running work, then make all KV pools anew. Raises DeviceError if the
-        device cannot do even that."""
+        device cannot do even that: memory that was short may still be."""
         with contextlib.suppress(Exception):
             mx.synchronize()
         synchronize()
+        for pause in REBUILD_PAUSES:
+            self._caches.clear()
+            try:
+                self.finish_step()
+            except DeviceError as error:
+                logger.error("KV pools cannot be rebuilt; trying again in %g s: %s", pause, error)
+                time.sleep(pause)
+            else:
+                return
         self._caches.clear()
         self.finish_step()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.app import create_app
 from mlxpaged.api.batches import DataDirInUseError, Store
 from mlxpaged.api.batches import lines as batch_lines
-from mlxpaged.api.batches.records import BatchRecord, OutputLine
+from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation import prompt
 from mlxpaged.engine import EngineConfig
@@ -232,6 +233,60 @@ def test_files_are_kept_listed_and_deleted(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="file"):
         client.files.retrieve(files[0].id)
     assert files[0].id not in [file.id for file in client.files.list()]
+
+
+def test_files_are_read_and_deleted_at_the_same_time(server: RunningServer) -> None:
+    """Each request is answered: with the file, or with 404 after it is deleted."""
+
+    async def all_at_once(client: httpx.AsyncClient) -> list[int]:
+        form = {"data": {"purpose": "batch"}, "files": {"file": b"{}" * 1000}}
+        file_id = (await client.post("/v1/files", **form)).json()["id"]
+        path = f"/v1/files/{file_id}"
+        requests = [client.get(f"{path}/content") if i % 2 == 0 else client.delete(path) for i in range(5)]
+        return [answer.status_code for answer in await asyncio.gather(*requests)]
+
+    async def many() -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE, trust_env=False, verify=False) as client:
+            return [await all_at_once(client) for _ in range(10)]
+
+    for statuses in asyncio.run(many()):
+        assert set(statuses) <= {200, 404}
+        assert sorted((statuses[1], statuses[3])) == [200, 404]
+
+
+def test_a_file_is_in_use_while_its_batch_is_saved(
+    client: OpenAI, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, go_on, save = threading.Event(), threading.Event(), Store.save_batch
+
+    def slow(store: Store, batch: BatchRecord, **changes: Any) -> None:
+        saves.set()
+        go_on.wait(DEADLINE)
+        save(store, batch, **changes)
+
+    monkeypatch.setattr(Store, "save_batch", slow)
+    file = client.files.create(file=("f.jsonl", jsonl([run_on("x", 1)])), purpose="batch")
+    body = {"input_file_id": file.id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+    pending = Background.post(server, "/v1/batches", body)
+    assert saves.wait(DEADLINE)
+    with pytest.raises(openai.ConflictError, match="cannot be deleted"):
+        client.files.delete(file.id)
+    go_on.set()
+    assert ended(client, client.batches.retrieve(pending.result().json()["id"])).status == "completed"
+
+
+def test_the_content_of_a_deleted_file_stays_until_it_is_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    record = FileRecord(id="file-1", bytes=2, created_at=0, filename="f", purpose="batch")
+    store.add_file(record, io.BytesIO(b"{}"))
+    store.begin_reading("file-1")
+    store.begin_reading("file-1")
+    store.delete_file("file-1")
+    store.end_reading("file-1")
+    assert store.content("file-1").read_bytes() == b"{}"
+    store.end_reading("file-1")
+    assert not store.content("file-1").exists()
+    store.close()
 
 
 BAD_REQUESTS: list[tuple[str, str, dict[str, Any], int, str | None]] = [

@@ -47,6 +47,7 @@ class KeyEntry(BaseModel):
     tier: TierName = "normal"  # priority of its requests
     max_priority: TierName | None = None  # highest priority that they may ask for; None: the tier
     admin: bool = False  # may see and end the requests of all keys
+    metrics: bool = False  # may read /metrics, which shows the load that all keys make
     requests_per_minute: PerMinute | None = None  # None: no limit
     tokens_per_minute: PerMinute | None = None
     models: tuple[str, ...] | None = None  # names of the models that it may use; None: all

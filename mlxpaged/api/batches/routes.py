@@ -12,6 +12,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from mlxpaged.api import ignored_fields
 from mlxpaged.api.access.caller import may_use, owner_of
@@ -19,6 +20,7 @@ from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.runner import BatchRunner, now
 from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store, result_id
 from mlxpaged.api.body import pieces, read_json, read_query, validate
+from mlxpaged.api.endpoint import BYTES
 from mlxpaged.api.errors import ApiError, bad_parameter, not_stored
 from mlxpaged.api.fields import others
 from mlxpaged.api.fields.table import Table
@@ -134,7 +136,22 @@ async def get_file(request: Request) -> Response:
 async def get_content(request: Request) -> Response:
     store = store_of(request)
     record = find(store.files, request, "file")
-    return FileResponse(store.content(record.id), media_type="application/octet-stream", filename=record.filename)
+    return FileContent(store, record)
+
+
+class FileContent(FileResponse):
+    """The file may be deleted while it is sent, or before it is opened."""
+
+    def __init__(self, store: Store, record: FileRecord) -> None:
+        super().__init__(store.content(record.id), media_type=BYTES, filename=record.filename)
+        self._store, self._file_id = store, record.id
+        store.begin_reading(record.id)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._store.end_reading(self._file_id)
 
 
 async def delete_file(request: Request) -> Response:
@@ -143,7 +160,12 @@ async def delete_file(request: Request) -> Response:
     if any(batch.unfinished and record.id in files_of(batch) for batch in list(store.batches.values())):
         message = f"file {record.id} belongs to an unfinished batch and cannot be deleted"
         raise ApiError(409, message, param="file_id", code="file_in_use")
-    await written(asyncio.to_thread(store.delete_file, record.id))
+    del store.files[record.id]  # nothing finds it from now on
+    try:
+        await written(asyncio.to_thread(store.delete_file, record.id))
+    except BaseException:
+        store.files[record.id] = record  # it may still be on the disk
+        raise
     return JSONResponse({"id": record.id, "object": "file", "deleted": True})
 
 
@@ -166,7 +188,12 @@ async def create_batch(request: Request) -> Response:
         expires_at=created_at + int(body.completion_window[:-1]) * WINDOW_UNITS[body.completion_window[-1]],
         metadata=body.metadata,
     )
-    await written(asyncio.to_thread(store.save_batch, batch))
+    store.batches[batch.id] = batch  # its file cannot be deleted from now on
+    try:
+        await written(asyncio.to_thread(store.save_batch, batch))
+    except BaseException:
+        del store.batches[batch.id]
+        raise
     runner.wake.set()
     return JSONResponse(batch.shown(), headers=ignored_fields.header(request))
 

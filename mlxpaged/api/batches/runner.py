@@ -20,7 +20,7 @@ from mlxpaged.api.batches.lines import LinePlace, check_lines, read_line
 from mlxpaged.api.batches.records import BatchRecord, LineError, LineErrors, OutputLine, RequestCounts, Status
 from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store
 from mlxpaged.api.body import validate
-from mlxpaged.api.errors import NO_ROOM, NOT_STORED, RETRY, ApiError, bad_parameter, from_engine
+from mlxpaged.api.errors import NO_ROOM, NOT_STORED, OUT_OF_MEMORY, RETRY, ApiError, bad_parameter, from_engine
 from mlxpaged.api.openai import chat, completions
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
@@ -319,7 +319,7 @@ class BatchRunner:
                             continue
                         self._registry.require_ready()  # raises if it is the whole server, and not the line's model
                     answer = from_engine(error)
-                    if answer.code == NO_ROOM and answer.headers == RETRY:
+                    if answer.code in (NO_ROOM, OUT_OF_MEMORY) and answer.headers == RETRY:
                         await asyncio.sleep(NO_ROOM_SECONDS)
                         continue
                     status, content = answer.status, answer.body()

@@ -22,6 +22,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -56,6 +57,7 @@ class Store:
             check_writable(path)
         self._lock = lock(directory)
         try:
+            self._readers = Counter[str]()  # of each file's content
             for path in (self._files, self._batches):
                 for unfinished in path.glob(".*"):  # of a server that ended while it wrote
                     unfinished.unlink()
@@ -96,12 +98,25 @@ class Store:
         self.files[record.id] = record
 
     def delete_file(self, file_id: str) -> None:
-        self.content(file_id).unlink(missing_ok=True)
-        flush_directory(self._files)
+        """The content stays until the last one who reads it has ended."""
+        if not self._readers[file_id]:
+            self.content(file_id).unlink(missing_ok=True)
+            flush_directory(self._files)
         for path in record_paths(self._files, file_id):
             path.unlink(missing_ok=True)
         flush_directory(self._files)
         self.files.pop(file_id, None)
+
+    def begin_reading(self, file_id: str) -> None:
+        """Keep the content until `end_reading`, although the file is deleted. Called on the event loop."""
+        self._readers[file_id] += 1
+
+    def end_reading(self, file_id: str) -> None:
+        self._readers[file_id] -= 1
+        if not self._readers[file_id]:
+            del self._readers[file_id]
+            if file_id not in self.files:
+                self.content(file_id).unlink(missing_ok=True)
 
     def save_batch(self, batch: BatchRecord, **changes: Any) -> None:
         """Change the batch, on the disk first. Its `errors` are dropped unless they are in `changes`: those of an
