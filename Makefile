@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-cluster test-deploy test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-cluster test-deploy try-replicas test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -44,9 +44,13 @@ test-cluster: $(STAMP)
 test-cli: $(STAMP)
 	$(BIN)/python -m pytest -m terminal tests/terminal $(ARGS)
 
-# Needs prometheus and promtool: apt install prometheus, or brew install prometheus.
+# Needs prometheus, promtool and haproxy: apt install prometheus haproxy, or brew install prometheus haproxy.
 test-deploy: $(STAMP)
 	$(BIN)/python -m pytest -m deploy tests/deploy
+
+# Two replicas and a router on loopback. ARGS='--router litellm --program PATH' takes LiteLLM's proxy.
+try-replicas: $(STAMP)
+	$(BIN)/python deploy/replicas/try_replicas.py $(ARGS)
 
 # The page in the system's Chromium, or in Playwright's. axe-core, which looks for barriers, comes from npm.
 test-page: $(STAMP)
