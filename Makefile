@@ -1,10 +1,11 @@
 # Every target sets up .venv from nothing: with uv if it is there, else with python3 and pip.
 PYTHON ?= python3
+MINUTES ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-cluster test-deploy try-replicas test-page test-fuzz lint types coverage docs bench bench-engine bench-host bench-scheduler wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-contract test-clients test-cli test-deploy try-replicas test-page test-fuzz test-faults soak soak-kinds lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -21,6 +22,13 @@ test-kernels: $(STAMP)
 test-models: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py tests/engine/test_pool_resizer.py
 
+# Several ranks of a model over loopback. They spin while they wait for each other, so one test runs at a time. FAULTS:
+# how often each rank is killed, stopped and slowed.
+FAULTS ?= 20
+
+test-cluster: $(STAMP)
+	OPENBLAS_NUM_THREADS=1 MLXPAGED_FAULTS=$(FAULTS) $(BIN)/python -m pytest -m "cluster or not cluster" tests/cluster $(ARGS)
+
 test-scheduler: $(STAMP)
 	MLXPAGED_LONG=1 $(BIN)/python -m pytest tests/scheduler/test_properties.py
 
@@ -35,10 +43,6 @@ test-clients: $(STAMP)
 	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients]'; fi
 	$(BIN)/python tests/clients/install.py
 	$(BIN)/python -m pytest -m clients -W default tests/clients $(ARGS)
-
-# Ranks over loopback: each one killed, stopped and slowed 20 times.
-test-cluster: $(STAMP)
-	MLXPAGED_FAULTS=20 $(BIN)/python -m pytest -m "cluster or not cluster" tests/cluster $(ARGS)
 
 # In a real terminal, with Ctrl-C at every phase. Needs tmux.
 test-cli: $(STAMP)
@@ -60,8 +64,26 @@ test-page: $(STAMP)
 	npm install --silent --no-audit --no-fund --prefix $(VENV)/browser axe-core@4.14.1
 	$(BIN)/python -m pytest -m browser -W default tests/browser $(ARGS)
 
+# CASES: raw HTTP requests, and as many mutated bodies. They depend on SEED. FIRST: the number of the first one.
+CASES ?= 100000
+SEED ?= 1
+FIRST ?= 0
+
 test-fuzz: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_batch_invariant.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
+	MLXPAGED_FUZZ_CASES=$(CASES) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -s -m slow tests/fuzz $(ARGS)
+
+# Faults in a real server under 16 streams, and a table of what became of them. ARGS selects: ARGS='-k deadline'.
+test-faults: $(STAMP)
+	$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+
+# Mixed load on a tiny pool, with checked answers. It uses 1.5 cores.
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+
+# Bytes that the server keeps for each request of a kind, over 50,000 of each. It takes hours; ARGS selects kinds.
+soak-kinds: $(STAMP)
+	$(BIN)/python -m tests.soak.kinds $(ARGS)
 
 # Branch coverage of mlxpaged/, servers that the tests start included.
 coverage: $(STAMP)
@@ -94,6 +116,9 @@ bench-host: $(STAMP)
 
 bench-scheduler: $(STAMP)
 	$(BIN)/python benchmarks/scheduler.py $(ARGS)
+
+bench-overload: $(STAMP)
+	$(BIN)/python benchmarks/overload.py $(ARGS)
 
 wheel: $(STAMP)
 	rm -rf dist && $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .

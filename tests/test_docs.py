@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -135,6 +136,27 @@ def test_the_table_of_short_names_is_that_of_the_program() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
     assert sorted(re.findall(r"[\w/-]+\.md", navigation)) == [str(page.relative_to(DOCS)) for page in PAGES]
+
+
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_the_tests_of_the_reliability_page_exist_and_have_the_names_of_their_threads() -> None:
+    rows = re.findall(
+        r"^\| \[([\w.-]+) #(\d+)\]\(https://github\.com/[\w./-]+/(\d+)\) .*\| `(tests/[\w/]+\.py)::(test_\w+)` \|$",
+        section("reliability.md", "## Faults of other servers"),
+        flags=re.MULTILINE,
+    )
+    assert len({(peer, number) for peer, number, *_ in rows}) >= 20
+    for peer, number, linked, path, name in rows:
+        assert linked == number
+        assert name in functions_of(ROOT / path), f"{path} has no {name}"
+        if path.startswith("tests/reliability/"):
+            assert name.startswith(f"test_{peer.replace('-', '_')}_{number}_")
+    tests = {name for name in functions_of(ROOT / "tests/reliability/test_peers_threads.py") if name[:5] == "test_"}
+    assert tests - {name for *_, name in rows} == set(), "each test has a row"
 
 
 def test_files_that_the_architecture_names_exist() -> None:

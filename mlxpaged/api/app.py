@@ -48,7 +48,7 @@ def create_app(
     registry: None for a server without a model. clock: seconds. data_dir: the directory of files and batches; None for
     a server without them.
 
-    Raises KeyFileError; DataDirInUseError, OSError or ValueError if the directory cannot be used.
+    Raises KeyFileError; DataDirInUseError or OSError if the directory cannot be used.
     """
     server = Server(registry, clock, http or HttpConfig())
     store = None if data_dir is None else Store(data_dir)

@@ -24,6 +24,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Access(Enum):
     OPEN = auto()  # needs no key, and does not count against --max-connections
     KEY = auto()  # needs a key, if the server has keys
+    METRICS = auto()  # needs an admin key or one for metrics, if the server has keys
     ADMIN = auto()  # needs an admin key, if the server has keys
 
 
@@ -50,15 +51,19 @@ class Endpoint:
 
     def routes(self) -> list[Route]:
         """Some clients leave out /v1. So each path that begins with it is there without it too."""
-        handler = admin_only(self.handler) if self.access is Access.ADMIN else self.handler
+        restricted = self.access in (Access.ADMIN, Access.METRICS)
+        handler = restrict(self.handler, self.access) if restricted else self.handler
         paths = dict.fromkeys((self.path, without_version(self.path)))
         return [Route(path, handler, methods=[self.method]) for path in paths]
 
 
-def admin_only(handler: Handler) -> Handler:
+def restrict(handler: Handler, access: Access) -> Handler:
+    """Lets only admin keys call the handler, and those for metrics if that is the access."""
+
     async def checked(request: Request) -> Response:
         caller = caller_of(request)
-        if caller is not None and not caller.admin:
+        allowed = caller is None or caller.admin or (access is Access.METRICS and caller.metrics)
+        if caller is not None and not allowed:
             message = f"{request.method} {request.url.path} needs an admin key; {caller.name!r} is not one"
             raise ApiError(403, message, "permission_error", code="admin_key_required")
         return await handler(request)

@@ -143,7 +143,7 @@ ENDPOINTS = (
     ),
     post("/v1/cache/clear", status.clear_cache, "Empty the prefix cache", access=Access.ADMIN),
     get("/health", status.health, "Whether the server takes requests", access=Access.OPEN),
-    get("/metrics", status.metrics, "Prometheus metrics", answer_type=TEXT),
+    get("/metrics", status.metrics, "Prometheus metrics", answer_type=TEXT, access=Access.METRICS),
     get("/openapi.json", openapi.openapi, "This document"),
 )
 

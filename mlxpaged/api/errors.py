@@ -23,6 +23,7 @@ from mlxpaged.api.error_format import format_of
 from mlxpaged.api.refusals import Refusal
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.models.tokenizer import ChatTemplateError
+from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.registry import NoRoomError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,12 @@ NO_RETRY = {"x-should-retry": "false"}
 
 NO_ROOM = "insufficient_memory"
 """The code of the error of a model that does not fit."""
+
+OUT_OF_MEMORY = "out_of_memory"
+"""The code of the error of a request that an allocation failed for. A later attempt may succeed."""
+
+NOT_STORED = "not_stored"
+"""The code of the error if the disk refuses what is written to the data directory."""
 
 NOT_RENDERED = "the chat template cannot render the messages"
 """The log's reason for a ChatTemplateError: the template's own message can have text of the conversation."""
@@ -151,6 +158,12 @@ def no_room(model: str, error: NoRoomError) -> ApiError:
     return ApiError(507, message, "server_error", "model", NO_ROOM, RETRY if error.for_now else NO_RETRY)
 
 
+def not_stored(error: OSError) -> ApiError:
+    """The disk is full, for example. The error's own text names paths of the server."""
+    message = f"the server cannot write to its data directory: {error.strerror or type(error).__name__}"
+    return ApiError(507, message, "server_error", code=NOT_STORED, headers=NO_RETRY)
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Returns the most specific of pydantic's errors, with the field's path as `param`."""
     worst = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
@@ -176,6 +189,7 @@ ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]
     engine.DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
     engine.RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),
     engine.ConstraintFailedError: (400, "invalid_request_error", "constraint_failed", NO_RETRY),
+    engine.OutOfMemoryError: (503, "server_error", OUT_OF_MEMORY, RETRY),
     engine.RequestFailedError: (500, "server_error", "generation_failed", None),
 }
 """Status, type, code and headers of the answer."""
@@ -199,6 +213,8 @@ def from_engine(error: Exception) -> ApiError:
     if type(error) in ENGINE_ERRORS:
         status, kind, code, headers = ENGINE_ERRORS[type(error)]
         return ApiError(status, str(error), kind, code=code, headers=headers)
+    if is_out_of_memory(error):
+        return ApiError(503, f"the server is out of memory: {error}", "server_error", code=OUT_OF_MEMORY, headers=RETRY)
     logger.exception("unexpected error while answering a request", exc_info=error)
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 from mlxpaged.daemon_thread import in_daemon_thread
+from mlxpaged.process_memory import require_memory
 from mlxpaged.registry import LoadFailedError, Model, ModelUnknownError, NoRoomError, Registry
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,14 @@ Result = TypeVar("Result")
 LARGE_BODY_BYTES = 64 * 1024
 """Larger bodies are parsed on a thread. A smaller one takes at worst 15 ms, if every few bytes are an object; an
 ordinary one takes less than the switch to a thread and back."""
+MEMORY_PER_BYTE = 128
+"""Bytes that a byte of a body takes at most: the tokenizer keeps about 100 for each, parsed JSON 25 (`[],`)."""
+GRAMMAR_BYTES = 64 * 2**20
+"""Bytes that the compiler of grammars takes for a large one."""
+HUGE_BODY_BYTES = 1024 * 1024
+"""Larger ones are parsed one at a time, with a rest after each. 12 MB of nested objects take 0.7 seconds, in which the
+interpreter lock is held: two threads that parse one after the other would leave the running streams no time."""
+LONGEST_REST = 5.0
 LOOPBACK = ("127.0.0.1", "::1")
 COMPILE_SECONDS = 10.0
 """Time limit for a grammar. Almost all take less than a second, or the compiler gives up."""
@@ -55,6 +65,8 @@ class Server:
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-tokenizer")
         # Two, so that a large body does not block the next one. More would only wait for the interpreter lock.
         self._body_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-body")
+        self._huge_body_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-body-huge")
+        self._rests_until = 0.0
         # Two, so that a slow grammar does not block the next one. The compiler releases the interpreter lock.
         self._compiling = asyncio.Semaphore(2)
 
@@ -154,9 +166,23 @@ class Server:
 
     async def prepare(self, request: Request, function: Callable[[], Result]) -> Result:
         """Run a function whose time grows with the body (`request.state.body_size`): on a thread if that is large."""
+        require_memory(MEMORY_PER_BYTE * request.state.body_size, "the request")
         if request.state.body_size <= LARGE_BODY_BYTES:
             return function()
-        return await asyncio.get_running_loop().run_in_executor(self._body_threads, function)
+        loop = asyncio.get_running_loop()
+        if request.state.body_size <= HUGE_BODY_BYTES:
+            return await loop.run_in_executor(self._body_threads, function)
+        return await loop.run_in_executor(self._huge_body_thread, self._run_after_rest, function)
+
+    def _run_after_rest(self, function: Callable[[], Result]) -> Result:
+        """Leave the interpreter lock to the other threads for as long as the function before has taken."""
+        time.sleep(max(0.0, self._rests_until - time.monotonic()))
+        begun = time.monotonic()
+        try:
+            return function()
+        finally:
+            now = time.monotonic()
+            self._rests_until = now + min(now - begun, LONGEST_REST)
 
     async def tokenize(self, function: Callable[[], Result]) -> Result:
         """Run a function on the tokenizer's thread."""
@@ -168,12 +194,18 @@ class Server:
         """Compile the grammar. Raises ApiError if it is not supported, EngineBusyError if others take too long."""
         if constraint is None:
             return
+        require_memory(GRAMMAR_BYTES, "the grammar")
         try:
             await asyncio.wait_for(self._compiling.acquire(), COMPILE_SECONDS)
         except asyncio.TimeoutError:
             message = f"{constraint.param}: the grammar compiler was busy for {COMPILE_SECONDS:.0f} s; try again"
             raise engine.EngineBusyError(message) from None
-        compiled = asyncio.wrap_future(in_daemon_thread(lambda: info.grammars.compile(constraint), "mlxpaged-grammar"))
+        try:
+            thread = in_daemon_thread(lambda: info.grammars.compile(constraint), "mlxpaged-grammar")
+        except BaseException:  # there is no memory for a thread
+            self._compiling.release()
+            raise
+        compiled = asyncio.wrap_future(thread)
         compiled.add_done_callback(self._end_compiling)
         await asyncio.wait([compiled], timeout=COMPILE_SECONDS)
         if not compiled.done():
@@ -202,7 +234,7 @@ class Server:
         return self._clock() - self._started
 
     async def close(self) -> None:
-        for threads in (self._body_threads, self._tokenizer_thread):
+        for threads in (self._body_threads, self._huge_body_thread, self._tokenizer_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         if self.registry is not None and await self.registry.stop(timeout=10.0 if self.registry.loaded else 1.0):
             logger.info("engine thread stopped")

@@ -118,7 +118,11 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
         },
         "swap": {"used": swap.used, "total": swap.used + swap.free},
         "ranks": None if info.cluster is None else list(info.cluster.ranks),
-        "attention": {"backend": info.backend, "metal_kernels_off": info.kernels_off},
+        "attention": {
+            "backend": info.backend,
+            "metal_kernels_off": info.kernels_off,
+            "invariant_rows": info.invariant_rows,
+        },
         "states": {
             "reserved_bytes": info.states.nbytes,
             "bytes_per_sequence": info.states.bytes_per_state,

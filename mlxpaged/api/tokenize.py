@@ -15,6 +15,7 @@ from mlxpaged.api.generation.tool_prompt import in_plain_text
 from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
+from mlxpaged.models.control_tokens import ControlTokenError
 
 MAX_BYTES = 1_000_000
 """Of UTF-8: no tokenizer makes more tokens than this of a text. One thread tokenizes all prompts, so no request may
@@ -31,6 +32,7 @@ class TokenizeRequest(Body):
     prompt: Annotated[str, Field(max_length=MAX_BYTES)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
+    split_special_tokens: bool | None = None  # control tokens in the prompt are text
     return_token_strs: bool | None = False
 
     @model_validator(mode="after")
@@ -39,6 +41,8 @@ class TokenizeRequest(Body):
             raise bad_parameter("prompt", "give either prompt or messages")
         if self.messages is not None and self.add_special_tokens:
             raise bad_parameter("add_special_tokens", "needs prompt; a chat template adds the special tokens itself")
+        if self.messages is not None and self.split_special_tokens is False:
+            raise bad_parameter("split_special_tokens", "needs prompt; in messages, special tokens are always text")
         return self
 
 
@@ -85,9 +89,15 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
     def work() -> list[int]:
         if body.prompt is None:
-            shown = messages if info.tokenizer.shows_tools else in_plain_text(messages, [])
-            return info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"))
-        return info.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+            marker, shown = info.tokenizer.mark(messages)
+            shown = shown if info.tokenizer.shows_tools else in_plain_text(shown, [])
+            return info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"), marker)
+        try:
+            return info.tokenizer.encode(
+                body.prompt, body.add_special_tokens is not False, body.split_special_tokens is True
+            )
+        except ControlTokenError as error:
+            raise bad_parameter("split_special_tokens", str(error)) from None
 
     tokens = await server.tokenize(work)
 

@@ -13,6 +13,7 @@ from typing import Literal
 import mlx.core as mx
 import numpy as np
 
+from mlxpaged.attention.key_ranges import attend_in_ranges, make_ranges
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, IntArray
 from mlxpaged.attention.pool import Locality, Memory, Options
@@ -47,6 +48,8 @@ class GatherPool:
         self._memory.write(self._shapes, meta.slot_mapping, keys, values)
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
+        if meta.num_repeats is not None:
+            return self._attend_in_ranges(queries, meta, options)
         key = ("gather", options.locality)
         if key not in meta.derived:
             meta.derived[key] = make_groups(meta, options.locality)
@@ -60,6 +63,15 @@ class GatherPool:
             out = contiguous_attention(q, k, v, group.mask, options).swapaxes(1, 2)
             outputs.append(out.reshape(-1, *out.shape[2:]))
         return self._memory.has_read(mx.concatenate(outputs)[order])
+
+    def _attend_in_ranges(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
+        """The rows of a batch-invariant engine's tile."""
+        key = ("key ranges", options.locality)
+        if key not in meta.derived:
+            meta.derived[key] = make_ranges(meta, options.locality)
+        keys, values = self._memory.seen_as(self._shapes)
+        out = attend_in_ranges(queries, keys, values, self._shapes[1][2], meta.derived[key], options)
+        return self._memory.has_read(out)
 
     def read_context(self, meta: AttentionMetadata) -> mx.array:
         [num_keys] = meta.host_context_lens

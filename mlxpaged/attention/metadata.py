@@ -85,11 +85,22 @@ class Planner(NamedTuple):
 
 @dataclass(frozen=True)
 class HostMetadata:
-    """The lengths of a step's sequences. host_context_lens include the step's query tokens."""
+    """The lengths of a step's sequences. host_context_lens include the step's query tokens.
+
+    num_repeats: None, unless the step is a tile of a batch-invariant engine. Then each sequence has one query token,
+    and so many sequences at the end are the one before them again.
+    """
 
     block_size: int
     host_query_lens: list[int]
     host_context_lens: list[int]
+    num_repeats: int | None = field(default=None, kw_only=True)
+
+    @property
+    def distinct(self) -> IntArray:
+        """For each sequence of a tile, the index of the first one that is the same."""
+        count = len(self.host_query_lens)
+        return np.minimum(np.arange(count), count - (self.num_repeats or 0) - 1).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,11 @@ class AttentionMetadata(HostMetadata):
     @property
     def num_tokens(self) -> int:
         return len(self.positions)
+
+    @property
+    def num_written(self) -> int:
+        """The first tokens, whose keys and values are written. Two threads must not write one slot."""
+        return self.num_tokens - (self.num_repeats or 0)
 
     @functools.cached_property
     def slot_mapping(self) -> mx.array:
@@ -213,12 +229,13 @@ class HostStep:
         more: Sequence[IntArray] = (),
         views: Sequence[TableView] = (TableView(),),
         planners: Sequence[Planner] = (),
+        num_repeats: int | None = None,
     ) -> HostStep:
         """The metadata of each view, without most checks of `AttentionMetadata.build`, for the scheduler's numbers.
 
         block_tables[G, S, b]: of each cache group. Entries without a block are UNUSED. more: vectors that go to the
-        device in the same upload. planners: of the plans that will be needed. Raises ValueError if a query token has
-        no block: it would be written into a block of another sequence.
+        device in the same upload. planners: of the plans that will be needed. num_repeats: as in HostMetadata. Raises
+        ValueError if a query token has no block: it would be written into a block of another sequence.
         """
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
@@ -245,7 +262,7 @@ class HostStep:
             upload.add(wide)
         for vector in more:
             upload.add(vector)
-        lengths = HostMetadata(block_size, query_lens, context_lens)
+        lengths = HostMetadata(block_size, query_lens, context_lens, num_repeats=num_repeats)
         plans = {planner.key: planner.make(lengths, upload) for planner in planners}
         return cls(lengths, tables, plans, len(more), upload.vector, upload.shapes)
 
@@ -283,6 +300,7 @@ class HostStep:
                 max_block=max_block,
                 plans=plans,
                 arrays=arrays,
+                num_repeats=self.lengths.num_repeats,
             )
             for i, (table, max_block) in enumerate(zip(self.tables, self.max_blocks, strict=True))
         ]

@@ -140,7 +140,7 @@ class MetalPool:
             "kv_write",
             [keys, keys if values is None else values, meta.padded_slots, *self._arrays],
             self._row_template,
-            grid=(self._vectors, self.num_kv_heads, meta.num_tokens),
+            grid=(self._vectors, self.num_kv_heads, meta.num_written),
             threadgroup=(self._vectors, 1, 1),
             outputs=[((1,), mx.int32)],
         )
@@ -200,8 +200,14 @@ class MetalPool:
         meta: HostMetadata,
         upload: Upload,
     ) -> Plan:
-        """All decoding sequences together are one shape class with one choice. Every chunk has its own choice."""
+        """All decoding sequences together are one shape class with one choice. Every chunk has its own choice.
+
+        A tile of a batch-invariant engine has no choice: the ranges of a row depend on its own context alone."""
         locality, tile, matrix_tile, least = sizes
+        if meta.num_repeats is not None:
+            members_of_tile = np.unique(meta.distinct).astype(np.int64)
+            schedule = make_schedule(meta, members_of_tile, locality, 1, 0, upload, least, always_merge=True)
+            return Plan((PagedPart(schedule, single_queries=True),), upload.add(meta.distinct))
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
         contexts = np.asarray(meta.host_context_lens)

@@ -38,10 +38,12 @@ def make_schedule(
     partition: int,
     upload: Upload,
     least: int = MIN_RANGE,
+    always_merge: bool = False,
 ) -> TileSchedule:
     """Tiles of up to `queries` tokens of the sequences `members`, and ranges of up to `partition` keys of each tile; 0:
     as many as `range_keys` says, and at least `least`. Ranges end at multiples of their size, so that few blocks are in
-    two ranges."""
+    two ranges. always_merge: results are merged even if no tile has several ranges, so that a tile's rounding does not
+    depend on the others."""
     query_lens = np.asarray(meta.host_query_lens)
     starts = np.concatenate(([0], np.cumsum(query_lens)))
     lens = query_lens[members]
@@ -74,7 +76,7 @@ def make_schedule(
         axis=1,
     )
     num_rows, num_partials = int(lens.sum()), int((parts * count).sum())
-    if parts.max() == 1:
+    if parts.max() == 1 and not always_merge:
         return TileSchedule(upload.add(items.astype(np.int32)), None, len(items), num_rows, num_partials)
     row_tile = np.repeat(np.arange(len(sequence)), count)
     ranges = np.zeros((max(num_rows, 2), 4), np.int32)  # MLX passes fewer than 8 elements in the constant address space

@@ -61,6 +61,9 @@ def add_engine_flags(groups: flags.Flags) -> None:
     steps.field("--decode-preference", flags.fraction, kept)
     longest = f"{DECODE_MULTIPLE:g} times as long as a step without prompts, but at least {1000 * LEAST_STEP_SECONDS:g}"
     steps.field("--max-step-ms", flags.milliseconds, "longest step with prompts, in ms; 0: no limit", longest)
+    steps.switch(
+        "--batch-invariant", "give each request the same tokens and log-probabilities in any batch, to the bit; slower"
+    )
 
     attention = groups.group("attention", DEFAULTS)
     attention.field("--attention-backend", flags.one_of(*BACKENDS), ", ".join(BACKENDS))

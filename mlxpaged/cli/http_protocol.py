@@ -1,4 +1,4 @@
-"""Changes uvicorn's protocol with h11. Its own errors get the API's format, and folded header lines are refused. The
+"""Changes uvicorn's protocol with h11. Its own errors get the API's format, and ambiguous heads are refused. The
 number of connections is limited, and the time in which a client sends or reads nothing."""
 
 from __future__ import annotations
@@ -31,22 +31,28 @@ FOLDED = re.compile(rb"\n[ \t]")
 
 
 class Connection(h11.Connection):
-    """Refuses a request whose head has a folded line, as RFC 9112, 5.2 requires. h11 itself joins such lines, but a
-    proxy in front of the server may see two of them: then the two disagree on what the request is.
+    """Refuses heads that a proxy in front of the server may read in another way: then the two disagree on what the
+    request is. h11 joins folded lines (RFC 9112, 5.2), and ignores the Content-Length of a chunked body (6.1).
 
-    fault: what is wrong with the request, if h11 does not see it.
+    fault: what is wrong with the request, if h11 does not see it. method: of the last request.
     """
 
     fault: str | None = None
+    method = b""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Raises h11.RemoteProtocolError for what is no valid HTTP."""
         received, _ = self.trailing_data if self.their_state is h11.IDLE else (b"", False)
         event = super().next_event()
         if isinstance(event, h11.Request):
+            self.method = event.method
             rest, _ = self.trailing_data
+            names = {name for name, _ in event.headers}
             if FOLDED.search(received, 0, len(received) - len(rest)):
                 self.fault = "a header is folded over several lines: send each header in one line"
+            elif {b"content-length", b"transfer-encoding"} <= names:
+                self.fault = "the request has both Content-Length and Transfer-Encoding: send one of them"
+            if self.fault is not None:
                 raise h11.RemoteProtocolError(self.fault)
         return event
 
@@ -55,6 +61,7 @@ class HttpProtocol(H11Protocol):
     """Uses h11 even if another parser is installed: h11 limits the size of a request's head."""
 
     conn: Connection
+    _silence: asyncio.TimerHandle
     _check: asyncio.TimerHandle | None = None  # of the reader, while data waits for it
     _unsent = _checks = 0  # bytes at the last check at which the client had read enough, and the checks since then
 
@@ -71,9 +78,12 @@ class HttpProtocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self._server.http.max_open_connections:
             self._refuse()
-        self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
+        self._silence = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._silence, self.timeout_keep_alive_task):  # they would keep the connection's memory
+            if timer is not None:
+                timer.cancel()
         self._end_check()
         super().connection_lost(exc)
 
@@ -140,17 +150,25 @@ class HttpProtocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers invalid HTTP, and heads of more than 64 KiB. No handler sees these."""
-        self._answer(ApiError(400, self.conn.fault or msg, code="invalid_http"))
+        """Answers invalid HTTP, and heads of more than 64 KiB. No handler sees these. But a handler may be reading a
+        body that turns out to be invalid, or may have begun its answer, which then ends with the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._answer(ApiError(400, self.conn.fault or msg, code="invalid_http"))
+        else:
+            self.transport.close()
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # before `connection_lost`, so that the handler sends nothing in between
+            self.cycle.message_event.set()
 
     def _answer(self, error: ApiError) -> None:
         """Answer without a handler, and close the connection."""
         request_id = new_id("req")
         response = render(error, "", request_id)
         headers = [*response.raw_headers, (b"connection", b"close"), (HEADER.lower().encode(), request_id.encode())]
+        body = b"" if self.conn.method == b"HEAD" and self.conn.our_state is h11.SEND_RESPONSE else bytes(response.body)
         for event in (
             h11.Response(status_code=error.status, headers=headers, reason=HTTPStatus(error.status).phrase.encode()),
-            h11.Data(data=bytes(response.body)),
+            h11.Data(data=body),
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")

@@ -50,7 +50,7 @@ def run_server(
     try:
         clock = time.monotonic if registry is None else registry.clock
         app = create_app(registry, clock, http, data_dir)
-    except (KeyFileError, DataDirInUseError, OSError, ValueError) as error:
+    except (KeyFileError, DataDirInUseError, OSError) as error:
         for listener in listeners:
             listener.close()
         place = "" if isinstance(error, KeyFileError) else f"--data-dir {data_dir}: "

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mlxpaged.api.durable_files import make_private, owner_only
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,9 +48,9 @@ def registered(url: str, shared: bool) -> Iterator[None]:
     path = file_of(server.pid)
     with contextlib.ExitStack() as stack:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path.parent)
             new = path.with_suffix(".new")
-            file = stack.enter_context(new.open("w"))
+            file = stack.enter_context(open(new, "w", opener=owner_only))
             stack.callback(path.unlink, missing_ok=True)
             fcntl.flock(file, fcntl.LOCK_EX)  # before the file has its name: it is never found without a lock
             json.dump(asdict(server), file)

@@ -46,7 +46,7 @@ from mlxpaged.models import Tokenizer, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
-JOIN_SECONDS = 60.0
+JOIN_SECONDS = 120.0
 """In which all ranks must have started and said Hello. Python and MLX take a few seconds, ssh some more."""
 
 TICK_SECONDS = 0.5

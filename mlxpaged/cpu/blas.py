@@ -13,6 +13,8 @@ import ctypes
 import os
 import sys
 
+from mlxpaged.process_memory import require_memory
+
 M_TRIM_THRESHOLD = -1  # from glibc's malloc.h
 M_MMAP_THRESHOLD = -3
 
@@ -20,6 +22,9 @@ OPENBLAS = "libopenblas.so.0"
 REFERENCE = "the reference BLAS of MLX's wheel"
 INSTALL = "install OpenBLAS for a many times faster CPU path (Debian, Ubuntu: apt install libopenblas0)"
 TOO_LATE = "import mlxpaged before mlx, so that it can load a faster one"
+
+BUFFER_BYTES = 128 * 2**20
+"""A work buffer of OpenBLAS 0.3 on x86-64, at most. Only what a product uses of it takes memory."""
 
 loaded: str | None = None
 """The BLAS library in use, with its routines; None for the BLAS of MLX's wheel."""
@@ -65,6 +70,33 @@ def use_threads(count: int) -> None:
     """
     if loaded is not None:
         ctypes.CDLL(OPENBLAS).openblas_set_num_threads(count)
+
+
+def reserve_buffers(count: int) -> None:
+    """Take the work buffers of `count` products at once now. OpenBLAS keeps them for all later products.
+
+    It takes them at the first products otherwise, and tries for ever if an allocation fails (driver/others/memory.c):
+    under a limit on the address space the engine thread would not end its step. Raises MemoryError if they do not fit.
+    """
+    if loaded is None:
+        return
+    library = ctypes.CDLL(OPENBLAS)
+    try:
+        allocate, free = library.blas_memory_alloc, library.blas_memory_free
+    except AttributeError:  # a build that does not export them
+        return
+    allocate.restype, allocate.argtypes = ctypes.c_void_p, [ctypes.c_int]
+    free.restype, free.argtypes = None, [ctypes.c_void_p]
+    global _reserved
+    missing = count - _reserved
+    if missing > 0:
+        require_memory(missing * BUFFER_BYTES, "the work buffers of OpenBLAS")
+        for buffer in [allocate(0) for _ in range(count)]:
+            free(buffer)
+        _reserved = count
+
+
+_reserved = 0
 
 
 def describe() -> str:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,16 +18,30 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import activations
 
-from mlxpaged.cpu import streams
+from mlxpaged.cpu import blas, streams
 from mlxpaged.cpu.exp2 import LOG2E, exp2
 from mlxpaged.cpu.joined_linear import join_projections
 from mlxpaged.cpu.rope_tables import tabulate_ropes
 from mlxpaged.cpu.split_linear import SplitFeedForward, split_linear_layers
+from mlxpaged.process_memory import require_memory
 
 swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
 ELEMENT = 4e-9
 """Seconds for one element of SwiGLU on one core."""
+
+LIBRARY_BYTES = 512 * 2**20
+"""Bytes of the address space that the first load takes beside a model of 3.5 MB, on two cores: libraries, and the
+stacks and heaps of threads."""
+
+
+@functools.cache
+def prepare_first_load() -> None:
+    """Take OpenBLAS's buffers. Raises MemoryError if these or the libraries do not fit into the limit on the address
+    space: MLX ends the process if one of its threads cannot start."""
+    if streams.on_cpu():
+        blas.reserve_buffers(streams.cores())
+        require_memory(LIBRARY_BYTES, "the libraries")
 
 
 def optimize_for_cpu(model: Module) -> None:

@@ -16,6 +16,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
@@ -64,6 +65,8 @@ def build_engine(
     cannot be used.
     """
     per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
+    if config.batch_invariant and (per_state or own_caches):
+        raise UnsupportedModelError(f"{served.name}: its recurrent layers are not batch-invariant (--batch-invariant)")
     layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.max_model_len)
     groups = CacheGroups(layout.windows, config.block_size)
     per_block = (bytes_per_token(served.layers) if own_caches else layout.bytes_per_token) * config.block_size
@@ -95,20 +98,25 @@ def build_engine(
     )
     shapes = [spec.attention_shape(config.block_size) for spec in served.kv_layers]
     choice = choose_backend(config.attention_backend, shapes, reporter(Stage.COMPILING, report))
-    backend = common_backend(choice.backend, ranks)
+    own_backend = "gather" if config.batch_invariant and choice.backend == "cpu" else choice.backend
+    backend = common_backend(own_backend, ranks)
     limits = Limits(served.max_model_len, config.max_num_seqs)
     timing = reporter(Stage.TIMING, report)
-    tunings = choose_tunings(backend, config.attention_tuning, shapes, limits, config.retune, timing)
+    tuning = "default" if config.batch_invariant else config.attention_tuning
+    tunings = choose_tunings(backend, tuning, shapes, limits, config.retune, timing)
     runner = ModelRunner(
-        served, start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout, ranks
+        *(served, start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout),
+        ranks=ranks,
+        batch_invariant=config.batch_invariant,
     )
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
-    sampler = Sampler(served.vocab_size, compiled=on_gpu)
+    sampler = Sampler(served.vocab_size, compiled=on_gpu, one_by_one=config.batch_invariant)
     if on_gpu:
         runner.warm_up()
         sampler.warm_up()
     runner.lead()
     scheduler = Scheduler(scheduler_config, clock)
+    headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock)
     return EngineCore(
         served,
         scheduler,
@@ -116,6 +124,7 @@ def build_engine(
         PoolResizer(scheduler, runner, per_block, step_bytes, clock, pressure),
         sampler,
         Grammars(served.tokenizer, served.vocab_size),
+        headroom,
         clock,
         embedder,
         no_embedder_because,
@@ -161,6 +170,10 @@ def check_for_ranks(config: EngineConfig) -> None:
         raise UnsupportedModelError(f"{config.model}: several ranks make no embeddings; run this model on one machine")
     if config.adapters:
         raise UnsupportedModelError(f"{config.model}: several ranks cannot serve adapters; leave out --adapter")
+    if config.batch_invariant:
+        raise UnsupportedModelError(
+            f"{config.model}: several ranks are not batch-invariant; leave out --batch-invariant"
+        )
 
 
 def check_room(model: EmbeddingModel) -> None:

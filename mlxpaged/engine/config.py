@@ -43,6 +43,7 @@ class EngineConfig:
     prefill_mode: str = "mixed"  # "mixed": a step computes prompts and decodes; "separate": one of the two
     decode_preference: float = 0.5  # share of a step's token budget (mixed) or of the steps (separate) for decoding
     max_step_ms: float | None = None  # limit for steps with prompts; 0: no limit; None: the scheduler's default
+    batch_invariant: bool = False  # whether an answer is the same, to the bit, in any batch
     default_priority: Priority = Priority.NORMAL  # of requests that set none
     generation_config: bool = True  # whether the model's generation_config.json sets defaults of sampling parameters
     # Of requests that do not set the parameter; None: what the model recommends, else the default of SamplingParams.
@@ -63,6 +64,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_attention()
+        self._check_batch_invariant()
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
         self.scheduler_config(num_blocks=1)  # checks the scheduler's fields
@@ -92,6 +94,14 @@ class EngineConfig:
                 )
             if names.count(name) > 1:
                 raise ValueError(f"two adapters of a model cannot both be named {name!r} (--adapter)")
+
+    def _check_batch_invariant(self) -> None:
+        if self.batch_invariant and self.attention_backend == "cpu":
+            raise ValueError("batch_invariant works only with the backends metal and gather, not with cpu")
+        if self.batch_invariant and (self.retune or self.attention_tuning not in ("auto", "default")):
+            raise ValueError(
+                "batch_invariant decides how the Metal kernels attend: leave out attention_tuning and retune"
+            )
 
     def _check_attention(self) -> None:
         if (self.attention_backend, self.attention_tuning) == ("auto", "auto"):

@@ -15,9 +15,11 @@ from mlxpaged.engine import recovery
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
 from mlxpaged.engine.grammar import GrammarError, Grammars
+from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
+from mlxpaged.engine.prompt_logits import INVARIANT_TOP
 from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
 from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
@@ -36,6 +38,7 @@ from mlxpaged.engine.step import HostError, InFlightStep, PromptResult
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import state_bytes
+from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.scheduler import Batch, FinishReason, Priority, ScheduledSequence, Scheduler, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
@@ -66,6 +69,7 @@ class EngineCore:
         resizer: PoolResizer,
         sampler: Sampler,
         grammars: Grammars,
+        headroom: Headroom,
         clock: Callable[[], float] = time.monotonic,
         embedder: Embedder | None = None,
         no_embedder_because: str = "",
@@ -77,6 +81,7 @@ class EngineCore:
         self.resizer = resizer
         self.sampler = sampler
         self.grammars = grammars
+        self.headroom = headroom
         self.clock = clock
         self.embedder = embedder
         self.no_embedder_because = no_embedder_because
@@ -133,8 +138,10 @@ class EngineCore:
         for request in requests:
             try:
                 self.add(request)
-            except ValueError as error:
-                now, reason = self.clock(), FinishReason.ERROR
+            except Exception as error:
+                if not isinstance(error, ValueError) and not is_out_of_memory(error):
+                    raise
+                now, reason = self.clock(), reason_of(error)
                 refusals.append(RequestOutput(request.request_id, now, finish_reason=reason, error=str(error)))
         return refusals
 
@@ -349,6 +356,7 @@ class EngineCore:
 
     def _schedule(self) -> Batch:
         """The next batch. It may be empty while sequences wait for the pool to grow."""
+        self.scheduler.max_tokens = self.headroom.tokens()
         batch = self.scheduler.schedule()
         self._log.start_step(batch, self.requests, self.clock())
         if batch.rows:
@@ -367,8 +375,10 @@ class EngineCore:
             self.runner.move_blocks(batch.moves)
         except RankLostError:
             raise
-        except Exception:
+        except Exception as error:
             logger.exception("KV blocks could not be moved; the sequences that need them are recomputed")
+            if is_out_of_memory(error):
+                self.run_short(batch)
             self.scheduler.undo_moves(batch)
             self.runner.finish_step()  # raises DeviceError if the device caused the failure
             return False
@@ -378,10 +388,14 @@ class EngineCore:
         """Launch the forward pass. The sampled tokens of the previous step replace the pending ones on the device."""
         started, tables = self.clock(), self.scheduler.get_block_tables(batch.sequence_ids)
         try:
+            self.headroom.require(batch.num_tokens)
             running = {each.sequence_id for each in self.scheduler.running} if self.runner.is_recurrent else set()
             logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens, running)
             tops = (self.requests[row.sequence.sequence_id].num_top for row in batch.rows if row.prompt_logprobs)
-            step = InFlightStep(batch, started, logits, max(tops, default=None))
+            top = max(tops, default=None)
+            if top is not None and self.runner.tile_size is not None:
+                top = max(top, INVARIANT_TOP)  # of equal logits, which are the best depends on it
+            step = InFlightStep(batch, started, logits, top)
         except (DeviceError, RankLostError):
             raise
         except Exception as error:
@@ -422,6 +436,8 @@ class EngineCore:
         # The device began the step when it was launched, or when the previous step was done if that was later.
         self.scheduler.observe(step.batch, now - max(step.started, self.device.read_at))
         self.device.read_at = now
+        self.headroom.note_success()
+        self.scheduler.admits = True
         discarded: set[int] = set()
         for sequence_id in invalid & self.requests.keys():
             preempted = self.fail(self.requests[sequence_id].sequence, "the model's logits are not finite")
@@ -474,14 +490,21 @@ class EngineCore:
         in_flight, self._in_flight = self._in_flight, None
         recovery.rebuild_pools(self, [*([in_flight.batch] if in_flight is not None else ()), *batches], error)
 
-    def fail(self, sequence: Sequence, message: str) -> list[Sequence]:
+    def run_short(self, batch: Batch) -> None:
+        """An allocation failed in this batch: give back memory, run smaller steps, and admit no further request until
+        one succeeds."""
+        self.headroom.note_failure(batch.num_tokens)
+        self.resizer.run_short()
+        self.scheduler.admits = False
+
+    def fail(self, sequence: Sequence, message: str, reason: FinishReason = FinishReason.ERROR) -> list[Sequence]:
         """End a request with an error. Returns the sequences that shared blocks which the failed step should have
         written: they are preempted and recompute these blocks."""
         preempted: list[Sequence] = []
         if sequence.status is SequenceStatus.RUNNING:
-            preempted = self.scheduler.fail(sequence.sequence_id)
+            preempted = self.scheduler.fail(sequence.sequence_id, reason)
         else:  # it was preempted since then, and its published blocks can no longer be identified
-            self.scheduler.finish(sequence.sequence_id, FinishReason.ERROR)
+            self.scheduler.finish(sequence.sequence_id, reason)
             self.clear_cache()
         self._outputs.append(self._last_output(self.requests[sequence.sequence_id], message))
         return preempted
@@ -500,7 +523,7 @@ class EngineCore:
         except Exception as error:
             logger.exception("token %d of %s cannot be decoded to text", sampled.token_id, running.request.request_id)
             message = f"a token cannot be decoded to text: {type(error).__name__}: {error}"
-            return self._end(running.sequence.sequence_id, FinishReason.ERROR, message)
+            return self._end(running.sequence.sequence_id, reason_of(error), message)
         if output.finish_reason is not None:
             self.scheduler.finish(running.sequence.sequence_id, output.finish_reason)
             self._release(running)
@@ -518,3 +541,8 @@ class EngineCore:
         del self._sequence_of[running.request.request_id]
         self._deadlines.forget(sequence_id)
         self.sampler.forget(sequence_id)
+
+
+def reason_of(error: Exception) -> FinishReason:
+    """How a request ends because of this error."""
+    return FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mlxpaged.engine.request import EndedRequest
 from mlxpaged.engine.stall import StepSize
 from mlxpaged.models import EmbeddingModel, synchronize
+from mlxpaged.process_memory import is_out_of_memory, require_memory
 from mlxpaged.scheduler import FinishReason, SequenceStatus
 
 logger = logging.getLogger(__name__)
@@ -160,6 +161,7 @@ class Embedder:
         # Padding follows the input, and a causal decoder's states do not depend on later tokens.
         tokens = [[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks]
         try:
+            require_memory(self.model.kv_bytes, "a step of embeddings")
             states = self.model.decode(mx.array(tokens), rows[0].cache)
             pooled = self._pool(states, start, mx.array([len(row.tokens) for row in rows]))
             mx.eval(pooled)  # if NumPy evaluated it, an error would end the process
@@ -167,12 +169,15 @@ class Embedder:
         except Exception as error:
             logger.exception("embedding %d inputs failed", len(rows))
             synchronize()
+            if is_out_of_memory(error):
+                mx.clear_cache()
             jobs = {row.job for row in rows}
             for job in jobs if len(jobs) > 1 else ():
                 self._run([row for row in rows if row.job is job], budget)
             if len(jobs) == 1:
                 message = f"the embeddings failed: {type(error).__name__}: {error}"
-                self._end(rows[0].job, EmbeddingOutput(None, FinishReason.ERROR, message))
+                reason = FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR
+                self._end(rows[0].job, EmbeddingOutput(None, reason, message))
             return
         self._steps += 1
         self._tokens += sum(map(len, chunks))

@@ -30,6 +30,7 @@ from mlxpaged.engine.stall import Stall, StepSize, Work
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
 from mlxpaged.models import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
+from mlxpaged.process_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         reason = str(error) if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}"
         missing = error.missing_bytes if isinstance(error, InsufficientMemoryError) else 0
-        return cls(reason, isinstance(error, MemoryError), missing)
+        return cls(reason, is_out_of_memory(error), missing)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ class ConstraintFailedError(Exception):
     """The request's constraint cannot be enforced any further: its grammar has become too complex."""
 
 
+class OutOfMemoryError(Exception):
+    """An allocation failed while the request was computed. Later there may be enough memory."""
+
+
 class RequestCancelledError(Exception):
     """The request was cancelled by its id."""
 

@@ -57,6 +57,7 @@ class EngineInfo:
         self.num_swap_slots = self.scheduler_config.num_swap_slots  # KV blocks that the swap space holds
         self.backend = core.runner.backend
         self.kernels_off = core.kernels_off  # why the Metal kernels are not used although they could run here
+        self.invariant_rows = core.runner.tile_size  # rows of each forward pass if the engine is batch-invariant
         self.created = int(time.time())  # Unix time
         self.grammars = core.grammars
         self.embedding_model = None if core.embedder is None else core.embedder.model.facts

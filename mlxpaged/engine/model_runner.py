@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from pathlib import Path
@@ -17,6 +18,7 @@ from mlxpaged import attention
 from mlxpaged.attention.metadata import HostStep, IntArray
 from mlxpaged.engine.rank_messages import MessageWriter
 from mlxpaged.engine.ranks import RankLostError, Ranks, least
+from mlxpaged.engine.row_tiles import largest_tile, row_tiles
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
 from mlxpaged.engine.step_input import SampledTokens, StepInput
 from mlxpaged.engine.swap_space import PIECE_BYTES, SwapSpace
@@ -33,6 +35,9 @@ logger = logging.getLogger(__name__)
 WARM_UP_BATCHES = (1, 2)
 """MLX has a kernel of its own for arrays of one row, and another one for all other shapes."""
 
+REBUILD_PAUSES = (0.05, 0.2, 1.0)
+"""Seconds before the pools are rebuilt again, if that failed."""
+
 MAX_DIFFERENCE = 0.05
 """Largest difference between the logits of a replayed step and another, as a share of the largest: far above rounding
 in bfloat16, far below a wrong position or block."""
@@ -48,7 +53,8 @@ class ModelRunner:
 
     tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
     model's layers; by default one. ranks: None if this process computes the whole model. After `lead`, each call that
-    changes the state of the device is made on all ranks.
+    changes the state of the device is made on all ranks. batch_invariant: steps are cut into tiles, and every tile has
+    the same shapes.
     """
 
     def __init__(
@@ -62,12 +68,13 @@ class ModelRunner:
         swap_dir: Path | None = None,
         layout: CacheLayout | None = None,
         ranks: Ranks | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.ranks = ranks
         self._broadcast: Callable[[bytes], object] | None = None
         self._messages = MessageWriter()
         self._model = served.model
-        self._rows = served.rows
+        self._rows = None if batch_invariant else served.rows
         self._adapters = served.adapters.step
         self._block_size = block_size
         self._caches = ModelCaches(served.layers, num_blocks, block_size, backend, tunings, layout=layout)
@@ -81,6 +88,10 @@ class ModelRunner:
         self.model_calls = 0
         self._graphs = StepGraphs(self._logits, self._caches)
         mx.eval(self._caches.arrays)
+        self.tile_size: int | None = None  # rows of each forward pass, if the engine is batch-invariant
+        if batch_invariant:
+            self.tile_size = largest_tile(self._forward_tile, self._num_groups)
+            self.model_calls = self._caches.step.attention_calls = 0
 
     @property
     def attention_calls(self) -> int:
@@ -94,6 +105,11 @@ class ModelRunner:
     @property
     def kv_cache_bytes(self) -> int:
         return sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def _num_groups(self) -> int:
+        """Of the block tables."""
+        return 1 + max(view.group for view in self._caches.views)
 
     @property
     def overlaps(self) -> bool:
@@ -139,6 +155,8 @@ class ModelRunner:
         """
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
+        if self.tile_size is not None:
+            return self._forward_tiles(batch, block_tables, sampled)
         step = StepInput.of(batch, block_tables, sampled, self.is_recurrent, running)
         tokens = None if sampled is None else sampled.tokens
         if self._broadcast is None:
@@ -148,11 +166,35 @@ class ModelRunner:
             logits = self.run(step, tokens)
             self.start_step(logits)  # the same arrays as on the other ranks, so that MLX orders collectives alike
         except Exception as error:
-            raise RankLostError(f"rank 0 cannot run a step: {type(error).__name__}: {error}") from error
+            cause = error if isinstance(error, DeviceError) else f"{type(error).__name__}: {error}"
+            raise RankLostError(f"a step of several ranks failed: {cause}") from error
         return logits
 
-    def run(self, step: StepInput, sampled: mx.array | None = None) -> mx.array:
-        """As `forward`, on this rank. sampled: tokens of the step in flight; rank 0's count on all ranks."""
+    def _forward_tiles(self, batch: Batch, block_tables: IntArray, sampled: SampledTokens | None) -> mx.array:
+        of_sampled: list[mx.array] = []
+        of_prompts: list[mx.array] = []
+        assert self.tile_size is not None
+        for i, tile in enumerate(row_tiles(batch, self.tile_size)):
+            if i > 0 and not self.overlaps:
+                # A write of MLX's own operations would copy a pool that an unfinished tile still reads.
+                self.finish_step(*of_sampled, *of_prompts)
+            logits = self._forward_tile(tile.batch, block_tables[:, tile.owners], sampled, tile.num_repeats)
+            num_sampled = sum(row.samples for row in tile.batch.rows)
+            if num_sampled:
+                of_sampled.append(logits[:num_sampled])
+            if any(row.prompt_logprobs for row in tile.batch.rows):
+                of_prompts.append(logits[max(1, num_sampled) :])
+        return mx.concatenate([*(of_sampled or [logits[:1]]), *of_prompts])
+
+    def _forward_tile(
+        self, batch: Batch, block_tables: IntArray, sampled: SampledTokens | None = None, num_repeats: int = 0
+    ) -> mx.array:
+        step = StepInput.of(batch, block_tables, sampled)
+        return self.run(step, None if sampled is None else sampled.tokens, num_repeats)
+
+    def run(self, step: StepInput, sampled: mx.array | None = None, num_repeats: int | None = None) -> mx.array:
+        """As `forward`, on this rank. sampled: tokens of the step in flight; rank 0's count on all ranks. num_repeats:
+        as in HostMetadata."""
         more = [step.token_ids, step.wanted]
         in_flight = None
         if step.pending is not None:
@@ -163,9 +205,11 @@ class ModelRunner:
             more.append(index)
         try:
             lengths, caches = (step.query_lens, step.context_lens), self._caches
-            host = HostStep.build(*lengths, step.block_tables, self._block_size, more, caches.views, caches.planners)
+            layers = caches.views, caches.planners
+            host = HostStep.build(*lengths, step.block_tables, self._block_size, more, *layers, num_repeats)
             vector = host.upload()
-            if self._states or not self.overlaps:
+            # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
+            if self._states or not self.overlaps or num_repeats is not None:
                 logits = self._logits(host, vector, in_flight, step.states, step.running)
             else:
                 logits = self._graphs.run(host, vector, in_flight, self._adapters.active)
@@ -207,7 +251,7 @@ class ModelRunner:
         MLX joins operations of a replayed step into kernels of its own, and compiles these when they first run. They
         are the same for all larger batches.
         """
-        if self._states or not self.overlaps:
+        if self._states or not self.overlaps or self.tile_size is not None:
             return
         calls = self.model_calls, self._caches.step.attention_calls
         blocks = min((pool.num_blocks for pool in self.pools), default=0)
@@ -219,12 +263,13 @@ class ModelRunner:
             logger.exception("decode steps cannot be replayed here")
             self._graphs.enabled = False
             self.rebuild_pools()
+        self._graphs.enabled = bool(least(self._graphs.enabled, self.ranks))
         self.model_calls, self._caches.step.attention_calls = calls
 
     def _replays(self, count: int) -> bool:
         """Whether a replayed step of so many sequences gives the logits of one that is not."""
         tables = np.arange(count, dtype=np.int32).reshape(1, count, 1)
-        tables = np.repeat(tables, 1 + max(view.group for view in self._caches.views), axis=0)
+        tables = np.repeat(tables, self._num_groups, axis=0)
         sequences = [Sequence(i, [PENDING] * (TRACE_AT + 1), 1) for i in range(count)]
         for position in range(TRACE_AT + 1):
             batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
@@ -312,10 +357,19 @@ class ModelRunner:
 
     def rebuild_pools(self) -> None:
         """After a device error, wait for all running work, then make all KV pools anew. Raises DeviceError if the
-        device cannot do even that."""
+        device cannot do even that: memory that was short may still be."""
         with contextlib.suppress(Exception):
             mx.synchronize()
         synchronize()
+        for pause in REBUILD_PAUSES:
+            self._caches.clear()
+            try:
+                self.finish_step()
+            except DeviceError as error:
+                logger.error("KV pools cannot be rebuilt; trying again in %g s: %s", pause, error)
+                time.sleep(pause)
+            else:
+                return
         self._caches.clear()
         self.finish_step()
 

@@ -76,6 +76,7 @@ class PoolResizer:
         self._retry_seconds = RETRY_SECONDS
         self._active_at = clock()
         self._level = MemoryPressure.NORMAL
+        self._is_short = False  # whether an allocation has failed since the last poll
 
     @property
     def is_resizing(self) -> bool:
@@ -109,8 +110,13 @@ class PoolResizer:
         copied = 0
         try:
             while self._remaining and copied < COPY_BYTES:
-                self._runner.resize_pool(self._remaining[-1], self._target)
-                copied += self._runner.pools[self._remaining.pop()].nbytes
+                index = self._remaining[-1]
+                pool = self._runner.pools[index]
+                if (needed := self._target * pool.layout.bytes_per_block) > (free := self._runner.free_memory()):
+                    raise MemoryError(f"a pool of {needed / 1e6:.1f} MB does not fit: {free / 1e6:.1f} MB are free")
+                self._runner.resize_pool(index, self._target)
+                copied += pool.nbytes
+                self._remaining.pop()
         except (MemoryError, RuntimeError) as error:  # MLX has no type of its own for a failed allocation
             self._fail(error)
         self._runner.clear_cache()  # the old pools: MLX would keep them for later allocations of their size
@@ -159,6 +165,12 @@ class PoolResizer:
         self._retry_at = self._clock() + self._retry_seconds
         self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
 
+    def run_short(self) -> None:
+        """An allocation failed. The pool shrinks before the next step as if memory were critical, and grows later."""
+        self._is_short = True
+        self._polled_at = -math.inf
+        self._wait()
+
     # -- shrinking -----------------------------------------------------------------------------------------------
 
     def poll(self, is_idle: bool, device_is_idle: bool = False) -> int | None:
@@ -171,7 +183,8 @@ class PoolResizer:
         if now < self._polled_at + POLL_SECONDS:
             return None
         self._polled_at = now
-        last, self._level = self._level, self._pressure()
+        last, self._level = self._level, MemoryPressure.CRITICAL if self._is_short else self._pressure()
+        self._is_short = False
         level = self._level
         if level is not last:
             message = "the system's memory pressure is %s; the KV pool has %d blocks, and grows only while it is normal"

@@ -19,6 +19,10 @@ MAX_BYTES = 256 * 2**20
 BYTES_PER_LOGIT = 32
 """The logits in the model's type and in float32, negated ones, and the indices and buffers of a sort."""
 
+INVARIANT_TOP = 32
+"""How many of the most likely tokens a batch-invariant engine finds at least for each prompt token of a step, more than
+a request of the API can ask for. Then the number does not depend on the other requests."""
+
 
 def max_prompt_logits(vocab_size: int, max_num_batched_tokens: int) -> int:
     """The most prompt tokens of a step whose logits are computed: 55 for a vocabulary of 152,000."""

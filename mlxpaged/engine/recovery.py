@@ -7,7 +7,8 @@ from collections.abc import Sequence as ListOf
 from typing import TYPE_CHECKING
 
 from mlxpaged.engine.step import HostError
-from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence, SequenceStatus
+from mlxpaged.process_memory import is_out_of_memory
+from mlxpaged.scheduler import Batch, FinishReason, ScheduledSequence, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from mlxpaged.engine.core import EngineCore
@@ -31,8 +32,12 @@ def run_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> None:
 
 
 def recover(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError) -> None:
-    """Recover from a step of these rows that the host could not run."""
-    (recompute if core.runner.is_recurrent else isolate)(core, rows, error)
+    """Recover from a step of these rows that the host could not run. If memory was short, a request that fails alone is
+    recomputed in smaller steps before it is ended."""
+    is_short = is_out_of_memory(error)
+    if is_short:
+        core.run_short(Batch(tuple(rows)))
+    (recompute if core.runner.is_recurrent or (is_short and len(rows) == 1) else isolate)(core, rows, error)
 
 
 def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError) -> None:
@@ -41,7 +46,7 @@ def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError)
     Writing the same keys and values twice changes nothing, so the other requests lose only time.
     """
     cause = error.__cause__
-    logger.error("a step of %s failed", ", ".join(row.sequence.label for row in rows), exc_info=cause)
+    log_failure(rows, error)
     for row in rows:
         core.sampler.forget(row.sequence.sequence_id)  # the token counts may contain a token of the failed step
     if len(rows) > 1:
@@ -57,22 +62,32 @@ def recompute(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostErro
     """Recompute the sequences of a failed step one at a time, because the step may have changed their recurrent states:
     it cannot be repeated. A sequence whose step fails again is ended."""
     cause = error.__cause__
-    logger.error("a step of %s failed", ", ".join(row.sequence.label for row in rows), exc_info=cause)
+    log_failure(rows, error)
     clear_cache_of_ended(core, rows)
     for row in rows:
         core.sampler.forget(row.sequence.sequence_id)
         core.scheduler.recompute(row.sequence)
     core.scheduler.update(Batch(tuple(rows)), {})
-    blame(core, [row.sequence for row in rows], f"the step failed: {type(cause).__name__}: {cause}")
+    blame(core, [row.sequence for row in rows], f"the step failed: {type(cause).__name__}: {cause}", error)
 
 
-def blame(core: EngineCore, sequences: ListOf[Sequence], message: str) -> None:
+def log_failure(rows: ListOf[ScheduledSequence], error: HostError) -> None:
+    """The stack says nothing of why an allocation failed."""
+    cause = error.__cause__
+    labels = ", ".join(row.sequence.label for row in rows)
+    if is_out_of_memory(error):
+        logger.error("a step of %s failed: %s: %s", labels, type(cause).__name__, cause)
+    else:
+        logger.error("a step of %s failed", labels, exc_info=cause)
+
+
+def blame(core: EngineCore, sequences: ListOf[Sequence], message: str, error: Exception) -> None:
     """Count a failure of a step for its sequences. Those that have failed before end with an error; the others are
     admitted again one at a time."""
     for sequence in sequences:
         sequence.num_step_failures += 1
         if sequence.num_step_failures >= MAX_STEP_FAILURES and sequence.finish_reason is None:
-            core.fail(sequence, message)
+            core.fail(sequence, message, FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR)
 
 
 def running_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
@@ -99,6 +114,8 @@ def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) 
     the sequence that runs then is ended.
     """
     logger.error("a step failed on the device; KV pools are rebuilt, running sequences are recomputed: %s", error)
+    if is_out_of_memory(error):
+        core.run_short(Batch(tuple(row for batch in batches for row in batch.rows)))
     core.runner.rebuild_pools()
     core.sampler.reset()
     core.scheduler.reset_cache()
@@ -106,4 +123,4 @@ def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) 
         core.scheduler.undo_moves(batch)
         core.scheduler.update(batch, {})  # no token of it will be read
     message = f"the step failed on the device {MAX_STEP_FAILURES} times: {error}"
-    blame(core, [row.sequence for batch in batches[:1] for row in batch.rows], message)
+    blame(core, [row.sequence for batch in batches[:1] for row in batch.rows], message, error)

@@ -91,15 +91,17 @@ class RequestStream:
 
 
 def raise_unless_complete(reason: FinishReason | None, error: str | None, state: EngineState) -> None:
-    """Raises DeadlineExceededError, RequestCancelledError, ConstraintFailedError or RequestFailedError if a request
-    ended without its answer. If it ended because the engine shuts down, is dead or is stalled, raises
-    EngineUnavailableError."""
+    """Raises DeadlineExceededError, RequestCancelledError, ConstraintFailedError, OutOfMemoryError or
+    RequestFailedError if a request ended without its answer. If it ended because the engine shuts down, is dead or is
+    stalled, raises EngineUnavailableError."""
     if reason is FinishReason.TIMEOUT:
         raise errors.DeadlineExceededError(error)
     if reason is FinishReason.CANCELLED:
         raise errors.RequestCancelledError(error)
     if reason is FinishReason.CONSTRAINT:
         raise errors.ConstraintFailedError(error)
+    if reason is FinishReason.MEMORY:
+        raise errors.OutOfMemoryError(error)
     if reason in (FinishReason.ERROR, FinishReason.ABORT):
         if state in (EngineState.DRAINING, EngineState.DEAD, EngineState.STALLED):
             raise errors.EngineUnavailableError(state, error or "the client disconnected")

@@ -53,27 +53,39 @@ class Samples:
     requested them."""
 
     tokens: mx.array
-    logprobs: RowLogprobs | None = None
+    logprobs: Sequence[RowLogprobs] = ()
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [self.tokens, *(self.logprobs.arrays if self.logprobs is not None else ())]
+        return [self.tokens, *(array for each in self.logprobs for array in each.arrays)]
 
     def read(self) -> list[SampledToken]:
         """Wait for the device, and return the tokens in the order of the rows."""
         tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
-        logprobs = {} if self.logprobs is None else self.logprobs.read(tokens)
+        logprobs = {i: found for each in self.logprobs for i, found in each.read(tokens).items()}
         return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(tokens)]
+
+
+def joined(samples: Sequence[Samples]) -> Samples:
+    """The samples of single rows as those of all rows."""
+    logprobs = [
+        replace(each, counts=dict.fromkeys([i], *each.counts.values()))
+        for i, of_row in enumerate(samples)
+        for each in of_row.logprobs
+    ]
+    return Samples(mx.concatenate([each.tokens for each in samples]), logprobs)
 
 
 class Sampler:
     """Its only state is the token counts of requests with penalties. They stay on the device until `forget`.
 
-    compiled: keep the graph of random sampling, and let MLX join its operations into fewer kernels.
+    compiled: keep the graph of random sampling, and let MLX join its operations into fewer kernels. one_by_one: sample
+    each row in operations of its own, so that no rounding depends on the other rows.
     """
 
-    def __init__(self, vocab_size: int, compiled: bool = False) -> None:
+    def __init__(self, vocab_size: int, compiled: bool = False, one_by_one: bool = False) -> None:
         self._vocab_size = vocab_size
+        self._one_by_one = one_by_one
         self._compiled = mx.compile(sample_rows) if compiled else sample_rows
         self.reset()
 
@@ -97,6 +109,8 @@ class Sampler:
         """logits[R, V]: of any float type, one row for each entry of `rows`."""
         if all(row.plain for row in rows):
             return Samples(mx.argmax(logits, axis=-1).astype(mx.int32))
+        if self._one_by_one and len(rows) > 1:
+            return joined([self.sample(logits[i : i + 1], [row]) for i, row in enumerate(rows)])
         raw = logits.astype(mx.float32)
         scores = masked(self._counts.penalize(biased(raw, rows), rows), rows)
         tokens = self._sample(scores, rows)
@@ -104,7 +118,8 @@ class Sampler:
         if forced:
             tokens[mx.array(list(forced))] = mx.array(list(forced.values()), dtype=mx.int32)
         self._counts.add(rows, tokens)
-        return Samples(tokens, token_logprobs(raw, tokens, rows))
+        logprobs = token_logprobs(raw, tokens, rows)
+        return Samples(tokens, () if logprobs is None else (logprobs,))
 
     def _sample(self, scores: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
         """Random rows are sampled, the others get the most likely token."""

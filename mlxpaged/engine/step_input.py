@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Collection
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class StepInput(NamedTuple):
     num_sampled: int = 0
     adapters: ListOf[str | None] = ()
     states: ListOf[StateRow] = ()
-    running: Container[int] = ()
+    running: Collection[int] = ()
 
     @classmethod
     def of(
@@ -54,7 +54,7 @@ class StepInput(NamedTuple):
         block_tables: IntArray,
         sampled: SampledTokens | None = None,
         has_states: bool = False,
-        running: Container[int] = (),
+        running: Collection[int] = (),
     ) -> StepInput:
         """sampled: tokens of the step in flight. They replace the batch's pending tokens."""
         rows = batch.rows

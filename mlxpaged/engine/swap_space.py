@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxpaged.attention import LayerKVCache
-from mlxpaged.models.device_memory import system_free_memory
+from mlxpaged.process_memory import system_free_memory
 
 PIECE_BYTES = 64 * 2**20
 """Most bytes of all layers that are copied at once, so that a call needs a small multiple of this memory, however many

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import mlx.core as mx
+
+from mlxpaged.process_memory import system_free_memory
 
 DESKTOP_SHARE, DESKTOP_LEAST = 0.25, 3 * 2**30
 """What the system and other programs keep of a Mac's memory by default: a quarter of it, and at least 3 GiB. macOS with
@@ -59,49 +54,3 @@ def free_device_memory() -> int:
         limit = int(mx.device_info()["max_recommended_working_set_size"])
         return below_limit(max(0, limit - int(mx.get_active_memory())))
     return below_limit(system_free_memory())
-
-
-CGROUP_MEMORY = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""A container's memory in cgroup versions 2 and 1: directory, files of the limit and of the use, and the field of
-memory.stat that counts the cached file pages among it. The kernel drops these before it refuses memory."""
-
-
-def system_free_memory() -> int:
-    """Free bytes of the machine, or of the container that the process runs in."""
-    free = machine_free_memory()
-    for directory, *names, field in CGROUP_MEMORY:
-        try:
-            limit, used = (int((directory / name).read_text()) for name in names)
-            counts = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-            free = min(free, max(0, limit - used + int(counts.get(field, 0))))
-        except (OSError, ValueError):  # no such file, or "max" for no limit
-            continue
-    return free
-
-
-def machine_free_memory() -> int:
-    if sys.platform == "linux":
-        with open("/proc/meminfo") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    if sys.platform == "darwin":
-        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-            run = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, check=True, timeout=5)
-            return free_in_vm_stat(run.stdout)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def free_in_vm_stat(text: str) -> int:
-    """Bytes of free pages, and of those that macOS reuses at once because no program used them lately. The sum is
-    psutil's `available`. text: vm_stat's output. Raises ValueError for any other text."""
-    size = re.search(r"page size of (\d+) bytes", text)
-    pages = [
-        re.search(rf"^Pages {kind}:\s+(\d+)\.", text, re.MULTILINE) for kind in ("free", "inactive", "speculative")
-    ]
-    if size is None or None in pages:
-        raise ValueError(f"not the output of vm_stat: {text[:80]!r}")
-    return int(size[1]) * sum(int(count[1]) for count in pages if count)

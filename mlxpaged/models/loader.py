@@ -18,7 +18,7 @@ from mlx_lm.utils import get_total_parameters, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.attention import ReportAmount, WindowMismatchError
-from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection
+from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection, prepare_first_load
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.adapters import (
     Adapters,
@@ -195,6 +195,7 @@ def load_model(
     it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     turns = turns or Turns()
+    prepare_first_load()
     check_files(adapters)
     num_ranks = 1 if group is None else group.size()
     path = turns.during(lambda: resolve_model(name, reserved, num_ranks))
@@ -296,6 +297,8 @@ def read_weights(model: Module, report: ReportAmount, group_bytes: int = READ_BY
 
     The total is that of the weights which the model has. Its files may have more, for example an image encoder's.
     """
+    # mlx-lm has begun random weights. Each adds 2 KB to the graph of MLX's random state, which is not freed otherwise.
+    mx.eval(mx.random.state)
     weights: Any = tree_flatten(model.parameters())
     total, done, group = sum(array.nbytes for _, array in weights), 0, 0
     waiting: list[mx.array] = []
@@ -317,6 +320,7 @@ def load_embedding_model(
     Call it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     turns = turns or Turns()
+    prepare_first_load()
     path = turns.during(lambda: resolve_model(name, reserved))
     try:
         spec = embedding_spec(path)  # before gigabytes are loaded

@@ -14,6 +14,7 @@ from mlx_lm.tool_parsers import json_tools
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, unmarked
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.template_environment import LimitedEnvironment
 from mlxpaged.models.template_limits import TemplateLimitError
@@ -92,12 +93,45 @@ class Tokenizer:
         self.think_end_ids = self._tag_ids(self.tags.think_end)
         self._call_start_ids = self._tag_ids(tools.start)
         self._call_end_ids = self._tag_ids(tools.end)
+        self._control = self._control_tokens()
         self.takes_system = self._shows_last_system("system", "user")
         self.takes_late_system = self._shows_last_system("system", "user", "system")
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of plain text, with or without the special tokens that the model expects around a prompt."""
+    def _control_tokens(self) -> ControlTokens:
+        """Control tokens are those that the tokenizer marks as special, and added tokens in the template's text or in
+        the tags of thinking and calls. Other added tokens are common texts, like several line feeds."""
+        added = self._decoder.added_tokens_decoder
+        tags = (self.tags.think_start, self.tags.think_end, self.tags.tools.start, self.tags.tools.end)
+        markup = "\n".join((self.template_source, *tags))
+        special = self._special_ids | self.eos_token_ids
+        ids = {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token_id in special or (is_markup(token.content) and token.content in markup)
+        }
+        by_model = {text for text, i in ids.items() if i not in special and any(text in tag for tag in tags)}
+        by_model |= {text for text in tags[:2] if ids.get(text, -1) not in self.eos_token_ids}
+        return ControlTokens(ids, by_model, can_normalize_into(self._fast, ids))
+
+    @property
+    def _fast(self) -> Any:
+        """The tokenizer of the library tokenizers; None if the model has none."""
+        return getattr(self._encoder, "backend_tokenizer", None)
+
+    def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
+        """Tokens of a text. add_special_tokens: with the special tokens that the model expects around a prompt.
+        split_special_tokens: control tokens in the text are text. Raises ControlTokenError if they cannot be."""
+        if split_special_tokens:
+            renamed = self._control.renamed_tokenizer(self._fast)
+            return list(renamed.encode(text, add_special_tokens=add_special_tokens).ids)
         return list(self._encoder.encode(text, add_special_tokens=add_special_tokens))
+
+    def mark(self, messages: Sequence[Mapping[str, Any]], *others: Any) -> tuple[Any, ...]:
+        """As `ControlTokens.mark`, for what is not to be marked before it is rendered. Raises ChatTemplateError."""
+        try:
+            return self._control.mark(self.template_source, messages, *others)
+        except ControlTokenError as error:
+            raise ChatTemplateError(f"these messages are not supported: {error}") from error
 
     @property
     def reader(self) -> Any:
@@ -121,14 +155,18 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         check: Callable[[str], None] = lambda text: None,
+        marker: str | None = None,
         /,
         **options: Any,
     ) -> list[int]:
-        """Tokens of a conversation up to the start of the assistant's answer. check: raises an error for a text that is
-        too long to be tokenized. options: `tools`, as OpenAI defines them, `continue_final_message`, and variables of
-        the template. Raises ChatTemplateError."""
+        """Tokens of a conversation up to the start of the assistant's answer. Control tokens in the messages and
+        options are text. check: raises an error for a text that is too long to be tokenized. marker: from `mark`, if
+        that has made these messages and options. options: `tools`, as OpenAI defines them, `continue_final_message`,
+        and variables of the template. Raises ChatTemplateError."""
         if not self.has_chat_template:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        if marker is None:
+            marker, messages, options = self.mark(messages, options)
         try:
             text = self._encoder.apply_chat_template(
                 [dict(m) for m in messages],
@@ -141,8 +179,13 @@ class Tokenizer:
         except Exception as error:  # templates raise any type, with a message
             message = f"the model's chat template refuses these messages: {error}"
             raise ChatTemplateError(message[:MAX_MESSAGE]) from error
-        check(text)
-        return self.encode(text, add_special_tokens=False)
+        check(unmarked(text, marker))
+        if not marker:
+            return self.encode(text, add_special_tokens=False)
+        try:
+            return self._control.encode(self._fast, text, marker)
+        except ControlTokenError as error:
+            raise ChatTemplateError(f"these messages are not supported: {error}") from error
 
     def _shows_last_system(self, *roles: str) -> bool:
         """Whether the chat template renders the last system message of a conversation of these roles. Some templates
@@ -215,6 +258,11 @@ class Tokenizer:
 
     def _tag_ids(self, tag: str) -> list[int]:
         return list(self._encoder.encode(tag, add_special_tokens=False)) if tag else []
+
+
+def is_markup(text: str) -> bool:
+    """Whether a token that is not marked as special is more than a word or white space."""
+    return not (text.isspace() or text[:1].isalnum())
 
 
 class Detokenizer:

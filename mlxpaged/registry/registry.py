@@ -343,7 +343,8 @@ class Registry:
 
     async def load(self, model: Model) -> AsyncEngine:
         """Load a model. The load goes on if the caller is cancelled. A model whose engine failed is loaded anew. Raises
-        LoadFailedError, NoRoomError, or EngineUnavailableError if the server shuts down or the engine thread stalls."""
+        LoadFailedError, NoRoomError, or EngineUnavailableError if the server shuts down, the engine thread stalls or
+        the model is unloaded meanwhile."""
         if (loading := model.loading) is None:
             loading = model.loading = asyncio.ensure_future(self._load(model))
             loading.add_done_callback(lambda task: self._end_loading(model, task))
@@ -358,7 +359,7 @@ class Registry:
                 return loading.result()
         if self._draining is not None:
             raise EngineUnavailableError(EngineState.DRAINING, self._draining)
-        raise LoadFailedError("it was unloaded before its load had ended")
+        raise EngineUnavailableError(EngineState.LOADING, f"{model.name!r} was unloaded before its load had ended")
 
     def _end_loading(self, model: Model, task: asyncio.Task[AsyncEngine]) -> None:
         model.loading = None

@@ -64,13 +64,13 @@ class PrefillLimits:
     def expected_seconds(self, batch: Batch) -> float | None:
         return self._cost.expected_seconds(*work_of(batch))
 
-    def budget(self, rows: ListOf[ScheduledSequence], decoding: Iterable[int]) -> PrefillBudget:
-        """The budget of a step that has these rows already. decoding: context lengths of all decoding sequences; they
-        wait for the step if it has no rows."""
-        tokens, logits = self._config.max_num_batched_tokens, self._config.max_prompt_logits
+    def budget(self, rows: ListOf[ScheduledSequence], decoding: Iterable[int], tokens: int) -> PrefillBudget:
+        """The budget of a step of at most `tokens` that has these rows already. decoding: context lengths of all
+        decoding sequences; they wait for the step if it has no rows."""
+        logits = self._config.max_prompt_logits
         if rows:
             share = int((1 - self._config.decode_preference) * tokens)
-            tokens = min(tokens - len(rows), max(1, share))
+            tokens = max(0, min(tokens - len(rows), max(1, share)))
         limit = self._config.max_step_seconds
         contexts = [row.context_len for row in rows]
         delayed = contexts or list(decoding)

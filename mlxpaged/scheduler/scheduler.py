@@ -73,6 +73,10 @@ class Scheduler:
         self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
         self._prefill = PrefillLimits(config)
         self._decode_credit = 0.0
+        self.max_tokens = config.max_num_batched_tokens
+        """Token budget of the next step: less if memory is short. Decoding sequences are in it all the same."""
+        self.admits = True
+        """Whether waiting sequences are admitted while others run: not after an allocation that failed."""
         self._starvation_admissions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -231,12 +235,12 @@ class Scheduler:
 
     # -- failure -------------------------------------------------------------------------------------------------
 
-    def fail(self, sequence_id: int) -> list[Sequence]:
+    def fail(self, sequence_id: int, reason: FinishReason = FinishReason.ERROR) -> list[Sequence]:
         """End a sequence whose step failed, and unpublish the blocks that the steps in flight write for it. Sequences
         that share these blocks are preempted and recomputed. Returns them."""
         sequence = self.sequences[sequence_id]
         invalid = self.blocks.unpublish(sequence)
-        self.finish(sequence_id, FinishReason.ERROR)
+        self.finish(sequence_id, reason)
         preempted = self._preemption.recompute_sharing(invalid)
         for other in preempted:
             other.drop_pending_tokens()
@@ -284,7 +288,7 @@ class Scheduler:
         if not prefilling and not waiting:
             return
         decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self.running))
-        budget = self._prefill.budget(builder.rows, decoding)
+        budget = self._prefill.budget(builder.rows, decoding, self.max_tokens)
         refused = 0
         for sequence in heapq.merge(prefilling, waiting, key=ORDER):
             if budget.tokens == 0:
@@ -299,7 +303,7 @@ class Scheduler:
                 if not self._grow(sequence, num_tokens, builder):
                     return
                 self._add(builder, sequence, num_tokens)
-            elif refused == LOOK_AHEAD or sequence.sequence_id in builder.preempted or self._is_suspect_running():
+            elif refused == LOOK_AHEAD or sequence.sequence_id in builder.preempted or self._admits_none():
                 continue
             elif self._admit(sequence):
                 num_tokens = budget.take_chunk(sequence)
@@ -360,7 +364,7 @@ class Scheduler:
         """Admit one waiting sequence, and preempt running ones for it if it may: the first that has reached the
         starvation bound, or else the first in order."""
         first = self.waiting.first(LOOK_AHEAD)
-        if not first or self._is_suspect_running():
+        if not first or self._admits_none():
             return
         starving = next((sequence for sequence in first if sequence.skipped_steps >= STARVATION_BOUND), None)
         sequence = starving or first[0]
@@ -379,7 +383,7 @@ class Scheduler:
         admitted = self._admit(sequence)
         assert admitted, f"no room for {sequence}"
         # Take the blocks of its first chunk now: otherwise growing sequences would take them.
-        self.blocks.grow(sequence, min(self.config.max_num_batched_tokens, sequence.num_uncomputed_tokens))
+        self.blocks.grow(sequence, min(self.max_tokens, sequence.num_uncomputed_tokens))
         if starving:
             sequence.admitted_by_starvation_bound = True
             if victims:
@@ -387,10 +391,11 @@ class Scheduler:
                 message = "preempted sequences for %s, which reached the starvation bound: %s"
                 logger.info(message, sequence.label, sequence.describe_priority(self.clock()))
 
-    def _is_suspect_running(self) -> bool:
+    def _admits_none(self) -> bool:
         """Whether a sequence of a step that failed on the device runs again. Such sequences are admitted one at a time,
-        and no other until it has sampled a token, so that a second failure can be attributed to it."""
-        return any(other.num_step_failures for other in self.running)
+        and no other until it has sampled a token, so that a second failure can be attributed to it. Or whether memory
+        was short, and what runs is not to become more."""
+        return any(other.num_step_failures for other in self.running) or (not self.admits and bool(self.running))
 
     def _preempt(self, sequence: Sequence, builder: ScheduleBuilder) -> None:
         self._preemption.preempt(sequence, swap=not sequence.awaits_last_step)

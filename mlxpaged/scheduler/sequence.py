@@ -36,7 +36,7 @@ class SequenceStatus(Enum):
 class FinishReason(str, Enum):
     """Why a sequence ended. STOP: end of sequence, stop token or stop string. LENGTH: max_tokens reached. ABORT: the
     client disconnected. CANCELLED: by request. TIMEOUT: a deadline passed or cannot be met. CONSTRAINT: the request's
-    constraint cannot be enforced any further. ERROR: a failure."""
+    constraint cannot be enforced any further. MEMORY: an allocation failed. ERROR: another failure."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -44,6 +44,7 @@ class FinishReason(str, Enum):
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
     CONSTRAINT = "constraint"
+    MEMORY = "memory"
     ERROR = "error"
 
 

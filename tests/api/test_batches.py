@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import io
 import json
 import logging
+import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.app import create_app
 from mlxpaged.api.batches import DataDirInUseError, Store
 from mlxpaged.api.batches import lines as batch_lines
-from mlxpaged.api.batches.records import BatchRecord, OutputLine
+from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation import prompt
 from mlxpaged.engine import EngineConfig
@@ -234,6 +235,60 @@ def test_files_are_kept_listed_and_deleted(client: OpenAI) -> None:
     assert files[0].id not in [file.id for file in client.files.list()]
 
 
+def test_files_are_read_and_deleted_at_the_same_time(server: RunningServer) -> None:
+    """Each request is answered: with the file, or with 404 after it is deleted."""
+
+    async def all_at_once(client: httpx.AsyncClient) -> list[int]:
+        form = {"data": {"purpose": "batch"}, "files": {"file": b"{}" * 1000}}
+        file_id = (await client.post("/v1/files", **form)).json()["id"]
+        path = f"/v1/files/{file_id}"
+        requests = [client.get(f"{path}/content") if i % 2 == 0 else client.delete(path) for i in range(5)]
+        return [answer.status_code for answer in await asyncio.gather(*requests)]
+
+    async def many() -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE, trust_env=False, verify=False) as client:
+            return [await all_at_once(client) for _ in range(10)]
+
+    for statuses in asyncio.run(many()):
+        assert set(statuses) <= {200, 404}
+        assert sorted((statuses[1], statuses[3])) == [200, 404]
+
+
+def test_a_file_is_in_use_while_its_batch_is_saved(
+    client: OpenAI, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, go_on, save = threading.Event(), threading.Event(), Store.save_batch
+
+    def slow(store: Store, batch: BatchRecord, **changes: Any) -> None:
+        saves.set()
+        go_on.wait(DEADLINE)
+        save(store, batch, **changes)
+
+    monkeypatch.setattr(Store, "save_batch", slow)
+    file = client.files.create(file=("f.jsonl", jsonl([run_on("x", 1)])), purpose="batch")
+    body = {"input_file_id": file.id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+    pending = Background.post(server, "/v1/batches", body)
+    assert saves.wait(DEADLINE)
+    with pytest.raises(openai.ConflictError, match="cannot be deleted"):
+        client.files.delete(file.id)
+    go_on.set()
+    assert ended(client, client.batches.retrieve(pending.result().json()["id"])).status == "completed"
+
+
+def test_the_content_of_a_deleted_file_stays_until_it_is_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    record = FileRecord(id="file-1", bytes=2, created_at=0, filename="f", purpose="batch")
+    store.add_file(record, io.BytesIO(b"{}"))
+    store.begin_reading("file-1")
+    store.begin_reading("file-1")
+    store.delete_file("file-1")
+    store.end_reading("file-1")
+    assert store.content("file-1").read_bytes() == b"{}"
+    store.end_reading("file-1")
+    assert not store.content("file-1").exists()
+    store.close()
+
+
 BAD_REQUESTS: list[tuple[str, str, dict[str, Any], int, str | None]] = [
     ("POST", "/v1/files", {"files": {"file": b"x"}}, 400, "purpose"),
     ("POST", "/v1/files", {"data": {"purpose": "batch"}, "files": {"other": b"x"}}, 400, "other"),
@@ -424,10 +479,10 @@ def test_a_slow_disk_holds_up_the_batch_and_no_other_request(
 ) -> None:
     append, writing, go_on = Store.append, threading.Event(), threading.Event()
 
-    def slow_append(store: Store, batch_id: str, line: OutputLine) -> None:
+    def slow_append(store: Store, batch_id: str, kind: str, lines: Sequence[OutputLine]) -> None:
         writing.set()
         assert go_on.wait(DEADLINE)
-        append(store, batch_id, line)
+        append(store, batch_id, kind, lines)
 
     monkeypatch.setattr(Store, "append", slow_append)
     batch = submit(client, jsonl([run_on("x", 1), run_on("x", 1), run_on("x", 9, temperature=9)]))
@@ -447,7 +502,6 @@ def test_a_slow_disk_holds_up_the_batch_and_no_other_request(
     ("method", "error", "reason"),
     [
         ("append", RuntimeError("a bug"), "RuntimeError: a bug"),
-        ("append", OSError(errno.ENOSPC, "No space left on device", "/secret/path"), "No space left on device"),
         ("done", KeyError("custom_id"), "KeyError: 'custom_id'"),
         ("publish_results", RuntimeError("a bug"), "RuntimeError: a bug"),
     ],
@@ -481,9 +535,9 @@ def test_a_batch_whose_failure_cannot_be_saved_does_not_hold_up_the_next_one(
 ) -> None:
     save_batch = Store.save_batch
 
-    def failing(store: Store, batch: BatchRecord) -> None:
-        if batch.status != "validating":
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def failing(store: Store, batch: BatchRecord, **changes: Any) -> None:
+        if changes:
+            raise RuntimeError("a bug")
         save_batch(store, batch)
 
     with monkeypatch.context() as patch:
@@ -503,12 +557,13 @@ def test_a_batch_goes_on_after_a_restart_and_runs_nothing_twice(tmp_path: Path) 
             return counts is not None and counts.completed >= 2
 
         wait_until(lambda: some_are_done() or gate.allow(1), DEADLINE)
-        with pytest.raises(DataDirInUseError):
+        with pytest.raises(DataDirInUseError, match=rf"^another server uses {tmp_path} \(process {os.getpid()}\)$"):
             create_app(None, data_dir=tmp_path)
-    kept = (tmp_path / "batches" / f"{batch.id}.output").read_bytes()
+    results = tmp_path / "files" / f"file-{batch.id}-output"
+    kept = results.read_bytes()
     before = [json.loads(line) for line in kept.splitlines()]
     assert 2 <= len(before) < 6
-    (tmp_path / "batches" / f"{batch.id}.output").write_bytes(kept + b'{"id": "batch_req-1", "custom')
+    results.write_bytes(kept + b'{"id": "batch_req-1", "custom')
     with running_server(CONFIG, data_dir=tmp_path) as server, server.client() as client:
         done = ended(client, batch)
         assert done.status == "completed"

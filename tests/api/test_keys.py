@@ -43,6 +43,7 @@ PEOPLE: dict[str, dict[str, Any]] = {
     "low": {"tier": "low"},
     "riser": {"tier": "low", "max_priority": "high"},
     "admin": {"admin": True},
+    "scraper": {"metrics": True},
 }
 
 
@@ -165,7 +166,13 @@ def test_operators_need_an_admin_key(server: RunningServer, keys: dict[str, str]
             assert response.status_code == 403
             assert response.json()["error"]["code"] == "admin_key_required"
             assert client.request(method, path, headers=bearer(keys["admin"])).status_code == 200
-        assert client.get("/metrics", headers=bearer(keys["low"])).status_code == 200
+
+
+def test_only_admins_and_keys_for_metrics_see_the_load_of_all_keys(server: RunningServer, keys: dict[str, str]) -> None:
+    with raw(server) as client:
+        for name, status in {"admin": 200, "scraper": 200, "high": 403, "low": 403}.items():
+            assert client.get("/metrics", headers=bearer(keys[name])).status_code == status, name
+        assert client.get(STATUS, headers=bearer(keys["scraper"])).status_code == 403
 
 
 def test_a_body_that_is_refused_does_not_spoil_the_connection(server: RunningServer, keys: dict[str, str]) -> None:

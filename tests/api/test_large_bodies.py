@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +95,28 @@ def test_small_bodies_are_read_at_once_and_two_large_ones_side_by_side(demo_serv
     assert [each.result().status_code for each in pending] == [400, 400]
     assert [name.rpartition("_")[0] for name in gate.threads[:2]] == ["mlxpaged-body"] * 2
     assert not gate.threads[2].startswith("mlxpaged-body")
+
+
+def test_huge_bodies_are_read_one_at_a_time_with_a_rest_between(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing holds the interpreter lock. The streams of others need it too."""
+    parse, spans = reading.parse, []
+
+    def slow(*args: Any) -> Any:
+        begun = time.monotonic()
+        time.sleep(0.1)
+        try:
+            return parse(*args)
+        finally:
+            spans.append((begun, time.monotonic()))
+
+    monkeypatch.setattr(reading, "parse", slow)
+    huge = {"messages": user(300_000)}
+    pending = [Background.post(demo_server, CHAT, huge) for _ in range(2)]
+    assert [each.result().status_code for each in pending] == [400, 400]
+    (first, end), (second, _) = spans
+    assert second - end >= 0.9 * (end - first)
 
 
 @pytest.mark.parametrize(

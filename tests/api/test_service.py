@@ -115,7 +115,7 @@ def test_the_server_says_that_the_metal_kernels_are_off_and_why(monkeypatch: pyt
         health = get(server, "/health")
         assert (health.status_code, health.json()["metal_kernels_off"]) == (200, reason)
         attention = get(server, "/v1/status").json()["attention"]
-        assert attention == {"backend": choice.backend, "metal_kernels_off": reason}
+        assert attention == {"backend": choice.backend, "metal_kernels_off": reason, "invariant_rows": None}
         assert f"the Metal kernels are off: {reason}\n" in banner(server.registry, server.url, False)
 
 

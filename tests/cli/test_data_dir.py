@@ -58,7 +58,7 @@ def test_a_batch_survives_the_end_of_the_process(tmp_path: Path, number: signal.
         if number is signal.SIGTERM:
             assert status == 0
             assert "Traceback" not in command.stderr
-    kept = (tmp_path / "data" / "batches" / f"{batch_id}.output").read_text().splitlines()
+    kept = (tmp_path / "data" / "files" / f"file-{batch_id}-output").read_text().splitlines()
     assert [json.loads(line)["custom_id"] for line in kept] == ["0", "1"]
     with serving(tmp_path / "second", *flags) as command:
         started = time.monotonic()
@@ -80,4 +80,4 @@ def test_a_directory_that_cannot_be_used_is_said_in_a_sentence(tmp_path: Path, r
     with serving(tmp_path / "first", "none", "--data-dir", data):
         result = run("serve", "none", "--port", "0", "--data-dir", data)
     assert result.status == 1
-    assert "another server uses" in result.stderr
+    assert f"another server uses {data} (process " in result.stderr

@@ -51,17 +51,17 @@ def test_a_key_is_made_used_listed_and_removed(
 ) -> None:
     path = tmp_path / "new" / "keys.json"
     key = make(path, "anna", "--tier", "HIGH", "--rate-limit", "60", "--token-limit", "5000", "--admin")
-    other = make(path, "ben", "--tier", "low", "--max-priority", "normal", "--models", "a, b")
+    other = make(path, "ben", "--tier", "low", "--max-priority", "normal", "--models", "a, b", "--metrics")
     assert key != other
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert key.removeprefix("sk-mlxpaged-") not in path.read_text()
     listed = keys(path, "list")
     today = json.loads(path.read_text())["keys"][0]["created"]
     header, *rows = [line.split() for line in listed.stdout.splitlines()]
-    assert header == ["NAME", "TIER", "MAX", "REQUESTS/MIN", "TOKENS/MIN", "ADMIN", "CREATED", "MODELS"]
+    assert header == ["NAME", "TIER", "MAX", "REQUESTS/MIN", "TOKENS/MIN", "ADMIN", "METRICS", "CREATED", "MODELS"]
     assert rows == [
-        ["anna", "high", "high", "60", "5000", "yes", today, "all"],
-        ["ben", "low", "normal", "-", "-", "no", today, "a,b"],
+        ["anna", "high", "high", "60", "5000", "yes", "yes", today, "all"],
+        ["ben", "low", "normal", "-", "-", "no", "yes", today, "a,b"],
     ]
     with serving(tmp_path / "run", "none", "--api-keys", str(path), "--log-level", "debug") as command:
         with httpx.Client(base_url=command.url, timeout=DEADLINE, trust_env=False) as client:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -29,6 +30,8 @@ def test_a_server_is_found_as_long_as_its_context_lasts() -> None:
         [server] = running_servers()
         assert (server.pid, server.url, server.shared) == (os.getpid(), "http://127.0.0.1:5", True)
         assert server_of(os.getpid()) == server
+        (file,) = directory().iterdir()
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (directory(), file)] == [0o700, 0o600]
     assert running_servers() == []
     assert list(directory().iterdir()) == []
 

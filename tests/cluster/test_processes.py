@@ -26,7 +26,7 @@ TIMES = int(os.environ.get("MLXPAGED_FAULTS", "2"))
 """For each fault and rank. `make test-cluster` sets 20."""
 NUM_RANKS = 2
 NOTICED_SECONDS = 10.0
-START_SECONDS = 120.0
+START_SECONDS = 180.0
 PROMPTS = ["Once upon a time", "The sum of 3 and 4", "Hello there, my", "A list: one, two"]
 LENGTH = 24
 

@@ -152,6 +152,20 @@ def test_adapters_and_their_model_answer_in_the_same_batches(adapted: Adapted) -
     assert again.num_computed() < result.num_computed()
 
 
+def test_a_batch_invariant_engine_gives_each_adapter_the_same_bits_in_any_batch(dense: Adapted) -> None:
+    core = dense.engine(batch_invariant=True, prefix_caching=False)
+    requests = requests_of([text(3, 1), text(20, 2)])
+    requests = [replace(each, params=replace(each.params, logprobs=2)) for each in requests]
+
+    def bits(result: Run, name: str) -> list[object]:
+        return [(output.token_ids, output.logprobs) for output in result.outputs[name]]
+
+    together = run(core, requests)
+    for each in requests:
+        name = each.request_id
+        assert bits(run(core, [each]), name) == bits(together, name), name
+
+
 def test_a_batch_of_one_adapter_has_the_tokens_of_generate_step(adapted: Adapted) -> None:
     core, prompt = adapted.engine(), text(20, 2)
     for adapter in (RED, BLUE):

@@ -11,12 +11,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged import process_memory
 from mlxpaged.engine import EngineConfig, build_engine, builder, engine_thread, memory
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.memory import kv_blocks, swap_slots
-from mlxpaged.models import ModelNotFoundError, device_memory, load_embedding_model, load_model
-from mlxpaged.models.device_memory import free_device_memory, system_free_memory
+from mlxpaged.models import ModelNotFoundError, load_embedding_model, load_model
+from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.layers import bytes_per_token, state_bytes
+from mlxpaged.process_memory import system_free_memory
 from tests.support import make_embedding_model, make_tiny_model
 
 LFM2 = {
@@ -235,11 +237,31 @@ def test_a_containers_cached_file_pages_count_as_free(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They fill every container in time: the weights, logs and swap files that were read or written."""
-    _, *names, field = device_memory.CGROUP_MEMORY[2 - version]
-    monkeypatch.setattr(device_memory, "CGROUP_MEMORY", ((tmp_path, *names, field),))
-    monkeypatch.setattr(device_memory, "machine_free_memory", lambda: 10**12)
+    _, *names, field = process_memory.CGROUP_MEMORY[2 - version]
+    monkeypatch.setattr(process_memory, "CGROUP_MEMORY", ((tmp_path, *names, field),))
+    monkeypatch.setattr(process_memory, "machine_free_memory", lambda: 10**12)
     for name, text in zip((*names, "memory.stat"), ("8000", "7900", f"active_file 5\n{field} 3000\n"), strict=True):
         (tmp_path / name).write_text(text)
     assert system_free_memory() == 3100
     (tmp_path / names[0]).write_text("max")
     assert system_free_memory() == 10**12
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_the_limits_of_a_services_own_control_group_and_its_parents_count(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd's MemoryMax= limits a group that the process does not see as the root."""
+    _, *names, field = process_memory.CGROUP_MEMORY[2 - version]
+    own, group = tmp_path / "cgroup", tmp_path / "system.slice" / "mlxpaged.service"
+    own.write_text(f"{'0::' if version == 2 else '4:memory:'}/system.slice/mlxpaged.service\n3:cpu:/elsewhere\n")
+    monkeypatch.setattr(process_memory, "CGROUP_MEMORY", ((tmp_path, *names, field),))
+    monkeypatch.setattr(process_memory, "OWN_CGROUPS", own)
+    monkeypatch.setattr(process_memory, "machine_free_memory", lambda: 10**12)
+    group.mkdir(parents=True)
+    for directory, limit in ((group, "9000"), (group.parent, "8500")):
+        for name, text in zip((*names, "memory.stat"), (limit, "7000", f"{field} 100\n"), strict=True):
+            (directory / name).write_text(text)
+    assert system_free_memory() == 1600
+    (group / names[0]).write_text("7500")
+    assert system_free_memory() == 600

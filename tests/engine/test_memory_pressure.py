@@ -8,7 +8,7 @@ import pytest
 
 from mlxpaged.engine import memory_pressure as module
 from mlxpaged.engine.memory_pressure import MemoryPressure, from_level, from_stalls, memory_pressure, sysctl_int
-from mlxpaged.models.device_memory import free_in_vm_stat
+from mlxpaged.process_memory import free_in_vm_stat
 
 NORMAL, WARNING, CRITICAL = MemoryPressure
 

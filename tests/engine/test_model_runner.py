@@ -250,6 +250,28 @@ def test_an_error_of_the_device_has_a_type_of_its_own_and_the_pools_can_be_rebui
     np.testing.assert_allclose(np.array(forward(runner, rows((LONG, 0, 10)))), first, atol=1e-6)
 
 
+def test_pools_are_rebuilt_although_memory_is_short_once_more(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = np.array(forward(runner, rows((LONG, 0, 10))))
+    evaluate, failures = mx.eval, [1, 2]
+
+    def failing(*args: Any) -> None:
+        if failures:
+            failures.pop()
+            raise RuntimeError("[malloc] Unable to allocate 1024 bytes.")
+        evaluate(*args)
+
+    monkeypatch.setattr(model_runner, "REBUILD_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(mx, "eval", failing)
+    runner.rebuild_pools()
+    assert not failures
+    np.testing.assert_allclose(np.array(forward(runner, rows((LONG, 0, 10)))), first, atol=1e-6)
+    failures += [1] * 3
+    with pytest.raises(DeviceError, match="Unable to allocate"):
+        runner.rebuild_pools()
+
+
 def test_pools_keep_their_place_in_memory_from_step_to_step(runner: ModelRunner) -> None:
     def addresses() -> list[int]:
         arrays = [array for layer in runner.layers for array in layer.kv.arrays]

@@ -49,7 +49,7 @@ def test_models_are_unloaded_while_another_one_loads(paths: dict[str, Path], mon
         for name, pending in (("other", queued), ("small", waiting)):  # the first one waits for the load of the second
             assert client.post(f"/v1/models/{name}/unload").json()["state"] == "available"
             answer = pending.result()
-            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "load_failed")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
             assert "unloaded" in answer.json()["error"]["message"]
         assert states(server) == {"demo": "loaded", "small": "available", "other": "available"}
 

@@ -16,6 +16,7 @@ class Caller:
     default: Priority  # priority of its requests
     highest: Priority  # highest priority that its requests may ask for
     admin: bool  # may see and end the requests of all keys
+    metrics: bool  # may read /metrics, as an admin may
     allowance: Allowance  # what is left of its limits
     models: frozenset[str] | None = None  # names of the models that it may use; None: all
 

@@ -21,7 +21,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mlxpaged.api.access.key_names import NAME_PATTERN, TIERS, TierName
-from mlxpaged.api.atomic_file import replacing
+from mlxpaged.api.durable_files import owner_only, replacing
 
 PREFIX = "sk-mlxpaged-"
 """Some clients require sk-; the name is for scanners that search for leaked keys."""
@@ -47,6 +47,7 @@ class KeyEntry(BaseModel):
     tier: TierName = "normal"  # priority of its requests
     max_priority: TierName | None = None  # highest priority that they may ask for; None: the tier
     admin: bool = False  # may see and end the requests of all keys
+    metrics: bool = False  # may read /metrics, which shows the load that all keys make
     requests_per_minute: PerMinute | None = None  # None: no limit
     tokens_per_minute: PerMinute | None = None
     models: tuple[str, ...] | None = None  # names of the models that it may use; None: all
@@ -115,12 +116,12 @@ def unusable(path: Path, error: ValidationError) -> KeyFileError:
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock while the file is read, changed and written. Without it, two commands at once could lose a change."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+    with open(path.with_name(f".{path.name}.lock"), "w", opener=owner_only) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def write(path: Path, content: KeyFile) -> None:
     """The file is readable by its owner only."""
-    with replacing(path, mode=0o600) as file:
+    with replacing(path) as file:
         file.write(json.dumps(content.model_dump(exclude_none=True), indent=2).encode() + b"\n")

@@ -76,7 +76,7 @@ class KeyRing:
             allowance = before
         default, highest = (Priority[tier.upper()] for tier in (entry.tier, entry.max_priority or entry.tier))
         models = None if entry.models is None else frozenset(entry.models)
-        return Caller(entry.name, default, highest, entry.admin, allowance, models)
+        return Caller(entry.name, default, highest, entry.admin, entry.metrics, allowance, models)
 
 
 def signature(state: os.stat_result) -> tuple[int, int, int]:

@@ -25,7 +25,8 @@ class FileRecord(Record):
     created_at: int
     filename: str
     purpose: Literal["batch", "batch_output"]
-    status: Literal["processed"] = "processed"
+    status: Literal["processed", "error"] = "processed"
+    status_details: str | None = None  # the error
     expires_at: int | None = None
 
 
@@ -36,7 +37,7 @@ class RequestCounts(BaseModel):
 
 
 class LineError(BaseModel):
-    """One reason why a batch failed."""
+    """One reason why a batch failed, or what an unfinished one waits for."""
 
     code: str
     message: str

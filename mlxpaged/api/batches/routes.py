@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -12,14 +12,16 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from mlxpaged.api import ignored_fields
 from mlxpaged.api.access.caller import may_use, owner_of
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.batches.runner import BatchRunner, now
-from mlxpaged.api.batches.store import Store
+from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store, result_id
 from mlxpaged.api.body import pieces, read_json, read_query, validate
-from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.endpoint import BYTES
+from mlxpaged.api.errors import ApiError, bad_parameter, not_stored
 from mlxpaged.api.fields import others
 from mlxpaged.api.fields.table import Table
 from mlxpaged.api.page import PageQuery, page
@@ -33,6 +35,7 @@ FORM_CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")
 WINDOW_UNITS = {"m": 60, "h": 3600, "d": 86400}
 
 Record = TypeVar("Record", FileRecord, BatchRecord)
+Result = TypeVar("Result")
 
 
 class FileUpload(BaseModel):
@@ -72,6 +75,14 @@ def runner_of(request: Request) -> BatchRunner:
     return runner
 
 
+async def written(writing: Awaitable[Result]) -> Result:
+    """Raises ApiError 507 if the disk refuses it."""
+    try:
+        return await writing
+    except OSError as error:
+        raise not_stored(error) from None
+
+
 async def create_file(request: Request) -> Response:
     store = store_of(request)
     form = await read_form(request)
@@ -85,7 +96,7 @@ async def create_file(request: Request) -> Response:
             filename=upload.file.filename or "upload.jsonl",
             purpose=upload.purpose,
         )
-        await asyncio.to_thread(store.add_file, record, upload.file.file)
+        await written(asyncio.to_thread(store.add_file, record, upload.file.file))
     finally:
         await form.close()
     return JSONResponse(record.shown())
@@ -101,7 +112,8 @@ async def read_form(request: Request) -> FormData:
         message = f"the charset of the form must be {' or '.join(FORM_CHARSETS)}, got {charset!r}"
         raise ApiError(400, message, code="invalid_form")
     try:
-        form = await MultiPartParser(request.headers, pieces(request, MAX_FILE_BYTES), max_files=1).parse()
+        parser = MultiPartParser(request.headers, pieces(request, MAX_FILE_BYTES), max_files=1)
+        form = await written(parser.parse())  # a large file is written to the system's directory of temporary files
     except MultiPartException as error:
         raise ApiError(400, f"the body is not a form with one file: {error.message}", code="invalid_form") from None
     unknown = next((name for name in form if name not in FileUpload.model_fields), None)
@@ -124,16 +136,36 @@ async def get_file(request: Request) -> Response:
 async def get_content(request: Request) -> Response:
     store = store_of(request)
     record = find(store.files, request, "file")
-    return FileResponse(store.content(record.id), media_type="application/octet-stream", filename=record.filename)
+    return FileContent(store, record)
+
+
+class FileContent(FileResponse):
+    """The file may be deleted while it is sent, or before it is opened."""
+
+    def __init__(self, store: Store, record: FileRecord) -> None:
+        super().__init__(store.content(record.id), media_type=BYTES, filename=record.filename)
+        self._store, self._file_id = store, record.id
+        store.begin_reading(record.id)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._store.end_reading(self._file_id)
 
 
 async def delete_file(request: Request) -> Response:
     store = store_of(request)
     record = find(store.files, request, "file")
-    if any(batch.unfinished and batch.input_file_id == record.id for batch in list(store.batches.values())):
-        message = f"file {record.id} is the input of an unfinished batch and cannot be deleted"
+    if any(batch.unfinished and record.id in files_of(batch) for batch in list(store.batches.values())):
+        message = f"file {record.id} belongs to an unfinished batch and cannot be deleted"
         raise ApiError(409, message, param="file_id", code="file_in_use")
-    await asyncio.to_thread(store.delete_file, record.id)
+    del store.files[record.id]  # nothing finds it from now on
+    try:
+        await written(asyncio.to_thread(store.delete_file, record.id))
+    except BaseException:
+        store.files[record.id] = record  # it may still be on the disk
+        raise
     return JSONResponse({"id": record.id, "object": "file", "deleted": True})
 
 
@@ -143,6 +175,8 @@ async def create_batch(request: Request) -> Response:
     file = store.files.get(body.input_file_id)
     if file is None or file.purpose != "batch" or not may_use(request, file.owner):
         raise bad_parameter("input_file_id", f"there is no file {body.input_file_id!r} with the purpose 'batch'")
+    if file.status == "error":
+        raise bad_parameter("input_file_id", f"{file.id!r}: {file.status_details}", "file_damaged")
     created_at = now()
     batch = BatchRecord(
         owner=owner_of(request),
@@ -154,7 +188,12 @@ async def create_batch(request: Request) -> Response:
         expires_at=created_at + int(body.completion_window[:-1]) * WINDOW_UNITS[body.completion_window[-1]],
         metadata=body.metadata,
     )
-    await asyncio.to_thread(store.save_batch, batch)
+    store.batches[batch.id] = batch  # its file cannot be deleted from now on
+    try:
+        await written(asyncio.to_thread(store.save_batch, batch))
+    except BaseException:
+        del store.batches[batch.id]
+        raise
     runner.wake.set()
     return JSONResponse(batch.shown(), headers=ignored_fields.header(request))
 
@@ -173,8 +212,12 @@ async def cancel_batch(request: Request) -> Response:
     if not batch.unfinished:
         message = f"batch {batch.id} is {batch.status} and cannot be cancelled"
         raise ApiError(409, message, param="batch_id", code="batch_finished")
-    await runner_of(request).cancel(batch)
+    await written(runner_of(request).cancel(batch))
     return JSONResponse(batch.shown())
+
+
+def files_of(batch: BatchRecord) -> set[str]:
+    return {batch.input_file_id, result_id(batch.id, OUTPUT), result_id(batch.id, ERRORS)}
 
 
 def find(records: Mapping[str, Record], request: Request, kind: str) -> Record:

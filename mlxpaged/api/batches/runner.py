@@ -7,8 +7,9 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -16,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxpaged.api.batches.lines import LinePlace, check_lines, read_line
-from mlxpaged.api.batches.records import BatchRecord, LineError, LineErrors, OutputLine, RequestCounts
-from mlxpaged.api.batches.store import Store
+from mlxpaged.api.batches.records import BatchRecord, LineError, LineErrors, OutputLine, RequestCounts, Status
+from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store
 from mlxpaged.api.body import validate
-from mlxpaged.api.errors import NO_ROOM, RETRY, ApiError, bad_parameter, from_engine
+from mlxpaged.api.errors import NO_ROOM, NOT_STORED, OUT_OF_MEMORY, RETRY, ApiError, bad_parameter, from_engine
 from mlxpaged.api.openai import chat, completions
 from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
@@ -47,6 +48,12 @@ CLIENT = "batches"
 POLL_SECONDS = 0.1
 """A batch checks at this interval whether there is room, and whether the batch or the server has to stop."""
 
+DISK_SECONDS = 2.0
+"""What could not be saved is tried again after this time."""
+
+MAX_GROUP = 100
+"""Most refused requests whose lines are saved together."""
+
 NO_ROOM_SECONDS = 2.0
 """A request whose model does not fit beside models that run others tries again after this time."""
 
@@ -68,12 +75,19 @@ class BatchRunner:
         self._task = asyncio.ensure_future(self._run())
 
     async def cancel(self, batch: BatchRecord) -> None:
-        """End the batch's running requests at once; finished lines stay readable. No effect while it is finalized."""
-        if batch.status in ("validating", "in_progress"):
-            batch.status, batch.cancelling_at = "cancelling", now()
-            await self._on_disk(lambda: self._store.save_batch(batch))
-            if batch is not self._current:
-                await self._finalize(batch)
+        """End the batch's running requests at once; finished lines stay readable. No effect while it is finalized.
+
+        Raises OSError if that cannot be saved. Then the batch goes on, or is cancelled when it can be saved.
+        """
+
+        def save() -> None:
+            if batch.status in ("validating", "in_progress"):
+                self._store.save_batch(batch, status="cancelling", cancelling_at=now())
+                if batch is not self._current:
+                    self._recover(batch)
+                    self._publish(batch)
+
+        await self._on_disk(save)
 
     async def stop(self) -> None:
         self._task.cancel()
@@ -83,6 +97,35 @@ class BatchRunner:
     async def _on_disk(self, function: Callable[[], Result]) -> Result:
         """Run a function that may block on the disk. One thread runs them all, in order."""
         return await asyncio.get_running_loop().run_in_executor(self._disk_thread, function)
+
+    async def _written(self, batch: BatchRecord, function: Callable[[], Result]) -> Result:
+        """Run a function that writes. While the disk refuses that, the batch waits, and its `errors` say why."""
+        waits = False
+        while True:
+            try:
+                result = await self._on_disk(function)
+            except OSError as error:
+                reason = error.strerror or str(error)  # its text would name our paths
+                if not waits:
+                    logger.error("%s waits, because its answers cannot be saved: %s", batch.id, reason)
+                waits = True
+                message = f"answers cannot be saved: {reason}. The batch goes on when they can be"
+                batch.errors = LineErrors(data=[LineError(code=NOT_STORED, message=message)])
+                await asyncio.sleep(DISK_SECONDS)
+            else:
+                if waits:
+                    logger.info("%s goes on", batch.id)
+                    batch.errors = batch.errors if batch.status == "failed" else None
+                return result
+
+    async def _advance(self, batch: BatchRecord, old: Status, new: Status) -> None:
+        """Save a new status, unless the batch was cancelled. All changes are made in order, on the disk's thread."""
+
+        def save() -> None:
+            if batch.status == old:
+                self._store.save_batch(batch, status=new, **{f"{new}_at": now()})
+
+        await self._written(batch, save)
 
     async def _run(self) -> None:
         with contextlib.suppress(EngineUnavailableError):
@@ -98,37 +141,55 @@ class BatchRunner:
                     await self._run_batch(batch)
                 except EngineUnavailableError:
                     raise
-                except Exception as error:  # a full disk, a changed file, a bug: the next batch still runs
+                except Exception as error:  # an input file that cannot be read, a bug: the next batch still runs
                     logger.exception("%s failed", batch.id)
                     reason = error.strerror if isinstance(error, OSError) else None  # its text would name our paths
                     message = reason or f"{type(error).__name__}: {error}"
                     try:
-                        await self._fail(batch, [LineError(code="batch_failed", message=message)])
+                        await self._fail(batch, LineError(code="batch_failed", message=message))
                     except Exception:
                         logger.exception("%s: the failure was not saved; a restart runs the batch again", batch.id)
+                        batch.status = "failed"
 
-    async def _fail(self, batch: BatchRecord, errors: list[LineError]) -> None:
-        batch.status, batch.failed_at, batch.errors = "failed", now(), LineErrors(data=errors)
-        await self._on_disk(lambda: self._store.save_batch(batch))
+    async def _fail(self, batch: BatchRecord, *errors: LineError) -> None:
+        """End the batch. The finished lines stay readable."""
+        try:
+            results = await self._written(batch, lambda: self._publish_results(batch))
+        except Exception:
+            logger.exception("%s: its finished lines were not published", batch.id)
+            results = {}
+        ends = {"status": "failed", "failed_at": now(), "errors": LineErrors(data=list(errors)), **results}
+        await self._written(batch, partial(self._store.save_batch, batch, **ends))
 
     async def _run_batch(self, batch: BatchRecord) -> None:
         """Run the batch from its current state to its end. Raises EngineUnavailableError."""
-        if batch.status != "finalizing":
-            path = self._store.content(batch.input_file_id)
-            places, errors = await self._on_disk(lambda: check_lines(path, batch.endpoint))
-            if errors:
-                await self._fail(batch, errors)
-                return
-            succeeded = await self._on_disk(lambda: self._store.done(batch.id, "output"))
-            failed = await self._on_disk(lambda: self._store.done(batch.id, "errors"))
-            batch.request_counts = RequestCounts(total=len(places), completed=len(succeeded), failed=len(failed))
-            if batch.status == "validating":
-                batch.status, batch.in_progress_at = "in_progress", now()
-            await self._on_disk(lambda: self._store.save_batch(batch))
-            left = [place for place in places if place.custom_id not in succeeded | failed]
-            logger.info("%s: %d of %d requests are left to run", batch.id, len(left), len(places))
-            await self._run_lines(batch, left)
-        await self._finalize(batch)
+        finished = await self._written(batch, lambda: self._recover(batch))
+        if not batch.unfinished:  # it was cancelled in the meantime
+            return
+        file = self._store.files.get(batch.input_file_id)
+        if file is None or file.status == "error":
+            message = "a part of the input file is lost"
+            await self._fail(batch, LineError(code="input_file_damaged", message=message, param="input_file_id"))
+            return
+        path = self._store.content(file.id)
+        places, errors = await self._on_disk(lambda: check_lines(path, batch.endpoint))
+        if errors:
+            await self._fail(batch, *errors)
+            return
+        batch.request_counts.total = len(places)
+        await self._advance(batch, "validating", "in_progress")
+        left = [place for place in places if place.custom_id not in finished]
+        logger.info("%s: %d of %d requests are left to run", batch.id, len(left), len(places))
+        await self._run_lines(batch, left)
+        await self._advance(batch, "in_progress", "finalizing")
+        await self._written(batch, lambda: self._publish(batch))
+
+    def _recover(self, batch: BatchRecord) -> set[str]:
+        """Returns the custom ids of the requests that are finished, of which the record may have fewer."""
+        succeeded, failed = self._store.done(batch.id, OUTPUT), self._store.done(batch.id, ERRORS)
+        total = batch.request_counts.total
+        batch.request_counts = RequestCounts(total=total, completed=len(succeeded), failed=len(failed))
+        return succeeded | failed
 
     async def _run_lines(self, batch: BatchRecord, places: list[LinePlace]) -> None:
         """Run requests until all are done, or the batch is cancelled or expires."""
@@ -136,12 +197,19 @@ class BatchRunner:
         waiting = places[::-1]
         tasks: dict[asyncio.Task[OutputLine], LinePlace] = {}
         request: tuple[LinePlace, LineBody] | None = None
+        refused: list[tuple[LinePlace, OutputLine]] = []
 
-        async def append(place: LinePlace, line: OutputLine) -> None:
-            await self._on_disk(lambda: self._store.append(batch.id, line))
-            batch.request_counts.completed += line.succeeded
-            batch.request_counts.failed += not line.succeeded
-            del left[place]
+        async def append(finished: Sequence[tuple[LinePlace, OutputLine]]) -> None:
+            """They count as done once they are on the disk. Each flush of the disk serves all of a kind."""
+            for kind in (OUTPUT, ERRORS):
+                places = [place for place, line in finished if line.succeeded == (kind == OUTPUT)]
+                lines = [line for _, line in finished if line.succeeded == (kind == OUTPUT)]
+                if lines:
+                    await self._written(batch, partial(self._store.append, batch.id, kind, lines))
+                    batch.request_counts.completed += len(lines) * (kind == OUTPUT)
+                    batch.request_counts.failed += len(lines) * (kind == ERRORS)
+                    for place in places:
+                        del left[place]
 
         try:
             while left and not self._is_over(batch):
@@ -150,8 +218,13 @@ class BatchRunner:
                     try:
                         request = place, await self._parse(batch, place)
                     except ApiError as error:
-                        await append(place, response_line(place, new_id("req"), error.status, error.body()))
-                        continue
+                        refused.append((place, response_line(place, new_id("req"), error.status, error.body())))
+                        if waiting and len(refused) < MAX_GROUP:
+                            continue
+                if refused:
+                    await append(refused)
+                    refused = []
+                    continue
                 if request is not None and self._has_room(num_sequences(request[1])):
                     self._in_flight += num_sequences(request[1])
                     tasks[asyncio.ensure_future(self._answer(batch, *request))] = request[0]
@@ -162,19 +235,19 @@ class BatchRunner:
                     await asyncio.sleep(POLL_SECONDS)
                     continue
                 done, _ = await asyncio.wait(tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                await append([(tasks[task], task.result()) for task in done if task.exception() is None])
                 for task in done:
-                    await append(tasks.pop(task), task.result())
+                    del tasks[task]
+                    task.result()  # raises EngineUnavailableError
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for task, place in tasks.items():  # requests that ended together with the batch
-            if not task.cancelled() and task.exception() is None:
-                await append(place, task.result())
+        ended = [task for task in tasks if not task.cancelled() and task.exception() is None]  # together with the batch
+        await append(refused + [(tasks[task], task.result()) for task in ended])
         if batch.expired_at is not None:
-            for place in list(left):
-                message = "the completion window closed before this request was answered"
-                await append(place, failure_line(place, "batch_expired", message))
+            message = "the completion window closed before this request was answered"
+            await append([(place, failure_line(place, "batch_expired", message)) for place in left])
 
     def _is_over(self, batch: BatchRecord) -> bool:
         """Whether the batch was cancelled or has expired. Raises EngineUnavailableError. A stall may end."""
@@ -246,7 +319,7 @@ class BatchRunner:
                             continue
                         self._registry.require_ready()  # raises if it is the whole server, and not the line's model
                     answer = from_engine(error)
-                    if answer.code == NO_ROOM and answer.headers == RETRY:
+                    if answer.code in (NO_ROOM, OUT_OF_MEMORY) and answer.headers == RETRY:
                         await asyncio.sleep(NO_ROOM_SECONDS)
                         continue
                     status, content = answer.status, answer.body()
@@ -254,25 +327,20 @@ class BatchRunner:
         finally:
             self._in_flight -= num_sequences(body)
 
-    async def _finalize(self, batch: BatchRecord) -> None:
-        """Publish the finished lines. The next start of the server can repeat this."""
-        if batch.status not in ("cancelling", "finalizing"):
-            batch.status, batch.finalizing_at = "finalizing", now()
-            await self._on_disk(lambda: self._store.save_batch(batch))
-
-        def publish() -> None:
-            batch.output_file_id = self._store.publish_results(batch, "output", now())
-            batch.error_file_id = self._store.publish_results(batch, "errors", now())
-            if batch.cancelling_at is not None:
-                batch.status, batch.cancelled_at = "cancelled", now()
-            elif batch.expired_at is not None:
-                batch.status = "expired"
-            else:
-                batch.status, batch.completed_at = "completed", now()
-            self._store.save_batch(batch)
-
-        await self._on_disk(publish)
+    def _publish(self, batch: BatchRecord) -> None:
+        """Publish the finished lines, and end the batch. The next start of the server can repeat this."""
+        ends: dict[str, Any] = {"status": "completed", "completed_at": now()}
+        if batch.cancelling_at is not None:
+            ends = {"status": "cancelled", "cancelled_at": now()}
+        elif batch.expired_at is not None:
+            ends = {"status": "expired"}
+        self._store.save_batch(batch, **ends, **self._publish_results(batch))
         logger.info("%s is %s: %s", batch.id, batch.status, batch.request_counts)
+
+    def _publish_results(self, batch: BatchRecord) -> dict[str, str | None]:
+        """Returns the fields of the batch that name its results."""
+        output, errors = (self._store.publish_results(batch, kind, now()) for kind in (OUTPUT, ERRORS))
+        return {"output_file_id": output, "error_file_id": errors}
 
 
 def response_line(place: LinePlace, request_id: str, status: int, content: dict[str, Any]) -> OutputLine:

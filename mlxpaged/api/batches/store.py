@@ -1,26 +1,43 @@
-"""Keeps files and batches in a directory. Every method may block on the disk.
+"""Keeps files and batches in a directory. Every method may block on the disk, and what it has written survives a power
+failure once it returns.
 
-    files/ID            a file's content           files/ID.json    its record
-    batches/ID.json     a batch's record           batches/ID.output, ID.errors   finished lines, in order of completion
+    files/ID                        a file's content
+    files/ID.json, ID.copy          its record, twice
+    files/file-BATCH-output         lines of a batch that succeeded, in order of completion; -errors: those that did not
+    batches/ID.json, ID.copy        a batch's record, twice
 
-Records are replaced whole, by renaming. Lines are appended; the next start cuts off an incomplete line and runs that
-request again. It also runs a request again if its line was lost in a power failure.
+Records and contents are replaced whole, by renaming. Lines are appended, so a sudden end of the machine can leave a
+part of the last ones. The next start drops lines that are not whole, and they are run again. If one of the two records
+is damaged, the other one is used.
+
+A file is there if its content is: the content gets its name after the record, and is deleted before it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
+import logging
 import os
 import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel
 
-from mlxpaged.api.atomic_file import replacing
 from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
+from mlxpaged.api.durable_files import append, flush_directory, make_private, owner_only, replacing
+
+logger = logging.getLogger(__name__)
 
 Record = TypeVar("Record", bound=BaseModel)
+
+OUTPUT, ERRORS = "output", "errors"
+"""The kinds of results of a batch."""
 
 
 class DataDirInUseError(Exception):
@@ -32,87 +49,193 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         """Raises DataDirInUseError, or OSError if the directory cannot be used."""
+        if not directory.exists():
+            make_private(directory)  # one that is there may be shared, and keeps its permissions
         self._files, self._batches = directory / "files", directory / "batches"
         for path in (self._files, self._batches):
-            path.mkdir(parents=True, exist_ok=True)
-        self._lock = (directory / "lock").open("w")
+            make_private(path)
+            check_writable(path)
+        self._lock = lock(directory)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise DataDirInUseError(f"another server uses {directory}") from None
-        self.files = load(self._files, FileRecord)
-        self.batches = load(self._batches, BatchRecord)
+            self._readers = Counter[str]()  # of each file's content
+            for path in (self._files, self._batches):
+                for unfinished in path.glob(".*"):  # of a server that ended while it wrote
+                    unfinished.unlink()
+            self.files = load(self._files, FileRecord)
+            self.batches = load(self._batches, BatchRecord)
+            for file in list(self.files.values()):
+                self._check(file)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._lock.close()
+
+    def _check(self, file: FileRecord) -> None:
+        """Remove the record if it has no content, and note it if a part of the content is lost."""
+        path = self.content(file.id)
+        if not path.exists():
+            logger.warning("the file %s has no content: its upload or its deletion was cut short", file.id)
+            self.delete_file(file.id)
+        elif path.stat().st_size != file.bytes:
+            file.status = "error"
+            file.status_details = f"the file is damaged: it has {path.stat().st_size} bytes"
+            logger.error("the file %s is damaged: it has %d of %d bytes", file.id, path.stat().st_size, file.bytes)
 
     def content(self, file_id: str) -> Path:
         return self._files / file_id
 
     def add_file(self, record: FileRecord, content: IO[bytes]) -> None:
-        with replacing(self.content(record.id)) as file:
-            shutil.copyfileobj(content, file)
-        self._publish(record)
-
-    def _publish(self, record: FileRecord) -> None:
-        save(self._files / f"{record.id}.json", record)
+        """After an error, nothing is left of the file."""
+        try:
+            with replacing(self.content(record.id)) as file:
+                shutil.copyfileobj(content, file)
+                save(self._files, record.id, record)
+        except BaseException:
+            self.delete_file(record.id)
+            raise
         self.files[record.id] = record
 
     def delete_file(self, file_id: str) -> None:
-        """The record is deleted first: content without a record is not shown."""
-        del self.files[file_id]
-        (self._files / f"{file_id}.json").unlink(missing_ok=True)
-        self.content(file_id).unlink(missing_ok=True)
+        """The content stays until the last one who reads it has ended."""
+        if not self._readers[file_id]:
+            self.content(file_id).unlink(missing_ok=True)
+            flush_directory(self._files)
+        for path in record_paths(self._files, file_id):
+            path.unlink(missing_ok=True)
+        flush_directory(self._files)
+        self.files.pop(file_id, None)
 
-    def save_batch(self, batch: BatchRecord) -> None:
-        save(self._batches / f"{batch.id}.json", batch)
+    def begin_reading(self, file_id: str) -> None:
+        """Keep the content until `end_reading`, although the file is deleted. Called on the event loop."""
+        self._readers[file_id] += 1
+
+    def end_reading(self, file_id: str) -> None:
+        self._readers[file_id] -= 1
+        if not self._readers[file_id]:
+            del self._readers[file_id]
+            if file_id not in self.files:
+                self.content(file_id).unlink(missing_ok=True)
+
+    def save_batch(self, batch: BatchRecord, **changes: Any) -> None:
+        """Change the batch, on the disk first. Its `errors` are dropped unless they are in `changes`: those of an
+        unfinished batch say what it waits for now."""
+        changes = {"errors": None} | changes
+        save(self._batches, batch.id, batch.model_copy(update=changes))
+        for name, value in changes.items():
+            setattr(batch, name, value)
         self.batches[batch.id] = batch
 
-    def results(self, batch_id: str, kind: str) -> Path:
-        """kind: "output" or "errors"."""
-        return self._batches / f"{batch_id}.{kind}"
-
-    def append(self, batch_id: str, line: OutputLine) -> None:
-        with self.results(batch_id, "output" if line.succeeded else "errors").open("ab") as file:
-            file.write(line.model_dump_json().encode() + b"\n")
+    def append(self, batch_id: str, kind: str, lines: Sequence[OutputLine]) -> None:
+        """The lines are on the disk when this returns. After an error, none of them is in the file."""
+        text = "".join(line.model_dump_json() + "\n" for line in lines)
+        append(self.content(result_id(batch_id, kind)), text.encode())
 
     def done(self, batch_id: str, kind: str) -> set[str]:
-        """Returns the custom ids of the finished lines. Cuts off an incomplete last line."""
-        path = self.results(batch_id, kind)
-        done: set[str] = set()
+        """Returns the custom ids of the finished lines. Drops lines that are not whole."""
+        path = self.content(result_id(batch_id, kind))
         if not path.exists():
-            return done
-        with path.open("r+b") as file:
-            end = 0
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                done.add(OutputLine.model_validate_json(line).custom_id)
-                end += len(line)
-            file.truncate(end)
+            return set()
+        done, size = set[str](), 0
+        for line, custom_id in whole_lines(path):
+            done.add(custom_id)
+            size += len(line)
+        if size != path.stat().st_size:
+            logger.warning("%s: answers that were not whole on the disk are dropped and run again", batch_id)
+            with replacing(path) as file:
+                file.writelines(line for line, _ in whole_lines(path))
         return done
 
     def publish_results(self, batch: BatchRecord, kind: str, created_at: int) -> str | None:
         """Make a file of the finished lines; repeating this is harmless. Returns its id, None if there are no lines."""
-        path, file_id = self.results(batch.id, kind), f"file-{batch.id}-{kind}"
-        if path.exists():
-            os.replace(path, self.content(file_id))
-        elif not self.content(file_id).exists():
+        file_id, name = result_id(batch.id, kind), f"{batch.id}_{kind}.jsonl"
+        path = self.content(file_id)
+        if not path.exists() or path.stat().st_size == 0:
             return None
-        size, name = self.content(file_id).stat().st_size, f"{batch.id}_{kind}.jsonl"
+        size = path.stat().st_size
         record = FileRecord(id=file_id, bytes=size, created_at=created_at, filename=name, purpose="batch_output")
-        self._publish(record.model_copy(update={"owner": batch.owner}))
+        record.owner = batch.owner
+        save(self._files, file_id, record)
+        self.files[file_id] = record
         return file_id
 
 
+def result_id(batch_id: str, kind: str) -> str:
+    """Returns the id of the file with the lines of a batch. kind: OUTPUT or ERRORS."""
+    return f"file-{batch_id}-{kind}"
+
+
+def whole_lines(path: Path) -> Iterator[tuple[bytes, str]]:
+    """The finished lines in a file, with their custom ids. A line of which the machine's end left a part is not JSON:
+    its end is missing, or parts that were not written are zeros."""
+    with path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                yield line.rstrip(b"\n") + b"\n", OutputLine.model_validate_json(line).custom_id
+
+
+def lock(directory: Path) -> IO[bytes]:
+    """Returns an open file with a lock, which ends with the process. Raises DataDirInUseError, OSError."""
+    file = open(directory / "lock", "a+b", buffering=0, opener=owner_only)  # noqa: SIM115  (closed by `close`)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        process = file.read().decode(errors="replace")
+        file.close()
+        if not isinstance(error, BlockingIOError):
+            raise
+        place = f"{directory} (process {process})" if process else str(directory)
+        raise DataDirInUseError(f"another server uses {place}") from None
+    file.truncate(0)
+    with contextlib.suppress(OSError):  # a full disk
+        file.write(str(os.getpid()).encode())
+    return file
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError, which otherwise only the first upload would. A full disk is no error: it may have room later."""
+    try:
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def record_paths(directory: Path, record_id: str) -> tuple[Path, Path]:
+    return directory / f"{record_id}.json", directory / f"{record_id}.copy"
+
+
+def save(directory: Path, record_id: str, record: BaseModel) -> None:
+    for path in record_paths(directory, record_id):
+        with replacing(path) as file:
+            file.write(record.model_dump_json().encode())
+
+
 def load(directory: Path, kind: type[Record]) -> dict[str, Record]:
-    """Returns all records of a directory by id. Raises ValueError for a broken one, which would otherwise be lost."""
-    records = [kind.model_validate_json(path.read_bytes()) for path in directory.glob("*.json")]
-    records.sort(key=lambda record: (record.created_at, record.id))  # type: ignore[attr-defined]
-    return {record.id: record for record in records}  # type: ignore[attr-defined]
+    """Returns all records of a directory by id. The files of one whose copies are both damaged stay where they are."""
+    ids = {path.stem for path in directory.iterdir() if path.suffix in (".json", ".copy")}
+    found = [(record_id, load_record(directory, record_id, kind)) for record_id in ids]
+    records = [(record_id, record) for record_id, record in found if record is not None]
+    records.sort(key=lambda each: (each[1].created_at, each[0]))  # type: ignore[attr-defined]
+    return dict(records)
 
 
-def save(path: Path, record: BaseModel) -> None:
-    with replacing(path) as file:
-        file.write(record.model_dump_json().encode())
+def load_record(directory: Path, record_id: str, kind: type[Record]) -> Record | None:
+    """Returns the newer of the two copies that can be read, and mends the other one."""
+    texts: list[bytes] = []
+    records: list[Record] = []
+    for path in record_paths(directory, record_id):
+        with contextlib.suppress(OSError, ValueError):
+            text = path.read_bytes()
+            records.append(kind.model_validate_json(text))
+            texts.append(text)
+    if not records:
+        logger.error("the record %s is damaged and left out; its files stay in %s", record_id, directory)
+        return None
+    if texts != [texts[0]] * 2:
+        logger.warning("a copy of the record %s was damaged or older; it is mended", record_id)
+        with contextlib.suppress(OSError):  # a full disk
+            save(directory, record_id, records[0])
+    return records[0]

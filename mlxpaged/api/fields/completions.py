@@ -17,6 +17,7 @@ TABLE = Table(
     honoured("logprobs", 2, "up to 20; in streams too"),
     honoured("echo", True),
     honoured("echo", True, "log-probabilities of the prompt and the answer; in streams too", logprobs=1),
+    honoured("split_special_tokens", True, "[control tokens](security.md#control-tokens) in the prompt are text"),
     *shared.PROMPT_LOGPROBS,
     *shared.DEADLINES,
     shared.PROGRESS,

@@ -16,6 +16,7 @@ TOKENIZE = Table(
     honoured("messages", [{"role": "user", "content": "x"}], prompt=None),
     *(replace(row, example={**row.example, "prompt": None}) for row in chat.MESSAGES if row.field != "messages"),
     honoured("add_special_tokens", False, "for `prompt`"),
+    honoured("split_special_tokens", True, "for `prompt`: [control tokens](security.md#control-tokens) in it are text"),
     honoured("return_token_strs", True),
     refused("add_generation_prompt", False, NOT_HERE, (True,)),
     refused("continue_final_message", True, NOT_HERE, (False,)),

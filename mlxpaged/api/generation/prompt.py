@@ -17,6 +17,7 @@ from mlxpaged.api.generation.structured_output import structured_output
 from mlxpaged.api.generation.tool_prompt import in_plain_text, tool_prompt
 from mlxpaged.api.server import server_of
 from mlxpaged.engine import EngineInfo, SamplingParams, Thinking
+from mlxpaged.models.control_tokens import ControlTokenError
 from mlxpaged.models.tokenizer import ChatTemplateError
 
 MOST_FOR_TOOLS = 0.5
@@ -66,7 +67,14 @@ async def of_texts(http: Request, request: GenerationRequest, info: EngineInfo) 
     check.check_text_length(param, longest, info)
 
     def encode() -> Prompts:
-        tokens = [info.tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
+        split = request.split_special_tokens
+        try:
+            tokens = [
+                info.tokenizer.encode(each, split_special_tokens=split) if isinstance(each, str) else each
+                for each in prompts
+            ]
+        except ControlTokenError as error:
+            raise request.refusal("split_special_tokens", str(error)) from None
         check.check_token_ids(request, param, tokens, info)
         if not request.echo:
             return Prompts(param, tokens, request.params)
@@ -108,7 +116,7 @@ async def with_usable_tools(http: Request, request: GenerationRequest, chat: Cha
 async def leave_room(http: Request, tools: Sequence[Tool], info: EngineInfo) -> bool:
     """Whether the description of the tools takes at most MOST_FOR_TOOLS of the context."""
     server, tokenizer, most = server_of(http), info.tokenizer, MOST_FOR_TOOLS * info.max_model_len
-    text = await server.prepare(http, lambda: tool_prompt(tools))
+    text = await server.prepare(http, lambda: tool_prompt([tool.for_template() for tool in tools]))
     if tokenizer.least_tokens(len(text)) > most:
         return False
     return len(await server.tokenize(lambda: tokenizer.encode(text))) <= most
@@ -135,9 +143,12 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
         check.check_text_length(request.client_name("messages"), num_chars, info)
 
     check_length(num_chars)
-    messages = chat.messages
+    try:
+        marker, messages, tools, options = info.tokenizer.mark(chat.messages, tools, options)
+    except ChatTemplateError as error:
+        raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
     if not info.tokenizer.shows_tools:
-        messages = in_plain_text(messages, chat.offered_tools)
+        messages = in_plain_text(messages, tools)
     elif tools:
         options["tools"] = tools
     if chat.continue_final_message:
@@ -147,7 +158,7 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
         opens_answer = not chat.continue_final_message
     # Only the rendered text has all of the calls and the reasoning of earlier turns, as far as the template shows them.
     return lambda: info.tokenizer.apply_chat_template(
-        messages, opens_answer, lambda text: check_length(len(text)), **options
+        messages, opens_answer, lambda text: check_length(len(text)), marker, **options
     )
 
 

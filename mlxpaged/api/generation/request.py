@@ -74,7 +74,8 @@ class Chat:
 class GenerationRequest:
     """prompt: a conversation, or texts or token ids to continue. n: answers to show per prompt. candidates: answers to
     generate per prompt, of which the likeliest n are shown. adapters: name of an adapter; the model's name may have one
-    too. cache_salt: only requests with the same one share prefixes. echo: the answers begin with their prompts.
+    too. cache_salt: only requests with the same one share prefixes. split_special_tokens: control tokens in texts to
+    continue are text, as they always are in a conversation. echo: the answers begin with their prompts.
     timeout, ttft_timeout: seconds; None for the server's default. timed: the answers need their timelines, even if the
     client does not ask for them. return_progress: whether a stream tells its progress. chosen: names of the sampling
     parameters that the client has set. client_names: the client's names of fields that have other names here."""
@@ -84,6 +85,7 @@ class GenerationRequest:
     model: str | None = None
     adapters: str | None = None
     cache_salt: str = ""
+    split_special_tokens: bool = False
     n: int = 1
     candidates: int = 1
     echo: bool = False

@@ -10,18 +10,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxpaged.api.generation.request import Tool
 from mlxpaged.models import PLAIN_CALLS
 
 RESULT_START, RESULT_END = "<tool_response>", "</tool_response>"
 
 
-def tool_prompt(tools: Sequence[Tool]) -> str:
-    """Returns the text that tells the model of the tools, in their order."""
+def tool_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text that tells the model of the tools, in their order. tools: as `Tool.for_template` makes them."""
     lines = []
     for tool in tools:
-        fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        lines.append(as_json({name: value for name, value in fields.items() if value is not None}))
+        lines.append(as_json({name: value for name, value in tool["function"].items() if name != "strict"}))
     listed = "\n".join(lines)
     example = as_json({"name": "the tool's name", "arguments": {"argument": "value"}})
     return f"""# Tools
@@ -40,8 +38,9 @@ For several calls, write several such blocks. The next message has the results, 
 {RESULT_END}. If you need no tool, answer without these tags."""
 
 
-def in_plain_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def in_plain_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the messages with calls and results as text, and the tools in the system message at the beginning.
+    tools: as for `tool_prompt`.
 
     Results become a message of the user, together with the user's text after them: many templates accept only messages
     of user and assistant in turn.

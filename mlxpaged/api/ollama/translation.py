@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
@@ -50,7 +51,7 @@ def translate_prompt(body: schema.OllamaGenerateRequest, model: str, tokenizer: 
     for name in ("system", "think"):
         if getattr(body, name):
             raise bad_parameter(name, "this model has no chat template, which would show it to the model")
-    return translated(body, model, [text])
+    return replace(translated(body, model, [text]), split_special_tokens=not body.raw)
 
 
 def translated(body: schema.GeneratingFields, model: str, prompt: Chat | list[str]) -> GenerationRequest:

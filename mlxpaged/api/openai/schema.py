@@ -274,6 +274,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
+    split_special_tokens: bool | None = None  # control tokens in the prompt are text
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionRequest:

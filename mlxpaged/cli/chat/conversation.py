@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxpaged.api.durable_files import replacing
+
 Kind = Callable[[str], Any]
 
 
@@ -80,10 +82,11 @@ class Conversation:
         return self.messages.pop()["content"]
 
     def save(self, path: Path) -> None:
-        """Raises OSError, or ValueError if the file is there and is something else."""
+        """Only the user may read the file. Raises OSError, or ValueError if the file is there and is something else."""
         if path.exists():
             read(path)
-        path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with replacing(path) as file:
+            file.write((json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n").encode())
 
     def load(self, path: Path) -> None:
         """Take the system message, settings and messages of a saved chat. The model stays. Raises OSError, and

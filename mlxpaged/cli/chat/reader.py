@@ -12,11 +12,11 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+from mlxpaged.api.durable_files import OWNER_ONLY, owner_only
 from mlxpaged.cli.chat.slash import COMMANDS
 
 QUOTES = '"""'
 PROMPT, CONTINUED = ">>> ", "... "
-PRIVATE = 0o600
 
 
 class Reader:
@@ -45,7 +45,8 @@ def open_history(path: Path) -> History:
     """Only the user may read the file. If it cannot be written, the history is that of this chat."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE))
+        with open(path, "ab", opener=owner_only) as file:
+            os.fchmod(file.fileno(), OWNER_ONLY)
     except OSError:
         return InMemoryHistory()
     return FileHistory(path)

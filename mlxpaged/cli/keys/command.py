@@ -42,14 +42,15 @@ def run_add(args: argparse.Namespace) -> None:
 
 
 def run_list(args: argparse.Namespace) -> None:
-    titles = ("NAME", "TIER", "MAX", "REQUESTS/MIN", "TOKENS/MIN", "ADMIN", "CREATED", "MODELS")
+    titles = ("NAME", "TIER", "MAX", "REQUESTS/MIN", "TOKENS/MIN", "ADMIN", "METRICS", "CREATED", "MODELS")
     print_table([titles, *map(described, key_file.read(args.api_keys)[0].keys)])
 
 
 def described(entry: KeyEntry) -> tuple[str, ...]:
     limits = ("-" if each is None else str(each) for each in (entry.requests_per_minute, entry.tokens_per_minute))
-    admin, models = "yes" if entry.admin else "no", "all" if entry.models is None else ",".join(entry.models)
-    return entry.name, entry.tier, entry.max_priority or entry.tier, *limits, admin, entry.created or "-", models
+    rights = ("yes" if each else "no" for each in (entry.admin, entry.admin or entry.metrics))
+    models = "all" if entry.models is None else ",".join(entry.models)
+    return entry.name, entry.tier, entry.max_priority or entry.tier, *limits, *rights, entry.created or "-", models
 
 
 def run_remove(args: argparse.Namespace) -> None:

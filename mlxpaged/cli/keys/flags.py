@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
     names = "names of the models that it may use, with commas between them (default: all)"
     add.add_argument("--models", type=model_names, metavar="NAME[,NAME...]", help=names)
     add.add_argument("--admin", action="store_true", help="may also see and end the requests of all keys")
+    add.add_argument("--metrics", action="store_true", help="may also read /metrics, as an admin key may")
     show = verbs.add_parser("list", help="show the names and settings of the keys")
     remove = verbs.add_parser("remove", help="revoke a key")
     remove.add_argument("name", metavar="NAME")

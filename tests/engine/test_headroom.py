@@ -1,0 +1,89 @@
+"""The size of the next step follows the memory that is free now."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpaged.engine import headroom
+from mlxpaged.engine.headroom import GIVE_BACK_SECONDS, LOOK_SECONDS, Headroom
+from mlxpaged.process_memory import MARGIN
+from mlxpaged.scheduler.prefill_budget import LEAST_CHUNK
+
+TOKENS, PER_TOKEN = 1000, 10_000
+
+
+class Machine:
+    """free: bytes of the system. left: of the address space."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self.left, self.kept, self.now = 10**12, None, 0, 0.0
+        self.trims: list[float] = []
+        monkeypatch.setattr(headroom.sys, "platform", "linux")
+        monkeypatch.setattr(headroom, "system_free_memory", lambda _: self.free)
+        monkeypatch.setattr(headroom, "address_space_left", lambda: self.left)
+        monkeypatch.setattr(headroom, "reusable_bytes", lambda: self.kept)
+        monkeypatch.setattr(headroom.mx, "get_cache_memory", lambda: 0)
+        monkeypatch.setattr(headroom.mx, "clear_cache", lambda: None)
+        monkeypatch.setattr(headroom, "return_freed_memory", lambda: self.trims.append(self.now))
+        self.headroom = Headroom(TOKENS * PER_TOKEN, TOKENS, lambda: self.now)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_with_enough_memory_a_step_has_all_tokens(machine: Machine) -> None:
+    assert machine.headroom.tokens() == TOKENS
+    machine.headroom.require(TOKENS)
+    assert not machine.trims
+
+
+def test_a_limit_on_the_address_space_holds_at_once(machine: Machine) -> None:
+    machine.headroom.tokens()
+    machine.left = MARGIN + 100 * PER_TOKEN
+    assert machine.headroom.tokens() == 100
+    machine.headroom.require(100)
+    with pytest.raises(MemoryError, match=r"a step of 101 tokens may take 1\.0 MB, but only 1\.0 MB are free"):
+        machine.headroom.require(101)
+    assert len(machine.trims) == 1, "freed memory is given back, but not in every step"
+    machine.now += GIVE_BACK_SECONDS
+    machine.headroom.tokens()
+    assert len(machine.trims) == 2
+
+
+def test_freed_memory_that_is_still_mapped_counts(machine: Machine) -> None:
+    machine.left, machine.kept = MARGIN, 200 * PER_TOKEN
+    assert machine.headroom.tokens() == 200
+
+
+def test_the_systems_memory_is_looked_at_a_few_times_a_second(machine: Machine) -> None:
+    machine.headroom.tokens()
+    machine.free = MARGIN + 64 * PER_TOKEN
+    assert machine.headroom.tokens() == TOKENS
+    machine.now += LOOK_SECONDS
+    assert machine.headroom.tokens() == 64
+    machine.free = MARGIN + 32 * PER_TOKEN
+    assert machine.headroom.tokens() == 32, "in every step while it is short"
+    machine.kept = 10**9
+    assert machine.headroom.tokens() == 32, "what is mapped may have no pages"
+    machine.free = 10**12
+    assert machine.headroom.tokens() == TOKENS
+
+
+def test_a_step_has_at_least_a_small_chunk_and_is_then_refused(machine: Machine) -> None:
+    machine.left = 0
+    assert machine.headroom.tokens() == LEAST_CHUNK
+    with pytest.raises(MemoryError):
+        machine.headroom.require(1)
+
+
+def test_after_a_failure_steps_are_smaller_until_they_succeed(machine: Machine) -> None:
+    machine.headroom.note_failure(400)
+    assert machine.trims == [0.0]
+    assert machine.headroom.tokens() == 200
+    machine.headroom.note_failure(200)
+    assert machine.headroom.tokens() == 100
+    for expected in (200, 400, 800, 1000, 1000):
+        machine.headroom.note_success()
+        assert machine.headroom.tokens() == expected

@@ -1,0 +1,75 @@
+"""Which errors are failed allocations, and what is asked for before libraries that cannot fail need it."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+import pytest
+
+from mlxpaged import process_memory
+from mlxpaged.cpu import blas
+from mlxpaged.engine.engine_thread import Failure
+from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.models import UnsupportedModelError
+from mlxpaged.process_memory import MARGIN, address_space_left, is_out_of_memory, require_memory, reusable_bytes
+
+OF_MLX = RuntimeError("[malloc] Unable to allocate 4096 bytes.")
+
+
+def caused_by(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        OF_MLX,
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory (00000008)"),
+        caused_by(DeviceError("RuntimeError: x"), OF_MLX),
+        caused_by(UnsupportedModelError("x"), MemoryError()),
+    ],
+    ids=repr,
+)
+def test_a_failed_allocation_is_known_whatever_its_type(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    assert Failure.of(error).lacks_memory
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), OSError(errno.ENOSPC, "x"), ValueError("std::bad_alloc"), None])
+def test_other_errors_are_none(error: Exception | None) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_without_a_limit_everything_is_granted() -> None:
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        pytest.skip("the tests run under a limit")
+    assert address_space_left() is None
+    require_memory(MARGIN - 1, "this")
+
+
+def test_under_a_limit_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "address_space_left", lambda: 50_000_000)
+    monkeypatch.setattr(process_memory, "reusable_bytes", lambda: 20_000_000)
+    require_memory(70_000_000 - MARGIN, "this")
+    with pytest.raises(MemoryError, match=r"^this may take 36\.5 MB, but only 36\.4 MB are free$"):
+        require_memory(70_000_001 - MARGIN + 10**5, "this")
+
+
+def test_malloc_tells_how_much_is_free() -> None:
+    assert reusable_bytes() >= 0
+
+
+def test_openblas_does_not_take_its_buffers_if_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would try for ever."""
+    if blas.loaded is None:
+        pytest.skip("OpenBLAS is not in use")
+    monkeypatch.setattr(process_memory, "address_space_left", lambda: 10_000_000)
+    monkeypatch.setattr(process_memory, "reusable_bytes", lambda: 0)
+    with pytest.raises(MemoryError, match="the work buffers of OpenBLAS"):
+        blas.reserve_buffers(1000)
