@@ -9,7 +9,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-contract test-clients test-cli test-deploy try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -61,9 +61,13 @@ test-clients: $(STAMP)
 test-cli: $(STAMP)
 	$(BIN)/python -m pytest -m terminal tests/terminal $(ARGS)
 
-# Needs prometheus and promtool: apt install prometheus, or brew install prometheus.
+# Needs prometheus, promtool and haproxy: apt install prometheus haproxy, or brew install prometheus haproxy.
 test-deploy: $(STAMP)
 	$(BIN)/python -m pytest -m deploy tests/deploy
+
+# Two replicas and a router on loopback. ARGS='--router litellm --program PATH' takes LiteLLM's proxy.
+try-replicas: $(STAMP)
+	$(BIN)/python deploy/replicas/try_replicas.py $(ARGS)
 
 # The page in the system's Chromium, or in Playwright's. axe-core, which looks for barriers, comes from npm.
 test-page: $(STAMP)
