@@ -1,14 +1,27 @@
-# Every target sets up .venv from nothing: with uv if it is there, else with python3 and pip.
+# Every target sets up .venv from nothing: with uv if it is there, else with python3 and pip. The versions and hashes of
+# all packages are those of requirements/ci.txt.
 PYTHON ?= python3
 MINUTES ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TOOLS := $(VENV)/tools
+LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
+	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-scheduler test-contract test-clients test-cli test-deploy test-page test-fuzz test-faults soak soak-kinds lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-contract test-clients test-cli test-deploy try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
 
 serve: $(STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
+
+# Versions that still fit stay as they are. ARGS=--upgrade takes the newest ones.
+lock: $(TOOLS)/.installed
+	$(LOCK) --extra dev --output-file requirements/ci.txt pyproject.toml
+	$(LOCK) --output-file requirements/tools.txt requirements/tools.in
+
+# Known vulnerabilities of the versions in requirements/.
+audit: $(TOOLS)/.installed
+	$(TOOLS)/bin/python deploy/audit.py requirements/*.txt
 
 # Types are checked beside the tests. Their errors are printed after the tests.
 test: lint
@@ -21,6 +34,13 @@ test-kernels: $(STAMP)
 
 test-models: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py tests/engine/test_pool_resizer.py
+
+# Several ranks of a model over loopback. They spin while they wait for each other, so one test runs at a time. FAULTS:
+# how often each rank is killed, stopped and slowed.
+FAULTS ?= 20
+
+test-cluster: $(STAMP)
+	OPENBLAS_NUM_THREADS=1 MLXPAGED_FAULTS=$(FAULTS) $(BIN)/python -m pytest -m "cluster or not cluster" tests/cluster $(ARGS)
 
 test-scheduler: $(STAMP)
 	MLXPAGED_LONG=1 $(BIN)/python -m pytest tests/scheduler/test_properties.py
@@ -41,9 +61,13 @@ test-clients: $(STAMP)
 test-cli: $(STAMP)
 	$(BIN)/python -m pytest -m terminal tests/terminal $(ARGS)
 
-# Needs prometheus and promtool: apt install prometheus, or brew install prometheus.
+# Needs prometheus, promtool and haproxy: apt install prometheus haproxy, or brew install prometheus haproxy.
 test-deploy: $(STAMP)
 	$(BIN)/python -m pytest -m deploy tests/deploy
+
+# Two replicas and a router on loopback. ARGS='--router litellm --program PATH' takes LiteLLM's proxy.
+try-replicas: $(STAMP)
+	$(BIN)/python deploy/replicas/try_replicas.py $(ARGS)
 
 # The page in the system's Chromium, or in Playwright's. axe-core, which looks for barriers, comes from npm.
 test-page: $(STAMP)
@@ -109,9 +133,9 @@ bench-scheduler: $(STAMP)
 bench-overload: $(STAMP)
 	$(BIN)/python benchmarks/overload.py $(ARGS)
 
-wheel: $(STAMP)
-	rm -rf dist && $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
-	$(BIN)/python deploy/check_wheel.py dist/mlxpaged-*.whl
+wheel: $(TOOLS)/.installed
+	rm -rf dist && $(TOOLS)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(TOOLS)/bin/python deploy/check_wheel.py dist/mlxpaged-*.whl
 
 train-demo: $(STAMP)
 	$(BIN)/python demo_model/train.py --out mlxpaged/models/demo
@@ -123,11 +147,23 @@ clean:
 # minute. Never to keep it would take two seconds of each start of a server, in the tests too.
 export PYTHONDONTWRITEBYTECODE =
 
-$(STAMP): pyproject.toml
+NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mlxpaged needs Python 3.10 or newer: make PYTHON=...")'
+PIP_INSTALL = -m pip install --quiet --no-compile --disable-pip-version-check
+
+$(STAMP): pyproject.toml requirements/ci.txt
 	@if command -v uv >/dev/null 2>&1; then \
-		rm -rf $(VENV) && uv venv --quiet --python '>=3.10' $(VENV) && uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \
+		rm -rf $(VENV) && uv venv --quiet --python '>=3.10' $(VENV) && \
+		uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/ci.txt && \
+		uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .; \
 	else \
-		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mlxpaged needs Python 3.10 or newer: make PYTHON=...")' && \
-		$(PYTHON) -m venv --clear $(VENV) && $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[dev]'; \
+		$(NEW_ENOUGH) && $(PYTHON) -m venv --clear $(VENV) && \
+		$(BIN)/python $(PIP_INSTALL) --require-hashes -r requirements/ci.txt && \
+		$(BIN)/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .; \
 	fi
 	@touch $(STAMP)
+
+# For building, auditing and describing the package. The development environment does not need them.
+$(TOOLS)/.installed: requirements/tools.txt
+	@$(NEW_ENOUGH) && $(PYTHON) -m venv --clear $(TOOLS) && \
+		$(TOOLS)/bin/python $(PIP_INSTALL) --require-hashes -r requirements/tools.txt
+	@touch $@

@@ -29,9 +29,9 @@ from unittest.mock import patch
 from mlxpaged.attention import kernels, route_attention
 from mlxpaged.attention.metadata import HostStep
 from mlxpaged.engine import EngineConfig, Request, SamplingParams, build_engine
-from mlxpaged.engine.model_runner import SampledTokens
 from mlxpaged.engine.sampler import SampledToken
 from mlxpaged.engine.step import InFlightStep, StepResult
+from mlxpaged.engine.step_input import SampledTokens
 from mlxpaged.models import load_model
 from mlxpaged.models.head import select_rows_before_head
 from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
@@ -231,7 +231,7 @@ class Ours(ExitStack):
 
     def _rows(self, model: Any, vocab_size: int) -> Any:
         route_attention(model)
-        return select_rows_before_head(model, vocab_size, lambda _selection: True)
+        return select_rows_before_head(model, {vocab_size}, lambda _selection: True)
 
     def _start_step(self, *_results: Any) -> None:
         """Instead of evaluating, take the pools as written."""

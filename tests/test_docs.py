@@ -100,7 +100,9 @@ def test_metrics_of_the_dashboard_and_the_alerts_exist(server: RunningServer, pa
     assert set(used) - set(metric_names(server)) == set()
 
 
-@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"]
+)
 def test_links_to_files_lead_somewhere(path: str) -> None:
     """`make docs` checks the links of the site."""
     page = ROOT / path

@@ -16,9 +16,10 @@ import mlxpaged
 PACKAGE = Path(mlxpaged.__file__).parent
 
 MAY_IMPORT = {
-    "cli": {"registry", "api", "engine", "scheduler", "models", "attention", "cache"},
+    "cli": {"registry", "cluster", "api", "engine", "scheduler", "models", "attention", "cache"},
     "api": {"registry", "engine", "models", "scheduler"},
     "registry": {"engine", "models"},
+    "cluster": {"engine", "models"},
     "engine": {"scheduler", "attention", "models", "cache"},
     "scheduler": {"cache"},
     "models": {"attention", "cache"},

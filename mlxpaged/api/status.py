@@ -117,6 +117,7 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
             "max_bytes": info.kv_cache_bytes,
         },
         "swap": {"used": swap.used, "total": swap.used + swap.free},
+        "ranks": None if info.cluster is None else list(info.cluster.ranks),
         "attention": {
             "backend": info.backend,
             "metal_kernels_off": info.kernels_off,

@@ -41,6 +41,13 @@ def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None
         one, total = megabytes(states.bytes_per_state), megabytes(states.nbytes)
         extra += f"  states    {one} for each sequence: {states.max_num_seqs} sequences and "
         extra += f"{states.num_checkpoints} checkpoints, {total} reserved\n"
+    if (cluster := info.cluster) is not None:
+        extra += f"  ranks     {', '.join(cluster.ranks)}, by {cluster.backend}\n"
+        if (link := cluster.link) is not None:
+            token, step, sums = 1e3 * link.token_seconds, 1e3 * link.step_seconds, 2 * info.num_layers
+            extra += f"  link      {megabytes(link.token_bytes)} of one token are added up in {token:.2f} ms, and "
+            extra += f"{megabytes(link.step_bytes)} of a full step in {step:.1f} ms\n"
+            extra += f"            {sums} sums take {sums * token:.1f} ms of every token's time\n"
     if adapters := [name for model in registry.models.values() for name in model.names[1:]]:
         extra += f"  adapters  {', '.join(adapters)}\n"
     for model in registry.loaded:
@@ -64,4 +71,6 @@ Try it:
 
 
 def megabytes(size: int) -> str:
+    if size < 1e5:
+        return f"{size / 1e3:.1f} KB"
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

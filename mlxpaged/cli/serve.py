@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import math
+import os
 import resource
 import socket
 import sys
@@ -74,6 +75,12 @@ def add_parser(commands: Any) -> None:
     several.value("--idle-unload", flags.or_zero(flags.duration, None), None, idle, "never")
     all_memory = "most memory of all models together: weights, KV caches and states"
     several.value("--memory", size, None, all_memory, "what leaves a desktop usable")
+
+    machines = groups.group("several machines")
+    hostfile = "hostfile of `mlx.launch`: MODEL runs on all hosts together, rank 0 on this one, by tensor parallelism"
+    machines.value("--hosts", Path, None, hostfile, "this machine alone")
+    again = "start the ranks again if one fails, and go on with the requests; otherwise these end with an error"
+    machines.switch("--restart-ranks", again)
 
     network = groups.group("network", HttpConfig())
     network.value("--host", str, "127.0.0.1", "address to listen on")
@@ -156,6 +163,10 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         from mlxpaged.engine.awake_clock import AwakeClock
         from mlxpaged.engine.watchdog import StallLimits
         from mlxpaged.registry import Catalog, Limits, Model, registry_of
+    if "MLX_RANK" in os.environ:
+        raise ValueError(
+            "mlx.launch started this; run `mlxpaged serve MODEL --hosts FILE`, which starts the ranks itself"
+        )
     names = flags.models_of(args)
     if NO_MODEL in names:
         needing = {"--embedding-model": args.embedding_model, "--adapter": args.adapter_paths}
@@ -182,6 +193,8 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         name, path = name_and_path(other)
         models.append(Model(name, of(plain, path, name)))
     give_adapters(models, args.adapter_paths)
+    if args.hosts is not None:
+        return cluster_registry(args, models)
     return registry_of(
         models,
         plain,
@@ -193,6 +206,26 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         clock=AwakeClock(),
         watchdog=StallLimits(args.step_timeout, args.exit_when_stalled),
     )
+
+
+def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Registry:
+    """A registry whose model runs on several machines. Raises ValueError."""
+    given = {"a second model": models[1:], "--adapter": args.adapter_paths, "--reranker": args.reranker}
+    for what in (name for name, value in given.items() if value):
+        raise ValueError(f"{what} cannot be used together with --hosts")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: each rank loads from its own disk
+    with heavy_imports():
+        from mlxpaged.cluster.cluster_engine import ClusterEngine
+        from mlxpaged.cluster.hosts import Hosts
+        from mlxpaged.engine.watchdog import StallLimits
+        from mlxpaged.registry import Limits, registry_of
+    try:
+        hosts = Hosts.read(args.hosts)
+    except OSError as error:
+        raise ValueError(f"--hosts {args.hosts}: {error.strerror or error}") from None
+    host = ClusterEngine(hosts, StallLimits(args.step_timeout), args.restart_ranks, args.log_level)
+    aliases, limits = dict(args.aliases), Limits(max_loaded=1, idle_unload=args.idle_unload)
+    return registry_of(models, models[0].config, args.pinned, aliases=aliases, limits=limits, engine_host=host)
 
 
 def give_adapters(models: Sequence[Model], paths: Sequence[AdapterPath]) -> None:

@@ -9,16 +9,17 @@ import logging
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from mlxpaged.cache import BlockUsage
-from mlxpaged.engine import errors
+from mlxpaged.engine import commands, errors
 from mlxpaged.engine.builder import load_core
+from mlxpaged.engine.commands import Core
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
 from mlxpaged.engine.embedding_core import EmbeddingInfo
-from mlxpaged.engine.engine_thread import Callbacks, Core, EngineThread, Failure, ModelSlot
+from mlxpaged.engine.engine_thread import Callbacks, EngineHost, EngineThread, Failure, ModelSlot
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.progress import Progress
@@ -39,12 +40,12 @@ REPLY_SECONDS = 30.0
 class AsyncEngine:
     """One model. Belongs to the event loop that `start` got. All its other methods are called there.
 
-    clock: seconds. Arrival times, deadlines and the times of outputs refer to it. thread: that of the other models;
-    None for an engine alone.
+    clock: seconds. Arrival times, deadlines and the times of outputs refer to it. host: that of the other models; None
+    for an engine alone, on a thread of its own.
     """
 
     def __init__(
-        self, config: EngineConfig, clock: Callable[[], float] = time.monotonic, thread: EngineThread | None = None
+        self, config: EngineConfig, clock: Callable[[], float] = time.monotonic, host: EngineHost | None = None
     ) -> None:
         self.config = config
         self.clock = clock
@@ -70,13 +71,13 @@ class AsyncEngine:
         self.progress: Progress | None = None
         callbacks = Callbacks(
             lambda progress: self._hand_over(self._note_progress, progress),
-            lambda core: self._hand_over(self._become_ready, info_of(core, config), core.stats()),
+            lambda info, stats: self._hand_over(self._become_ready, info, stats),
             lambda outputs, stats: self._hand_over(self._dispatch, outputs, stats),
             lambda failure: self._hand_over(self._become_dead, failure),
+            lambda reason: self._hand_over(self._note_restart, reason),
         )
-        self.thread = thread or EngineThread(clock)
-        name = config.served_model_name or config.model
-        self.slot = ModelSlot(lambda report: load_core(config, clock, report), callbacks, name)
+        self.host = host or EngineThread(clock)
+        self.slot = ModelSlot(config, lambda report: load_core(config, clock, report), callbacks)
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Start the engine thread if it does not run. The model loads in the background, and `progress` says how far it
@@ -85,15 +86,20 @@ class AsyncEngine:
         loop: an event loop that will run later; None: the running one.
         """
         self.loop = loop or asyncio.get_running_loop()
-        if self.thread.ident is None:
-            self.thread.start()
-        self.thread.load(self.slot)
+        if self.host.ident is None:
+            self.host.start()
+        self.host.load(self.slot)
 
     async def wait_loaded(self) -> None:
         """Wait until the model is loaded. Raises EngineUnavailableError if loading failed."""
         await self._loaded.wait()
         if self.state is EngineState.DEAD:
             raise EngineUnavailableError(self.state, self.reason or "the engine is dead")
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether it is loaded anew after a failure; its requests go on then."""
+        return self.state is EngineState.LOADING and self._loaded.is_set()
 
     @property
     def num_unfinished(self) -> int:
@@ -110,13 +116,18 @@ class AsyncEngine:
         if self.state is EngineState.READY and self.info is not None:
             return self.info
         messages = {
-            EngineState.LOADING: f"the model is still loading{f': {self.progress}' if self.progress else ''}",
+            EngineState.LOADING: "".join(
+                [
+                    f"{self.reason}; " if self.reason else "",
+                    f"the model is still loading{f': {self.progress}' if self.progress else ''}",
+                ]
+            ),
             EngineState.DRAINING: str(self.reason),
         }
         raise EngineUnavailableError(self.state, messages.get(self.state, f"the engine is dead: {self.reason}"))
 
     def _require_no_stall(self) -> None:
-        if (stall := self.thread.stall) is not None:
+        if (stall := self.host.stall) is not None:
             raise EngineUnavailableError(EngineState.STALLED, str(stall))
 
     @contextlib.contextmanager
@@ -159,7 +170,7 @@ class AsyncEngine:
         ]
         self._streams.update((stream.request.request_id, stream) for stream in streams)
         self._idle.clear()
-        self._command(lambda core: core.submit(limited_requests))
+        self.host.submit(self.slot, limited_requests)
         return streams
 
     async def embed(self, request: EmbeddingRequest, arrival_time: float, timeout: float | None) -> Vectors:
@@ -173,7 +184,7 @@ class AsyncEngine:
         self._replies.add(waiter)
         self._embedding += 1
         self._idle.clear()
-        self.thread.send(self.slot, lambda core: core.embed(request))
+        self.host.send(self.slot, lambda core: core.embed(request))
         try:
             if timeout is None:
                 await asyncio.wait([waiter])
@@ -206,57 +217,40 @@ class AsyncEngine:
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
-            self._command(lambda core: core.abort(request_id))
-
-    def _command(self, command: Callable[[EngineCore], list[RequestOutput]]) -> None:
-        """Send a command of a model that generates text."""
-        self.thread.send(self.slot, command)  # type: ignore[arg-type]
+            self.host.send(self.slot, partial(commands.abort, request_id=request_id))
 
     async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
         """Cancel requests: their streams raise RequestCancelledError. Returns those that had not ended yet. All that
         they held is free when this returns. Raises EngineUnavailableError or EngineBusyError."""
-        return await self._ask(lambda core: core.cancel(request_ids))
+        return await self._ask(partial(commands.cancel, request_ids=request_ids))
 
     async def status(self) -> EngineStatus:
         """Raises EngineUnavailableError or EngineBusyError."""
-        return await self._ask(lambda core: (core.status(), []))
+        return await self._ask(commands.status)
 
     async def snapshot(self) -> EngineSnapshot:
         """Raises EngineUnavailableError or EngineBusyError."""
-        return await self._ask(lambda core: (core.snapshot(), []))
+        return await self._ask(commands.snapshot)
 
     async def clear_cache(self) -> int:
         """Empty the prefix cache. Returns the number of blocks that it held. Raises EngineUnavailableError or
         EngineBusyError."""
-        return await self._ask(lambda core: (core.clear_cache(), []))
+        return await self._ask(commands.clear_cache)
 
     async def give_back(self) -> int:
         """Free the memory of the KV pools that no running request needs. Returns the bytes."""
-        return await self._ask(lambda core: (core.give_back(), []))
+        return await self._ask(commands.give_back)
 
-    async def _ask(self, ask: Callable[[Core], tuple[Reply, list[RequestOutput]]]) -> Reply:
-        """Call `ask` on the engine thread, even if this task is cancelled. Returns the first part of its result. The
-        outputs in the second part go to their streams."""
+    async def _ask(self, question: Callable[[Core], tuple[Reply, list[RequestOutput]]]) -> Reply:
+        """Ask the engine, even if this task is cancelled. Returns the first part of its result. The outputs in the
+        second part go to their streams."""
         if self.info is None or self.state is EngineState.DEAD:
             self.require_ready()
         self._require_no_stall()  # before the command is sent: who asks again and again must not fill the queue
         reply: Future[Reply] = Future()
-
-        def command(core: Core) -> list[RequestOutput]:
-            awaited = reply.set_running_or_notify_cancel()
-            try:
-                answer, outputs = ask(core)
-            except Exception as error:  # the caller handles it
-                if awaited:
-                    reply.set_exception(error)
-                return []
-            if awaited:
-                reply.set_result(answer)
-            return outputs
-
         waiter = asyncio.wrap_future(reply)
         self._replies.add(waiter)
-        self.thread.send(self.slot, command)
+        self.host.ask(self.slot, question, reply)
         try:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes with the reply.
             done, _ = await asyncio.wait([waiter], timeout=REPLY_SECONDS)
@@ -284,7 +278,7 @@ class AsyncEngine:
     def end_all(self, error: str) -> None:
         """End every request with an error."""
         self._ended_all = self.num_unfinished > 0
-        self.thread.send(self.slot, lambda core: core.abort_all(error))
+        self.host.send(self.slot, partial(commands.abort_all, error=error))
 
     def end_waiting(self, error: str, running: Container[str]) -> None:
         """End the requests of which no step computes or has computed a part, and those for embeddings, with an error:
@@ -310,12 +304,12 @@ class AsyncEngine:
         if self.state is not EngineState.DEAD:
             self.state = EngineState.DRAINING
             self.reason = "the model was unloaded"
-        self.thread.unload(self.slot)
+        self.host.unload(self.slot)
         await self._ended.wait()
 
     async def stop(self, timeout: float = 10.0) -> bool:
         """End the engine thread, with all its models. Returns False if it does not end within `timeout` seconds."""
-        return await asyncio.to_thread(self.thread.stop, timeout)
+        return await asyncio.to_thread(self.host.stop, timeout)
 
     def _hand_over(self, callback: Callable[..., None], *args: object) -> None:
         """Call a method on the event loop, from the engine thread."""
@@ -330,11 +324,15 @@ class AsyncEngine:
     def _note_progress(self, progress: Progress) -> None:
         self.progress = progress
 
+    def _note_restart(self, reason: str) -> None:
+        if self.state is EngineState.READY:
+            self.state, self.reason, self.progress = EngineState.LOADING, reason, None
+
     def _become_ready(self, info: EngineInfo | EmbeddingInfo, stats: EngineStats) -> None:
         self.info, self.stats = info, stats
         self.touch()  # the load may have taken longer than --idle-unload
         if self.state is EngineState.LOADING:
-            self.state = EngineState.READY
+            self.state, self.reason = EngineState.READY, None
         self._loaded.set()
 
     def _dispatch(self, outputs: list[RequestOutput], stats: EngineStats) -> None:
@@ -378,10 +376,6 @@ class AsyncEngine:
             self._dispatch(ends, dataclasses.replace(self.stats, scheduler=scheduler))
         self._loaded.set()
         self._ended.set()
-
-
-def info_of(core: Core, config: EngineConfig) -> EngineInfo | EmbeddingInfo:
-    return EngineInfo(core, config) if isinstance(core, EngineCore) else EmbeddingInfo(core)
 
 
 def raise_if_stalled(waiter: asyncio.Future[Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlxpaged.attention import Limits, choose_backend, choose_tunings
+from mlxpaged.attention import BACKENDS, Limits, choose_backend, choose_tunings, resolve_backend
 from mlxpaged.cache import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
@@ -23,6 +23,7 @@ from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.prompt_logits import max_prompt_logits
+from mlxpaged.engine.ranks import Ranks, least
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.step_memory import measure_step
 from mlxpaged.models import (
@@ -36,7 +37,7 @@ from mlxpaged.models import (
     own_embedding_model,
 )
 from mlxpaged.models.cache_groups import cache_layout, one_group
-from mlxpaged.models.device_memory import free_device_memory, unused_memory
+from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.scheduler import Scheduler
 
@@ -52,13 +53,16 @@ def build_engine(
     report: Report = lambda progress: None,
     step_bytes: int = 0,
     pressure: Callable[[], MemoryPressure] = memory_pressure,
+    ranks: Ranks | None = None,
 ) -> EngineCore:
     """Make an engine for a loaded model, on the thread that will run it.
 
     clock: seconds. Requests' arrival times refer to it. no_embedder_because: the reason if `embedder` is None. report:
     called while kernels are compiled, and timed at the first start. step_bytes: memory of the largest step, as
-    `measure_step` finds it. pressure: what the system says about its memory. Raises MemoryError if the KV pools, the
-    recurrent states or the swap space do not fit, and SwapSpaceError if the swap space's directory cannot be used.
+    `measure_step` finds it. pressure: what the system says about its memory. ranks: all of them make the engine at the
+    same time, and the one with the least memory decides the sizes; only rank 0 calls its methods. Raises MemoryError if
+    the KV pools, the recurrent states or the swap space do not fit, and SwapSpaceError if the swap space's directory
+    cannot be used.
     """
     per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
     if config.batch_invariant and (per_state or own_caches):
@@ -71,15 +75,17 @@ def build_engine(
     num_checkpoints = 0
     if checkpoints:
         most = config.max_num_seqs * per_sequence  # one for each block of the largest default pool
-        num_checkpoints = min(most, state_checkpoints(per_state, config.state_cache_bytes))
+        num_checkpoints = least(min(most, state_checkpoints(per_state, config.state_cache_bytes)), ranks)
     states = StateMemory(per_state, config.max_num_seqs, num_checkpoints)
     step_bytes = max(step_bytes, least_step())
     reserved = step_bytes + (0 if embedder is None else embedder.model.kv_bytes)
-    num_blocks = kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved, states)
+    num_blocks = least(
+        kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved, states), ranks
+    )
     at_start = groups.blocks_needed(min(START_TOKENS, served.max_model_len), config.max_num_batched_tokens)
     start_blocks = min(num_blocks, at_start) if per_block else num_blocks
     swaps = config.swap_space_bytes > 0 and per_block > 0 and not own_caches
-    slots = swap_slots(per_block, config.swap_space_bytes) if swaps else 0
+    slots = least(swap_slots(per_block, config.swap_space_bytes), ranks) if swaps else 0
     kv_type = ",".join(sorted({str(spec.dtype) for spec in served.kv_layers}))
     scheduler_config = replace(
         config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode()),
@@ -92,13 +98,15 @@ def build_engine(
     )
     shapes = [spec.attention_shape(config.block_size) for spec in served.kv_layers]
     choice = choose_backend(config.attention_backend, shapes, reporter(Stage.COMPILING, report))
-    backend = "gather" if config.batch_invariant and choice.backend == "cpu" else choice.backend
+    own_backend = "gather" if config.batch_invariant and choice.backend == "cpu" else choice.backend
+    backend = common_backend(own_backend, ranks)
     limits = Limits(served.max_model_len, config.max_num_seqs)
     timing = reporter(Stage.TIMING, report)
     tuning = "default" if config.batch_invariant else config.attention_tuning
     tunings = choose_tunings(backend, tuning, shapes, limits, config.retune, timing)
     runner = ModelRunner(
         *(served, start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout),
+        ranks=ranks,
         batch_invariant=config.batch_invariant,
     )
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
@@ -106,13 +114,14 @@ def build_engine(
     if on_gpu:
         runner.warm_up()
         sampler.warm_up()
+    runner.lead()
     scheduler = Scheduler(scheduler_config, clock)
     headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock)
     return EngineCore(
         served,
         scheduler,
         runner,
-        PoolResizer(scheduler, runner, per_block, unused_memory, step_bytes, clock, pressure),
+        PoolResizer(scheduler, runner, per_block, step_bytes, clock, pressure),
         sampler,
         Grammars(served.tokenizer, served.vocab_size),
         headroom,
@@ -123,9 +132,21 @@ def build_engine(
     )
 
 
-def load_core(config: EngineConfig, clock: Callable[[], float], report: Report) -> EngineCore | EmbeddingCore:
+def common_backend(own: str, ranks: Ranks | None) -> str:
+    """The backend that all ranks chose, or "gather", which runs anywhere: backends fill up a step to different sizes,
+    and a collective needs equal ones."""
+    index = BACKENDS.index(resolve_backend(own))
+    return own if least(index, ranks) == -least(-index, ranks) else "gather"
+
+
+def load_core(
+    config: EngineConfig, clock: Callable[[], float], report: Report, ranks: Ranks | None = None
+) -> EngineCore | EmbeddingCore:
     """Load a model and make its engine, on the thread that will run it. report: called while the model loads, and as
-    `build_engine` calls it. Raises ModelNotFoundError, UnsupportedModelError and the errors of `build_engine`."""
+    `build_engine` calls it. ranks: those that compute the model together; all of them call this with an equal `config`.
+    Raises ModelNotFoundError, UnsupportedModelError and the errors of `build_engine`."""
+    if ranks is not None:
+        check_for_ranks(config)
     turns, name = Turns(reporter(Stage.LOADING, report)), config.served_model_name
     if config.only_embeds:
         step = Reserved(step=least_step())
@@ -134,11 +155,25 @@ def load_core(config: EngineConfig, clock: Callable[[], float], report: Report) 
         return EmbeddingCore(make_embedder(model, config))
     reserved = Reserved(config.kv_cache_bytes or 0, least_step())
     options = config.max_model_len, reserved, config.reranker, config.adapters
-    served = load_model(config.model, name, config.tool_parser, turns, *options)
+    group = None if ranks is None else ranks.group
+    served = load_model(config.model, name, config.tool_parser, turns, *options, group)
     turns.take()
     step_bytes = measure_step(served, config)
     turns.take()
-    return build_engine(config, served, clock, *build_embedder(config, served), report, step_bytes)
+    embedder = build_embedder(config, served) if ranks is None else (None, "several ranks make no embeddings")
+    return build_engine(config, served, clock, *embedder, report, step_bytes, ranks=ranks)
+
+
+def check_for_ranks(config: EngineConfig) -> None:
+    """Raises UnsupportedModelError if the configuration asks for something that several ranks cannot do."""
+    if config.only_embeds:
+        raise UnsupportedModelError(f"{config.model}: several ranks make no embeddings; run this model on one machine")
+    if config.adapters:
+        raise UnsupportedModelError(f"{config.model}: several ranks cannot serve adapters; leave out --adapter")
+    if config.batch_invariant:
+        raise UnsupportedModelError(
+            f"{config.model}: several ranks are not batch-invariant; leave out --batch-invariant"
+        )
 
 
 def check_room(model: EmbeddingModel) -> None:

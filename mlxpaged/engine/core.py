@@ -21,6 +21,7 @@ from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
 from mlxpaged.engine.prompt_logits import INVARIANT_TOP
 from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
+from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
@@ -123,6 +124,7 @@ class EngineCore:
         sequence.fork_of = None if parent is None else parent.sequence
         set_deadlines(sequence, request)
         running = RunningRequest(request, sequence, self.served.tokenizer, matcher, parent)
+        running.resume(request.resumed, self.clock())
         self.scheduler.add(sequence)
         self.requests[sequence.sequence_id] = running
         self._num_by_priority[request.priority] += 1
@@ -285,7 +287,7 @@ class EngineCore:
         the outputs of the step that ended.
 
         A request that makes its step fail ends with an error. An exception that leaves this method means that the
-        engine's own state is wrong: the engine cannot go on.
+        engine's own state is wrong, or that a rank is lost: the engine cannot go on.
         """
         self._resize_pools()
         batch = self._schedule()
@@ -371,6 +373,8 @@ class EngineCore:
             return True
         try:
             self.runner.move_blocks(batch.moves)
+        except RankLostError:
+            raise
         except Exception as error:
             logger.exception("KV blocks could not be moved; the sequences that need them are recomputed")
             if is_out_of_memory(error):
@@ -392,7 +396,7 @@ class EngineCore:
             if top is not None and self.runner.tile_size is not None:
                 top = max(top, INVARIANT_TOP)  # of equal logits, which are the best depends on it
             step = InFlightStep(batch, started, logits, top)
-        except DeviceError:
+        except (DeviceError, RankLostError):
             raise
         except Exception as error:
             raise HostError from error
@@ -481,6 +485,8 @@ class EngineCore:
             self._rebuild_pools(device_error, batch)
 
     def _rebuild_pools(self, error: DeviceError, *batches: Batch) -> None:
+        if self.runner.ranks is not None:  # another rank may be in another step: only all of them can begin anew
+            raise RankLostError(f"a step of several ranks failed: {error}") from error
         in_flight, self._in_flight = self._in_flight, None
         recovery.rebuild_pools(self, [*([in_flight.batch] if in_flight is not None else ()), *batches], error)
 

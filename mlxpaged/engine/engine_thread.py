@@ -8,18 +8,24 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from mlxpaged.engine import commands
+from mlxpaged.engine.commands import Command, Core, Question
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import DeviceClock, EngineCore
-from mlxpaged.engine.embedding_core import EmbeddingCore
+from mlxpaged.engine.embedding_core import EmbeddingInfo
+from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.memory import limit_freed_buffers, prepare_device_memory
 from mlxpaged.engine.pool_resizer import REST_SECONDS
 from mlxpaged.engine.progress import Progress, Report
-from mlxpaged.engine.request import RequestOutput
+from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.stall import Stall, StepSize, Work
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
@@ -27,11 +33,6 @@ from mlxpaged.models import InsufficientMemoryError, ModelNotFoundError, Unsuppo
 from mlxpaged.process_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
-
-Core = EngineCore | EmbeddingCore
-Command = Callable[[Core], list[RequestOutput]]
-"""Runs between two steps. Returns the last outputs of the requests that it ended."""
-
 
 EXPECTED = (ModelNotFoundError, UnsupportedModelError, MemoryError, SwapSpaceError)
 """The errors of loading a model that say all in their message."""
@@ -63,32 +64,38 @@ class Failure:
 @dataclass(frozen=True)
 class Callbacks:
     """Called on the engine thread. on_progress: while the model loads and kernels are compiled. on_step: once per step,
-    with all its outputs. on_end: last, with the failure that ended the model, or None if it was unloaded."""
+    with all its outputs. on_end: last, with the failure that ended the model, or None if it was unloaded. on_restart:
+    the model is loaded anew, for the reason given; its requests go on when it is ready again."""
 
     on_progress: Report
-    on_ready: Callable[[Core], None]
+    on_ready: Callable[[EngineInfo | EmbeddingInfo, EngineStats], None]
     on_step: Callable[[list[RequestOutput], EngineStats], None]
     on_end: Callable[[Failure | None], None]
+    on_restart: Callable[[str], None] = lambda reason: None
 
 
 @dataclass(eq=False)
 class ModelSlot:
     """One model on the engine thread. load: makes its core, and reports how far it is; other models take turns in each
-    report. name: the model's. Only the engine thread uses the other fields.
+    report. Only the engine thread uses the other fields.
 
     virtual_time: seconds of steps, divided by the model's weight. The model with the least of it takes the next turn
     (start-time fair queueing, Goyal et al. 1996).
     """
 
+    config: EngineConfig
     load: Callable[[Report], Core]
     callbacks: Callbacks
-    name: str = ""
     core: Core | None = None
     is_unwanted: bool = False
     has_ended: bool = False
     outputs: list[RequestOutput] = field(default_factory=list)
     virtual_time: float = 0.0
     had_work: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.config.served_model_name or self.config.model
 
 
 class Activity(NamedTuple):
@@ -123,6 +130,23 @@ class Guard:
         return True
 
 
+class EngineHost(Protocol):
+    """Where engines run: an EngineThread, or the processes of several ranks. Any thread may call its methods, which are
+    those of EngineThread."""
+
+    @property
+    def ident(self) -> int | None: ...
+    @property
+    def stall(self) -> Stall | None: ...
+    def start(self) -> None: ...
+    def load(self, slot: ModelSlot) -> None: ...
+    def send(self, slot: ModelSlot, command: Command) -> None: ...
+    def submit(self, slot: ModelSlot, requests: Sequence[Request]) -> None: ...
+    def ask(self, slot: ModelSlot, question: Question, reply: Future[Any]) -> None: ...
+    def unload(self, slot: ModelSlot) -> None: ...
+    def stop(self, timeout: float) -> bool: ...
+
+
 class EngineThread(threading.Thread):
     """Runs commands between steps, and steps while there is work. Without work it waits for commands, and looks about
     once a second whether it is to give back memory."""
@@ -152,6 +176,13 @@ class EngineThread(threading.Thread):
     def send(self, slot: ModelSlot, command: Command) -> None:
         """Run a command for a model. It has no effect if the model is not loaded."""
         self.commands.put(lambda: self._run_command(slot, command))
+
+    def submit(self, slot: ModelSlot, requests: Sequence[Request]) -> None:
+        self.send(slot, partial(commands.submit, requests=requests))
+
+    def ask(self, slot: ModelSlot, question: Question, reply: Future[Any]) -> None:
+        """Like `send`. The answer, or the exception, goes to `reply`."""
+        self.send(slot, partial(answer, question=question, reply=reply))
 
     def unload(self, slot: ModelSlot) -> None:
         """Free what a model holds, also if it is still loading. Its running requests end with an error."""
@@ -334,7 +365,7 @@ class EngineThread(threading.Thread):
             if isinstance(slot.core, EngineCore):
                 slot.core.device = self._device
             self._loaded += ((slot, slot.core),)
-            slot.callbacks.on_ready(slot.core)
+            slot.callbacks.on_ready(info_of(slot.core, slot.config), slot.core.stats())
         finally:
             self._loading = None
         self._limit_freed_buffers()
@@ -382,6 +413,24 @@ class EngineThread(threading.Thread):
                 logger.exception("a model did not end cleanly")
         # Not the error itself: its traceback refers to the model's weights.
         slot.callbacks.on_end(None if error is None else Failure.of(error))
+
+
+def answer(core: Core, question: Question, reply: Future[Any]) -> list[RequestOutput]:
+    """A command that replies to a question. Its caller handles what the question raises."""
+    is_awaited = reply.set_running_or_notify_cancel()
+    try:
+        result, outputs = question(core)
+    except Exception as error:
+        if is_awaited:
+            reply.set_exception(error)
+        return []
+    if is_awaited:
+        reply.set_result(result)
+    return outputs
+
+
+def info_of(core: Core, config: EngineConfig) -> EngineInfo | EmbeddingInfo:
+    return EngineInfo(core, config) if isinstance(core, EngineCore) else EmbeddingInfo(core)
 
 
 def free_garbage() -> None:

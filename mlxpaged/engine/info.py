@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between the ranks: bytes of the hidden states of one token and of the largest step, and the seconds in which the
+    ranks add them up. A model does so twice in each layer."""
+
+    token_bytes: int
+    token_seconds: float
+    step_bytes: int
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """ranks: with the names of their machines. backend: of MLX. link: None if there is one rank."""
+
+    ranks: tuple[str, ...]
+    backend: str
+    link: Link | None
 
 
 class EngineInfo:
@@ -44,6 +65,12 @@ class EngineInfo:
         self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
         self.adapters = served.adapters.names
+        self.cluster: Cluster | None = None  # None if the model runs on one machine
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what belongs to a process. The one that gets it sets its own tokenizer and grammars."""
+        own = {"tokenizer", "grammars", "reranker"}
+        return {name: value for name, value in vars(self).items() if name not in own} | {"reranker": None}
 
     @property
     def max_tokens_in_pool(self) -> int:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxpaged import attention
 from mlxpaged.attention.metadata import HostStep, IntArray
+from mlxpaged.engine.rank_messages import MessageWriter
+from mlxpaged.engine.ranks import RankLostError, Ranks, least
 from mlxpaged.engine.row_tiles import largest_tile, row_tiles
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
+from mlxpaged.engine.step_input import SampledTokens, StepInput
 from mlxpaged.engine.swap_space import PIECE_BYTES, SwapSpace
 from mlxpaged.models import ServedModel, synchronize
 from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
+from mlxpaged.models.device_memory import unused_memory
 from mlxpaged.models.states import StateRow
 from mlxpaged.scheduler import Batch, BlockMoves, ScheduledSequence, Sequence
 from mlxpaged.scheduler.sequence import PENDING
@@ -44,50 +47,14 @@ class DeviceError(RuntimeError):
     """The device failed to run this step or an earlier one. The contents of the KV pools are lost."""
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """tokens[R], on the device: the token that was sampled for each of R sequences, in the order of `sequence_ids`."""
-
-    tokens: mx.array
-    sequence_ids: ListOf[int]
-
-
-def state_rows(batch: Batch) -> list[StateRow]:
-    return [
-        StateRow(row.sequence.sequence_id, row.start, row.num_tokens, row.restore, row.checkpoints)
-        for row in batch.rows
-    ]
-
-
-def indices_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, sampled: SampledTokens) -> IntArray:
-    """For each of the batch's tokens [T], its index in `sampled` if it is pending, else 0. Only the last token of a row
-    can be pending. last: the index of each row's last token."""
-    index = {sequence_id: i for i, sequence_id in enumerate(sampled.sequence_ids)}
-    pending = token_ids[last] == PENDING
-    indices = np.zeros_like(token_ids)
-    indices[last[pending]] = [
-        index[row.sequence.sequence_id] for row in itertools.compress(batch.rows, pending.tolist())
-    ]
-    return indices
-
-
-def prompt_tokens(rows: ListOf[ScheduledSequence], last: IntArray) -> IntArray:
-    """The indices [P], among the batch's tokens, of the prompt tokens whose logits are wanted. last: of each row."""
-    firsts = last + 1 - [row.num_tokens for row in rows]
-    found = [
-        np.arange(first + row.prompt_logprobs.start - 1 - row.start, first + row.prompt_logprobs.stop - 1 - row.start)
-        for first, row in zip(firsts.tolist(), rows, strict=True)
-        if row.prompt_logprobs
-    ]
-    return np.concatenate(found).astype(np.int32)
-
-
 class ModelRunner:
     """Owns the KV pools and runs the model. It belongs to the thread that made it, because MLX streams are bound to a
     thread. Calls of `forward` from other threads are refused.
 
     tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
-    model's layers; by default one. batch_invariant: steps are cut into tiles, and every tile has the same shapes.
+    model's layers; by default one. ranks: None if this process computes the whole model. After `lead`, each call that
+    changes the state of the device is made on all ranks. batch_invariant: steps are cut into tiles, and every tile has
+    the same shapes.
     """
 
     def __init__(
@@ -100,8 +67,12 @@ class ModelRunner:
         num_swap_slots: int = 0,
         swap_dir: Path | None = None,
         layout: CacheLayout | None = None,
+        ranks: Ranks | None = None,
         batch_invariant: bool = False,
     ) -> None:
+        self.ranks = ranks
+        self._broadcast: Callable[[bytes], object] | None = None
+        self._messages = MessageWriter()
         self._model = served.model
         self._rows = None if batch_invariant else served.rows
         self._adapters = served.adapters.step
@@ -150,12 +121,25 @@ class ModelRunner:
         """
         return self.backend == "metal"
 
+    def lead(self) -> None:
+        """From now on, the other ranks make no call that rank 0 has not sent."""
+        if self.ranks is not None and self.ranks.leads:
+            self._broadcast = self.ranks.broadcast
+
+    def _tell(self, call: str, *arguments: Any) -> None:
+        """Let the other ranks make the same call. Raises RankLostError."""
+        if self._broadcast is not None:
+            try:
+                self._broadcast(self._messages.write(call, *arguments))
+            except Exception as error:
+                raise RankLostError(f"the other ranks cannot be reached: {error}") from error
+
     def forward(
         self,
         batch: Batch,
         block_tables: IntArray,
         sampled: SampledTokens | None = None,
-        running: Container[int] = (),
+        running: Collection[int] = (),
     ) -> mx.array:
         """Return logits [R + P, V], not yet evaluated: of the R rows that sample, or if none does, of the last token,
         and then of the P prompt tokens whose logits are wanted, both in the order of the batch.
@@ -165,13 +149,31 @@ class ModelRunner:
         batch's pending tokens. running: ids of all running sequences; recurrent states of others are dropped. Token
         ids, metadata and the plan of the Metal backend go to the device in one upload. If it raises, no recurrent state
         has changed.
+
+        With several ranks, the step is launched on return, and an exception after its message was sent is a
+        RankLostError: the other ranks wait for this one in the step.
         """
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
-        if self.tile_size is None:
-            return self._forward(batch, block_tables, sampled, running)
+        if self.tile_size is not None:
+            return self._forward_tiles(batch, block_tables, sampled)
+        step = StepInput.of(batch, block_tables, sampled, self.is_recurrent, running)
+        tokens = None if sampled is None else sampled.tokens
+        if self._broadcast is None:
+            return self.run(step, tokens)
+        self._tell("run", step)
+        try:
+            logits = self.run(step, tokens)
+            self.start_step(logits)  # the same arrays as on the other ranks, so that MLX orders collectives alike
+        except Exception as error:
+            cause = error if isinstance(error, DeviceError) else f"{type(error).__name__}: {error}"
+            raise RankLostError(f"a step of several ranks failed: {cause}") from error
+        return logits
+
+    def _forward_tiles(self, batch: Batch, block_tables: IntArray, sampled: SampledTokens | None) -> mx.array:
         of_sampled: list[mx.array] = []
         of_prompts: list[mx.array] = []
+        assert self.tile_size is not None
         for i, tile in enumerate(row_tiles(batch, self.tile_size)):
             if i > 0 and not self.overlaps:
                 # A write of MLX's own operations would copy a pool that an unfinished tile still reads.
@@ -187,52 +189,30 @@ class ModelRunner:
     def _forward_tile(
         self, batch: Batch, block_tables: IntArray, sampled: SampledTokens | None = None, num_repeats: int = 0
     ) -> mx.array:
-        return self._forward(batch, block_tables, sampled, num_repeats=num_repeats)
+        step = StepInput.of(batch, block_tables, sampled)
+        return self.run(step, None if sampled is None else sampled.tokens, num_repeats)
 
-    def _forward(
-        self,
-        batch: Batch,
-        block_tables: IntArray,
-        sampled: SampledTokens | None,
-        running: Container[int] = (),
-        num_repeats: int | None = None,
-    ) -> mx.array:
-        """One forward pass. num_repeats: as in HostMetadata."""
-        rows = batch.rows
-        tokens: list[int] = []
-        for row in rows:
-            tokens += row.sequence.token_ids[row.start : row.start + row.num_tokens]
-        token_ids: IntArray = np.asarray(tokens, dtype=np.int32)
-        query_lens = [row.num_tokens for row in rows]
-        last = np.cumsum(query_lens, dtype=np.int32) - 1
-        wanted = last[[row.samples for row in rows]]
-        # A step that samples nothing (a chunk in the middle of a prompt) still projects one row: the model always runs
-        # its head, and the head cannot take an array without rows.
-        selected = wanted if wanted.size else last[-1:]
-        if any(row.prompt_logprobs for row in rows):
-            selected = np.concatenate([selected, prompt_tokens(rows, last)])
-        more = [token_ids, selected]
+    def run(self, step: StepInput, sampled: mx.array | None = None, num_repeats: int | None = None) -> mx.array:
+        """As `forward`, on this rank. sampled: tokens of the step in flight; rank 0's count on all ranks. num_repeats:
+        as in HostMetadata."""
+        more = [step.token_ids, step.wanted]
         in_flight = None
-        if PENDING in tokens:
-            assert sampled is not None
-            in_flight = sampled.tokens
-            more.append(indices_of_pending(batch, token_ids, last, sampled))
-        contexts = [row.start + row.num_tokens for row in rows]
-        index = self._adapters.begin([row.sequence.adapter for row in rows], query_lens)
+        if step.pending is not None:
+            in_flight = sampled if self.ranks is None else self.ranks.tokens(sampled, step.num_sampled)
+            more.append(step.pending)
+        index = self._adapters.begin(step.adapters, step.query_lens)
         if index is not None:
             more.append(index)
         try:
-            views, planners = self._caches.views, self._caches.planners
-            step = HostStep.build(
-                query_lens, contexts, block_tables, self._block_size, more, views, planners, num_repeats
-            )
-            vector = step.upload()
+            lengths, caches = (step.query_lens, step.context_lens), self._caches
+            layers = caches.views, caches.planners
+            host = HostStep.build(*lengths, step.block_tables, self._block_size, more, *layers, num_repeats)
+            vector = host.upload()
             # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
             if self._states or not self.overlaps or num_repeats is not None:
-                rows_of_states = state_rows(batch) if self._states else ()
-                logits = self._logits(step, vector, in_flight, rows_of_states, running)
+                logits = self._logits(host, vector, in_flight, step.states, step.running)
             else:
-                logits = self._graphs.run(step, vector, in_flight, self._adapters.active)
+                logits = self._graphs.run(host, vector, in_flight, self._adapters.active)
         finally:
             self._adapters.end()
         self.model_calls += 1
@@ -283,6 +263,7 @@ class ModelRunner:
             logger.exception("decode steps cannot be replayed here")
             self._graphs.enabled = False
             self.rebuild_pools()
+        self._graphs.enabled = bool(least(self._graphs.enabled, self.ranks))
         self.model_calls, self._caches.step.attention_calls = calls
 
     def _replays(self, count: int) -> bool:
@@ -306,6 +287,7 @@ class ModelRunner:
     def move_blocks(self, moves: BlockMoves) -> None:
         """Swap and copy blocks after the steps in flight and before the step that needs them. Raises errors of the disk
         and the device."""
+        self._tell("move_blocks", moves)
         if self.swap is not None:
             self.swap.store(moves.swap_out)
             for sequence_id, slots in moves.states_out:
@@ -324,6 +306,7 @@ class ModelRunner:
     def copy_blocks(self, moves: Mapping[int, int]) -> None:
         """Copy blocks, source to target, in one layer after the other. The copies are done on return. Raises
         DeviceError."""
+        self._tell("copy_blocks", moves)
         pairs = list(moves.items())
         with device_errors():
             for pool in self.pools if pairs else ():
@@ -331,6 +314,36 @@ class ModelRunner:
                 for start in range(0, len(pairs), count):
                     pool.copy_blocks(pairs[start : start + count])
                     mx.eval(pool.arrays)
+
+    def resize_pool(self, index: int, num_blocks: int) -> None:
+        """Give a pool another size, as `LayerKVCache.resize` does. Raises MLX's error if memory is missing, or
+        MemoryError if it is missing on another rank. Then no rank's pool has changed."""
+        self._tell("resize_pool", index, num_blocks)
+        pool = self.pools[index]
+        before = pool.num_blocks
+        if self.ranks is None:
+            pool.resize(num_blocks)
+            return
+        error: Exception | None = None
+        try:
+            pool.resize(num_blocks)
+        except (MemoryError, RuntimeError) as failure:
+            error = failure
+        if not self.ranks.least(error is None):
+            if error is None:
+                pool.resize(before)
+            if self.ranks.leads:
+                raise error or MemoryError("another rank does not have the memory")
+
+    def free_memory(self) -> int:
+        """Bytes that each rank can take now without another program losing any."""
+        self._tell("free_memory")
+        return least(unused_memory(), self.ranks)
+
+    def clear_cache(self) -> None:
+        """Give back the freed buffers that MLX keeps."""
+        self._tell("clear_cache")
+        mx.clear_cache()
 
     def start_step(self, *results: mx.array) -> None:
         """Let the device begin and return at once. Raises DeviceError."""

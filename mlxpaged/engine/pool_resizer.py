@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from mlxpaged.attention import LayerKVCache
 from mlxpaged.engine.memory_pressure import MemoryPressure
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.scheduler import Scheduler
@@ -51,8 +50,7 @@ class PoolResizer:
     """Belongs to the engine thread. While the pools grow, some layers have more blocks than the scheduler uses. It gets
     the new blocks once all layers have them. When they shrink, it loses the blocks first.
 
-    bytes_per_block: of all layers. free_memory: free bytes of the device. step_bytes: those that a step needs. clock:
-    seconds. pressure: what the system says.
+    bytes_per_block: of all layers. step_bytes: what a step needs. clock: seconds. pressure: what the system says.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class PoolResizer:
         scheduler: Scheduler,
         runner: ModelRunner,
         bytes_per_block: int,
-        free_memory: Callable[[], int],
         step_bytes: int,
         clock: Callable[[], float],
         pressure: Callable[[], MemoryPressure],
@@ -69,13 +66,12 @@ class PoolResizer:
         self._size = scheduler.blocks.size
         self._runner = runner
         self._bytes_per_block = bytes_per_block
-        self._free_memory = free_memory
         self.step_bytes = step_bytes
         self._clock = clock
         self._pressure = pressure
         self._least = self._size.num_blocks  # it never shrinks below its size at the start
         self._target = self._wanted = self._size.num_blocks
-        self._remaining: list[LayerKVCache] = []  # pools that do not have the target's size yet
+        self._remaining: list[int] = []  # indices of the pools that do not have the target's size yet
         self._retry_at = self._polled_at = self._yielded_at = -math.inf
         self._retry_seconds = RETRY_SECONDS
         self._active_at = clock()
@@ -114,14 +110,16 @@ class PoolResizer:
         copied = 0
         try:
             while self._remaining and copied < COPY_BYTES:
-                pool = self._remaining[-1]
-                if (needed := self._target * pool.layout.bytes_per_block) > (free := self._free_memory()):
+                index = self._remaining[-1]
+                pool = self._runner.pools[index]
+                if (needed := self._target * pool.layout.bytes_per_block) > (free := self._runner.free_memory()):
                     raise MemoryError(f"a pool of {needed / 1e6:.1f} MB does not fit: {free / 1e6:.1f} MB are free")
-                pool.resize(self._target)
-                copied += self._remaining.pop().nbytes
+                self._runner.resize_pool(index, self._target)
+                copied += pool.nbytes
+                self._remaining.pop()
         except (MemoryError, RuntimeError) as error:  # MLX has no type of its own for a failed allocation
             self._fail(error)
-        mx.clear_cache()  # the old pools: MLX would keep them for later allocations of their size
+        self._runner.clear_cache()  # the old pools: MLX would keep them for later allocations of their size
         if not self._remaining and self._target > self._size.num_blocks:
             self._size.grow(self._target)
             if self._target < self._wanted:  # a growth by a few blocks copies as much as one by many
@@ -132,8 +130,8 @@ class PoolResizer:
 
     def _begin_growth(self) -> None:
         """Choose the new size: what the scheduler wants, or as much of it as the free memory allows."""
-        mx.clear_cache()  # what MLX keeps of freed buffers is not free for the system
-        present, free = self._size.num_blocks, self._free_memory()
+        self._runner.clear_cache()  # what MLX keeps of freed buffers is not free for the system
+        present, free = self._size.num_blocks, self._runner.free_memory()
         target = self._wanted = self._size.wanted
         if self._bytes_per_block:
             # A step and the copy of a layer never run at the same time, so they need the same memory.
@@ -146,7 +144,8 @@ class PoolResizer:
 
     def _resize_to(self, num_blocks: int) -> None:
         self._target = num_blocks
-        self._remaining = [pool for pool in reversed(self._runner.pools) if pool.num_blocks != num_blocks]
+        pools = self._runner.pools
+        self._remaining = [i for i in reversed(range(len(pools))) if pools[i].num_blocks != num_blocks]
 
     def _fail(self, error: Exception) -> None:
         """Give back what has grown already. If even that fails, these layers keep blocks that are not used."""
@@ -200,7 +199,7 @@ class PoolResizer:
         present = self._size.num_blocks
         rests = now >= max(self._active_at, self._yielded_at) + IDLE_SECONDS
         if (rests and device_is_idle) or level is not MemoryPressure.NORMAL:
-            mx.clear_cache()
+            self._runner.clear_cache()
         keep = self._size_to_keep(level, now, rests)
         enough = keep == self._least or present - keep >= LEAST_SHARE * present
         return keep if keep < present and enough else None

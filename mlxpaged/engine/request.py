@@ -26,6 +26,7 @@ class Request:
     timeline: bool = False  # whether to record one
     cache_salt: tuple[str, ...] = ()  # only requests with the same one share blocks of the prefix cache
     adapter: str | None = None  # name of the LoRA adapter that answers; None: the model without one
+    resumed: tuple[int, ...] = ()  # the tokens of its answer that another engine has already given
 
 
 class RequestOutput(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence as ListOf
 
 from mlxpaged.engine.grammar import GrammarMatcher, Mask
 from mlxpaged.engine.logprobs import PromptLogprobs, PromptRows, TokenLogprobs
@@ -101,6 +102,12 @@ class RunningRequest:
         self.sent_chars += len(text)
         logprobs = self._release_logprobs(reason, stopped)
         return self.output(now, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
+
+    def resume(self, token_ids: ListOf[int], now: float) -> None:
+        """Go on after these tokens of the answer, whose text was sent before."""
+        for token_id in token_ids:
+            self.sequence.token_ids.append(token_id)
+            self.advance(SampledToken(token_id), now)
 
     def add_prompt_logprobs(self, positions: range, rows: PromptRows) -> None:
         """A step has computed the log-probabilities at these positions of the prompt."""

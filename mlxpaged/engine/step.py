@@ -11,9 +11,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlxpaged.engine.logprobs import PromptRows
-from mlxpaged.engine.model_runner import SampledTokens, device_errors
+from mlxpaged.engine.model_runner import device_errors
 from mlxpaged.engine.prompt_logits import StepLogprobs
 from mlxpaged.engine.sampler import SampledToken, Samples
+from mlxpaged.engine.step_input import SampledTokens
 from mlxpaged.scheduler import Batch, ScheduledSequence
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         load_embedding_model,
         load_model,
         own_embedding_model,
+        read_tokenizer,
         resolve_model,
     )
     from mlxpaged.models.preflight import Reserved
@@ -42,6 +43,7 @@ __all__ = [
     "load_embedding_model",
     "load_model",
     "own_embedding_model",
+    "read_tokenizer",
     "resolve_model",
     "synchronize",
     "tool_parsers",

@@ -7,7 +7,7 @@ An unmodified model projects every row. For a prefill of 2,048 tokens it would m
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import mlx.core as mx
@@ -28,15 +28,15 @@ class RowSelection:
 
 
 def select_rows_before_head(
-    model: Module, vocab_size: int, works: Callable[[RowSelection], bool]
+    model: Module, sizes: Collection[int], works: Callable[[RowSelection], bool]
 ) -> RowSelection | None:
     """Make the model's output head select rows of its input first. Returns None if no head is found.
 
-    The head is a linear layer with `vocab_size` outputs, or the embedding that is tied to it. Other layers can have
-    that size too, so each candidate is tried: `works` runs the model and returns whether it was the head.
+    The head is a linear layer with as many outputs as one of `sizes`, or the embedding that is tied to it. Other layers
+    can have such a size too, so each candidate is tried: `works` runs the model and returns whether it was the head.
     """
     sized = [module for _, module in model.named_modules() if getattr(module, "weight", None) is not None]
-    sized = [module for module in sized if module.weight.ndim == 2 and module.weight.shape[0] == vocab_size]
+    sized = [module for module in sized if module.weight.ndim == 2 and module.weight.shape[0] in sizes]
     for head in sorted(sized, key=lambda module: hasattr(module, "as_linear")):
         original, selection = type(head), RowSelection()
         _subclass_in_place(head, "as_linear" if hasattr(head, "as_linear") else "__call__", selection)

@@ -48,6 +48,7 @@ from mlxpaged.models.preflight import (
 from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
+from mlxpaged.models.sharding import least, shard
 from mlxpaged.models.short_names import DEMO_MODEL, full_name, near_names
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.turns import Turns
@@ -102,10 +103,10 @@ class ServedModel:
         return kv_layers(self.layers)
 
 
-def resolve_model(name: str, reserved: Reserved = NOTHING) -> Path:
+def resolve_model(name: str, reserved: Reserved = NOTHING, num_ranks: int = 1) -> Path:
     """The directory of the demo model, of a local model, or of a hub repository, which is downloaded if it is not
     cached. A repository may have a short name. The weights are neither downloaded nor read if other files show that
-    they cannot be loaded. reserved: memory that is needed beside the weights.
+    they cannot be loaded. reserved: memory that is needed beside the weights. num_ranks: each loads a share of them.
 
     Raises ModelNotFoundError, whose message says what was tried, or UnsupportedModelError."""
     if name == DEMO_MODEL:
@@ -126,19 +127,19 @@ def resolve_model(name: str, reserved: Reserved = NOTHING) -> Path:
             near = ", ".join(near_names(name)) if "/" not in name else ""
             meant = f"; did you mean {near}?" if near else "; a hub repository is named OWNER/NAME"
             raise ModelNotFoundError(f"no such directory: {path}{meant}")
-        path = download(name, reserved)
-    check_before_loading(name, path, local_file_sizes(path), reserved)
+        path = download(name, reserved, num_ranks)
+    check_before_loading(name, path, local_file_sizes(path), reserved, num_ranks)
     return path
 
 
-def download(name: str, reserved: Reserved) -> Path:
+def download(name: str, reserved: Reserved, num_ranks: int = 1) -> Path:
     """The directory of a hub repository in the local cache. Raises ModelNotFoundError or UnsupportedModelError."""
-    download_small_files(name, reserved)
+    download_small_files(name, reserved, num_ranks)
     with hub_errors_explained(name):
         return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, WEIGHTS]))
 
 
-def download_small_files(name: str, reserved: Reserved = NOTHING) -> tuple[Path, FileSizes] | None:
+def download_small_files(name: str, reserved: Reserved = NOTHING, num_ranks: int = 1) -> tuple[Path, FileSizes] | None:
     """The directory of a hub repository with all but its weights, and the sizes of all files; None if the hub does not
     tell them. Raises ModelNotFoundError, or UnsupportedModelError if the model cannot be loaded."""
     with hub_errors_explained(name):
@@ -146,7 +147,7 @@ def download_small_files(name: str, reserved: Reserved = NOTHING) -> tuple[Path,
         if sizes is None:
             return None
         directory = Path(snapshot_download(name, allow_patterns=SMALL_FILES))
-    check_before_loading(name, directory, sizes, reserved)
+    check_before_loading(name, directory, sizes, reserved, num_ranks)
     return directory, sizes
 
 
@@ -164,11 +165,13 @@ def hub_errors_explained(name: str) -> Iterator[None]:
         raise ModelNotFoundError(f"{name} could not be fetched from the hub: {error}") from error
 
 
-def check_before_loading(name: str, directory: Path, sizes: FileSizes, reserved: Reserved) -> None:
+def check_before_loading(name: str, directory: Path, sizes: FileSizes, reserved: Reserved, num_ranks: int = 1) -> None:
+    shares = {file: size and size // num_ranks for file, size in sizes.items()}
     try:
-        check_directory(directory, sizes, free_device_memory(), reserved)
+        check_directory(directory, shares, free_device_memory(), reserved)
     except UnsupportedModelError as error:
-        error.args = (f"{name} cannot be loaded: {error}",)
+        what = f"its share of {name}, one of {num_ranks}," if num_ranks > 1 else name
+        error.args = (f"{what} cannot be loaded: {error}",)
         raise
 
 
@@ -181,19 +184,21 @@ def load_model(
     reserved: Reserved = NOTHING,
     is_reranker: bool = False,
     adapters: Sequence[AdapterPath] = (),
+    group: mx.distributed.Group | None = None,
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
     tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. turns: of other
     models; they get the bytes of weights that are loaded, and of all. max_model_len: None for the context length.
     reserved: memory that is needed beside the weights. is_reranker: True if the user says so, False if the name
-    decides. adapters: to be loaded beside it. Call it on the thread that will run the model. Raises ModelNotFoundError
-    or UnsupportedModelError.
+    decides. adapters: to be loaded beside it. group: ranks that each load their share of it, all at the same time. Call
+    it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     turns = turns or Turns()
     prepare_first_load()
     check_files(adapters)
-    path = turns.during(lambda: resolve_model(name, reserved))
+    num_ranks = 1 if group is None else group.size()
+    path = turns.during(lambda: resolve_model(name, reserved, num_ranks))
     own_config, recommended = read_object(path / "config.json"), read_generation_config(path)
     limit = context_length(own_config)
     if max_model_len is not None and max_model_len > limit:
@@ -203,15 +208,16 @@ def load_model(
     try:
         turns.during(lambda: check_sizes(own_config, sorted(path.glob(WEIGHTS))))
         model, config = load_weights(path, lazy=True)
-        read_weights(model, turns.report)
-        extra = {"tool_parser_type": tool_parser} if tool_parser else None
-        # Not those of `config`, into which mlx-lm copies generation_config.json without checking it.
-        end_tokens = recommended.end_tokens or own_config.get("eos_token_id")
-        tokenizer = turns.during(lambda: Tokenizer(load_tokenizer(path, extra, eos_token_ids=end_tokens)))
+        num_parameters = int(get_total_parameters(model))
+        if group is not None:
+            shard(model, config, group, lambda: load_weights(path, lazy=True)[0])
+        read_weights(model, turns.report, READ_BYTES // num_ranks)
+        tokenizer = turns.during(lambda: tokenizer_in(path, tool_parser, recommended.end_tokens))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
     except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
         raise UnsupportedModelError(f"{name} cannot be loaded: {in_one_line(error)}") from error
     model.eval()
-    num_parameters = int(get_total_parameters(model))
     try:
         longest = context_length(config)
         reference = make_reference(model, longest)
@@ -219,9 +225,10 @@ def load_model(
         turns.take()
         optimize_for_cpu(model)
         turns.take()
-        layers, vocab_size = find_layers(model, reference, turns), int(reference.logits.shape[1])
+        layers, vocab_size = find_layers(model, reference, turns, group), int(reference.logits.shape[1])
         installed = install_adapters(model, loaded, parts_of_projection)
-        rows = select_rows_before_head(model, vocab_size, lambda rows: selects_rows(model, layers, reference, rows))
+        sizes = {vocab_size, vocab_size // num_ranks}  # of a head, or of its share
+        rows = select_rows_before_head(model, sizes, lambda rows: selects_rows(model, layers, reference, rows))
         installed.step.head = rows
         check_adapters(model, layers, loaded, installed.step, turns)
     except AdapterError:
@@ -252,6 +259,23 @@ def load_model(
     )
 
 
+def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int]) -> Tokenizer:
+    """The tokenizer of a model's directory. end_tokens: of its generation_config.json. Raises any exception."""
+    extra = {"tool_parser_type": tool_parser} if tool_parser else None
+    # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
+    ends = end_tokens or read_object(path / "config.json").get("eos_token_id")
+    return Tokenizer(load_tokenizer(path, extra, eos_token_ids=ends))
+
+
+def read_tokenizer(name: str, tool_parser: str | None = None) -> Tokenizer:
+    """The tokenizer of a model that another process loads. Raises ModelNotFoundError or UnsupportedModelError."""
+    path = resolve_model(name)
+    try:
+        return tokenizer_in(path, tool_parser, read_generation_config(path).end_tokens)
+    except Exception as error:  # as in `load_model`
+        raise UnsupportedModelError(f"{name} cannot be loaded: {in_one_line(error)}") from error
+
+
 def in_one_line(error: Exception) -> str:
     """The message of a library, which can have a line for each of thousands of weights."""
     line = " ".join(str(error).split()) or type(error).__name__
@@ -268,8 +292,8 @@ def find_reranker(name: str, tokenizer: Tokenizer, is_reranker: bool) -> tuple[R
         return None, str(error)
 
 
-def read_weights(model: Module, report: ReportAmount) -> None:
-    """Evaluate the weights, which mlx-lm has left to be read when they are needed, in groups of READ_BYTES.
+def read_weights(model: Module, report: ReportAmount, group_bytes: int = READ_BYTES) -> None:
+    """Evaluate the weights, which mlx-lm has left to be read when they are needed, in groups of so many bytes.
 
     The total is that of the weights which the model has. Its files may have more, for example an image encoder's.
     """
@@ -282,7 +306,7 @@ def read_weights(model: Module, report: ReportAmount) -> None:
     for _, array in weights:
         waiting.append(array)
         group += array.nbytes
-        if group >= READ_BYTES or done + group == total:
+        if group >= group_bytes or done + group == total:
             mx.eval(waiting)
             done, group, waiting = done + group, 0, []
             report(done, total)
@@ -326,14 +350,16 @@ def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
     return embedding_model(served.name, served.model, served.tokenizer, spec, *sizes)
 
 
-def find_layers(model: Module, reference: Reference, turns: Turns) -> list[LayerSpec]:
+def find_layers(
+    model: Module, reference: Reference, turns: Turns, group: mx.distributed.Group | None = None
+) -> list[LayerSpec]:
     """What the model's layers keep, with which the paged batch reproduces the reference. Raises UnsupportedModelError.
 
     If it cannot take rows of many sequences, its attention, or all of it, is called once per sequence."""
     reason: UnsupportedModelError | None = None
     for way in Way:
         try:
-            layers = probe(model, layer_specs(model, way), reference, turns)
+            layers = probe_on_all_ranks(model, way, reference, turns, group)
         except UnsupportedModelError as error:
             logger.debug("by %s: %s", way.value, error)
             if isinstance(error.__cause__, WindowMismatchError):
@@ -346,6 +372,22 @@ def find_layers(model: Module, reference: Reference, turns: Turns) -> list[Layer
             return layers
     assert reason is not None
     raise reason
+
+
+def probe_on_all_ranks(
+    model: Module, way: Way, reference: Reference, turns: Turns, group: mx.distributed.Group | None
+) -> list[LayerSpec]:
+    """`probe`, which fails on all ranks if it fails on one: they must try the same ways."""
+    problem: UnsupportedModelError | None = None
+    try:
+        layers = probe(model, layer_specs(model, way), reference, turns)
+    except UnsupportedModelError as error:
+        problem = error
+    if group is not None and not least(problem is None, group) and problem is None:
+        raise UnsupportedModelError("another rank computes other logits")
+    if problem is not None:
+        raise problem
+    return layers
 
 
 def context_length(config: dict[str, Any]) -> int:

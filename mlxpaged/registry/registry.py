@@ -22,7 +22,7 @@ from mlxpaged.engine import (
     Request,
     RequestOutput,
 )
-from mlxpaged.engine.engine_thread import EngineThread
+from mlxpaged.engine.engine_thread import EngineHost, EngineThread
 from mlxpaged.engine.request import EndedRequest
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
@@ -59,7 +59,7 @@ class Registry:
 
     models: served from the start, by name; the first one is the default. num_at_start: how many of them are loaded at
     the start. aliases: other names of models. base: configuration of models that no flag names; only their names
-    differ. clock: seconds. watchdog: None for a registry without one.
+    differ. clock: seconds. watchdog: None for a registry without one. engine_host: None for an engine thread.
     """
 
     models: dict[str, Model]
@@ -70,9 +70,10 @@ class Registry:
     catalog: Catalog = field(default_factory=Catalog)
     clock: Callable[[], float] = time.monotonic
     watchdog: StallLimits | None = None
+    engine_host: EngineHost | None = None
 
     def __post_init__(self) -> None:
-        self.thread = EngineThread(self.clock)
+        self.host: EngineHost = self.engine_host or EngineThread(self.clock)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._on_output: Callable[[str, Request, RequestOutput], None] | None = None
         self._draining: str | None = None
@@ -98,7 +99,8 @@ class Registry:
         self.loop = loop or asyncio.get_running_loop()
         self._alarm = self.loop.create_future()
         if self.watchdog is not None:
-            self._watchdog = Watchdog(self.thread, self.watchdog, self.clock, self._raise_alarm)
+            assert isinstance(self.host, EngineThread), "other hosts have their own"
+            self._watchdog = Watchdog(self.host, self.watchdog, self.clock, self._raise_alarm)
             self._watchdog.start()
         for model in self._at_start:
             self._begin(model)
@@ -115,7 +117,7 @@ class Registry:
         return list(self.models.values())[: self.num_at_start]
 
     def _begin(self, model: Model) -> AsyncEngine:
-        engine = model.engine = AsyncEngine(model.config, self.clock, self.thread)
+        engine = model.engine = AsyncEngine(model.config, self.clock, self.host)
         if self._on_output is not None:
             engine.on_output = partial(self._on_output, model.name)
         engine.start(self.loop)
@@ -174,7 +176,7 @@ class Registry:
             if task is not None:
                 task.cancel()
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
-        return self.thread.ident is None or await asyncio.to_thread(self.thread.stop, timeout)
+        return self.host.ident is None or await asyncio.to_thread(self.host.stop, timeout)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +200,7 @@ class Registry:
     @property
     def state(self) -> EngineState:
         """STALLED while work of the engine thread has not ended in time; LOADING until the models of the start are
-        loaded; DEAD if the default model's engine failed."""
+        loaded, and while the default model's ranks start again; DEAD if the default model's engine failed."""
         if self._draining is not None:
             return EngineState.DRAINING
         if self.stall is not None:
@@ -206,7 +208,8 @@ class Registry:
         states = [model.engine.state for model in self._at_start if model.engine is not None]
         if self.default.engine is not None and self.default.engine.state is EngineState.DEAD:
             return EngineState.DEAD
-        if not self._started and EngineState.LOADING in states:
+        restarts = self.default.engine is not None and self.default.engine.is_restarting
+        if restarts or (not self._started and EngineState.LOADING in states):
             return EngineState.LOADING
         self._started = True
         return EngineState.READY
@@ -214,7 +217,7 @@ class Registry:
     @property
     def stall(self) -> Stall | None:
         """The work of the engine thread that has not ended in time and still runs."""
-        return self.thread.stall
+        return self.host.stall
 
     @property
     def is_started(self) -> bool:
@@ -379,7 +382,7 @@ class Registry:
                     await engine.wait_loaded()
                 except asyncio.CancelledError:
                     model.engine = None
-                    self.thread.unload(engine.slot)
+                    self.host.unload(engine.slot)
                     raise
                 except EngineUnavailableError:
                     model.engine, failure = None, engine.failure

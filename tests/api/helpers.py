@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from mlxpaged.api.access.key_file import KeyEntry, KeyFile, make_key, write
+from mlxpaged.engine.engine_thread import EngineThread
 from mlxpaged.scheduler import SequenceStatus
 from tests.support import RunningServer, demo_vocab_size, wait_until
 
@@ -266,7 +267,8 @@ def within_one_step(server: RunningServer, gate: StepGate, method: str, path: st
 
 def queued_commands(server: RunningServer) -> int:
     """Questions that the engine thread has not answered yet."""
-    return server.engine.thread.commands.qsize()
+    assert isinstance(server.engine.host, EngineThread)
+    return server.engine.host.commands.qsize()
 
 
 def bearer(key: str) -> dict[str, str]:

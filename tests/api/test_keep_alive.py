@@ -74,6 +74,20 @@ def test_a_stream_says_how_many_are_before_it_how_far_its_prompt_is_and_what_it_
     assert answer_text(server, long).endswith(text)
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_nothing_of_a_stream_is_sent_before_its_first_token_unless_the_silence_is_long(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    state = server.app.state.server
+    monkeypatch.setattr(state, "http", dataclasses.replace(state.http, keep_alive_seconds=DEADLINE))
+    with StepGate(server) as gate, raw(server) as client, stream(client, path, BODIES[path]) as response:
+        gate.wait_held()
+        opened = threading.Event()
+        threading.Timer(0.1, lambda: (opened.set(), gate.open())).start()
+        next(response.iter_lines())
+        assert opened.is_set()
+
+
 def test_a_silence_after_the_first_output_does_not_repeat_the_echoed_prompt(server: RunningServer) -> None:
     body = run_on(QUESTION, 3, echo=True, logprobs=1)
     with StepGate(server) as gate, raw(server) as client, stream(client, COMPLETIONS, body) as response:

@@ -12,6 +12,7 @@ import pytest
 
 from mlxpaged.api.batches import runner
 from mlxpaged.engine import EngineConfig, EngineState, builder
+from mlxpaged.engine.engine_thread import EngineThread
 from mlxpaged.engine.watchdog import LOAD_SECONDS, StallLimits
 from mlxpaged.registry import Model, registry_of
 from tests.api.helpers import (
@@ -140,7 +141,9 @@ def test_a_step_that_is_not_late_and_an_idle_engine_are_no_stall(server: Running
             gate.allow(1)
         assert pending.result().status_code == 200
     server.wait_idle()
-    wait_until(lambda: server.registry.thread.activity is None)
+    host = server.registry.host
+    assert isinstance(host, EngineThread)
+    wait_until(lambda: host.activity is None)
     clock.advance(10 * LIMIT)
     time.sleep(0.3)
     assert health(server)[0] == 200

@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from zipfile import ZipFile
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,9 +19,10 @@ def test_the_formula_is_of_this_version() -> None:
     assert re.findall(r"/mlxpaged-(.+)\.tar\.gz", formula) == [version("mlxpaged")]
 
 
-def test_the_release_runs_pinned_actions_only() -> None:
-    actions = re.findall(r"uses: (.+)", (ROOT / ".github" / "workflows" / "release.yml").read_text())
-    assert len(actions) > 10
+@pytest.mark.parametrize("workflow", ["ci.yml", "macos.yml", "release.yml"])
+def test_workflows_run_pinned_actions_only(workflow: str) -> None:
+    actions = re.findall(r"uses: (.+)", (ROOT / ".github" / "workflows" / workflow).read_text())
+    assert actions
     assert [each for each in actions if not re.match(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)] == []
 
 

@@ -218,7 +218,7 @@ def test_mlx_keeps_the_freed_buffers_of_one_step(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builder, "measure_step", lambda *_: step_bytes)
     thread = engine_thread.EngineThread()
     loading = slot(lambda _: thread.end(), EngineConfig(kv_cache_bytes=4_000_000))
-    loading.callbacks = dataclasses.replace(loading.callbacks, on_ready=lambda _: thread.end())
+    loading.callbacks = dataclasses.replace(loading.callbacks, on_ready=lambda *_: thread.end())
     thread.load(loading)
     thread.run()
     assert kept == [memory.CACHE_LIMIT, limit]
@@ -227,10 +227,9 @@ def test_mlx_keeps_the_freed_buffers_of_one_step(monkeypatch: pytest.MonkeyPatch
 def slot(
     on_end: Callable[[engine_thread.Failure | None], None], config: EngineConfig | None = None
 ) -> engine_thread.ModelSlot:
-    callbacks = engine_thread.Callbacks(lambda _: None, lambda _: None, lambda *_: None, on_end)
-    return engine_thread.ModelSlot(
-        lambda report: builder.load_core(config or EngineConfig(), time.monotonic, report), callbacks
-    )
+    callbacks = engine_thread.Callbacks(lambda _: None, lambda *_: None, lambda *_: None, on_end)
+    config = config or EngineConfig()
+    return engine_thread.ModelSlot(config, lambda report: builder.load_core(config, time.monotonic, report), callbacks)
 
 
 @pytest.mark.parametrize("version", [2, 1])

@@ -16,7 +16,8 @@ from mlxpaged.cpu import attention as cpu_attention
 from mlxpaged.cpu import attention_plan, kv_pool
 from mlxpaged.cpu.split_linear import LinearByInput
 from mlxpaged.engine import EngineConfig, build_engine, model_runner
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner, SampledTokens
+from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.step_input import SampledTokens
 from mlxpaged.models import ServedModel
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence

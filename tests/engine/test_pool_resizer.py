@@ -220,7 +220,7 @@ def test_a_growth_that_fails_changes_nothing_and_is_tried_again_later(
 
 def test_the_pool_does_not_grow_into_memory_that_others_use(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     free = [0]
-    monkeypatch.setattr("mlxpaged.engine.builder.unused_memory", lambda: free[0])
+    monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", lambda: free[0])
     clock = Clock()
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
     block = core.runner.kv_cache_bytes // 4
@@ -239,7 +239,7 @@ def test_the_pool_does_not_grow_into_memory_that_others_use(llama: TinyModel, mo
 def test_a_request_that_waits_for_memory_ends_at_its_deadline(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxpaged.engine.builder.unused_memory", lambda: 0)
+    monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", lambda: 0)
     clock = Clock()
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
     core.add(dataclasses.replace(request("long", [1] * 60, 4), arrival_time=0.0, timeout=0.5))
@@ -261,7 +261,7 @@ def test_a_growth_to_less_than_was_wanted_is_not_repeated_at_once(
     def free() -> int:
         return cores[0].runner.pools[0].nbytes + cores[0].resizer.bytes_of(1)
 
-    monkeypatch.setattr("mlxpaged.engine.builder.unused_memory", free)
+    monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", free)
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
     cores.append(core)
     core.add(request("long", [1] * 60, 4))
@@ -472,7 +472,7 @@ def test_what_mlx_keeps_of_freed_memory_is_given_back_before_the_free_memory_is_
         free[0] = 10**9
         clear_cache()
 
-    monkeypatch.setattr("mlxpaged.engine.builder.unused_memory", lambda: free[0])
+    monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", lambda: free[0])
     core = llama.engine(num_blocks=64, start_tokens=32, clock=Clock())
     monkeypatch.setattr(mx, "clear_cache", noting_clear_cache)
     core.add(request("long", [1] * 60, 4))

@@ -287,11 +287,12 @@ async def reply(answers: Answers, renderer: Renderer, stream: bool) -> Response:
 async def events(answers: Answers, renderer: Renderer) -> AsyncGenerator[str, None]:
     silence = Silence(answers.context.keep_alive_seconds, answers.wake)
     tell = renderer.progress if answers.context.progress else renderer.keep_alive
+    beginning = iter(renderer.begin())  # sent with the first update: until then, a router can repeat the request
     try:
-        for event in renderer.begin():
-            yield event
         async with aclosing(answers.updates()) as updates:
             async for update in updates:
+                for event in beginning:
+                    yield event
                 silent, rendered = True, renderer.events(update)
                 if update.prompt_logprobs is not None:
                     rendered = await asyncio.to_thread(list, rendered)
@@ -306,6 +307,8 @@ async def events(answers: Answers, renderer: Renderer) -> AsyncGenerator[str, No
         for event in renderer.end():
             yield event
     except Exception as error:
+        for event in beginning:
+            yield event
         yield renderer.error(from_engine(error))
     finally:
         silence.close()

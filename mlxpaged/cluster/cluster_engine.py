@@ -1,0 +1,380 @@
+"""An engine whose model runs on several ranks: starts their processes, passes messages on, and notices failures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from mlxpaged.cluster.hosts import Hosts
+from mlxpaged.cluster.messages import (
+    BEAT_SECONDS,
+    LOST_SECONDS,
+    Ask,
+    Beat,
+    Failed,
+    Hello,
+    Progressed,
+    Ready,
+    Replied,
+    Run,
+    Start,
+    Stepped,
+    Submit,
+    Versions,
+    versions,
+)
+from mlxpaged.cluster.processes import Processes
+from mlxpaged.daemon_thread import in_daemon_thread
+from mlxpaged.engine.commands import Command, Question
+from mlxpaged.engine.engine_thread import Failure, ModelSlot
+from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.info import Cluster, EngineInfo
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.watchdog import StallLimits
+from mlxpaged.models import Tokenizer, read_tokenizer
+
+logger = logging.getLogger(__name__)
+
+JOIN_SECONDS = 120.0
+"""In which all ranks must have started and said Hello. Python and MLX take a few seconds, ssh some more."""
+
+TICK_SECONDS = 0.5
+
+BLAME_SECONDS = 1.0
+"""After a failure, how long to wait for a better explanation: the neighbours of a dead rank often notice first."""
+
+RESTARTS = 3
+"""So many failures in a row before the model is ready again are too many."""
+
+
+class Blame(NamedTuple):
+    """A reason for a failure. weight: the heaviest one is believed, and of these the first."""
+
+    weight: int
+    failure: Failure
+
+
+@dataclass
+class Unfinished:
+    """A request that rank 0 has, and what it has given for it.
+
+    token_ids: of the answer. num_logprobs: of its tokens, those whose log-probabilities were given: they come with the
+    text. repeated: tokens that were given before the restart, and that the ranks compute again for their
+    log-probabilities.
+    """
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    num_logprobs: int = 0
+    has_begun: bool = False
+    repeated: int = 0
+
+    def note(self, output: RequestOutput) -> RequestOutput:
+        """The output without tokens that were given before."""
+        if self.repeated and output.token_ids:
+            count = min(self.repeated, len(output.token_ids))
+            self.repeated -= count
+            output = output._replace(token_ids=output.token_ids[count:])
+        self.has_begun = True
+        self.token_ids += output.token_ids
+        self.num_logprobs += len(output.logprobs)
+        return output
+
+    def resumed(self) -> Request:
+        """The request for what is missing of the answer."""
+        params, count = self.request.params, len(self.token_ids)
+        if params.logprobs is not None:
+            count = self.num_logprobs
+        self.repeated = len(self.token_ids) - count
+        if self.has_begun:
+            params = dataclasses.replace(params, prompt_logprobs=None)
+        return dataclasses.replace(self.request, params=params, fork_of=None, resumed=tuple(self.token_ids[:count]))
+
+
+def differences(theirs: Versions, ours: Versions) -> tuple[list[str], list[str]]:
+    """The versions that differ, of both sides."""
+    only_theirs, only_ours = set(theirs) - set(ours), set(ours) - set(theirs)
+    return [" ".join(each) for each in only_theirs], [" ".join(each) for each in only_ours]
+
+
+class ClusterEngine(threading.Thread):
+    """An EngineHost for one model. Its own thread does everything; other threads leave it tasks.
+
+    restarts: whether the ranks are started anew after a failure. Then the requests go on: their answers are computed
+    again from their prompts and the tokens so far.
+    """
+
+    def __init__(self, hosts: Hosts, stall_limits: StallLimits, restarts: bool, log_level: str) -> None:
+        super().__init__(name="mlxpaged-cluster", daemon=True)
+        self._hosts = hosts
+        self._stall_limits = stall_limits
+        self._restarts = restarts
+        self._log_level = log_level
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ending = False
+        self._slot: ModelSlot | None = None
+        self._processes: Processes | None = None
+        self._tokenizer: Future[Tokenizer] | None = None
+        self._hellos: dict[int, Hello] = {}
+        self._heard_at: dict[int, float] = {}
+        self._join_by = 0.0
+        self._beat_at = 0.0
+        self._is_ready = False
+        self._was_ready = False  # since the load
+        self._blames: list[Blame] = []
+        self._decide_at = 0.0
+        self._num_failures = 0  # since the model was ready
+        self._unfinished: dict[str, Unfinished] = {}
+        self._waiting: list[Run | Ask] = []  # for the model to be ready again
+        self._numbers = itertools.count()
+        self._replies: dict[int, Future[Any]] = {}
+
+    # -- on any thread -----------------------------------------------------------------------------------------------
+
+    @property
+    def stall(self) -> None:
+        """A stall of a rank is a failure of the cluster."""
+        return
+
+    def load(self, slot: ModelSlot) -> None:
+        self._tasks.put(partial(self._load, slot))
+
+    def submit(self, slot: ModelSlot, requests: Sequence[Request]) -> None:
+        self._tasks.put(partial(self._submit, slot, requests))
+
+    def send(self, slot: ModelSlot, command: Command) -> None:
+        self._tasks.put(partial(self._tell, slot, Run(command)))
+
+    def ask(self, slot: ModelSlot, question: Question, reply: Future[Any]) -> None:
+        self._tasks.put(partial(self._ask, slot, question, reply))
+
+    def unload(self, slot: ModelSlot) -> None:
+        self._tasks.put(partial(self._unload, slot))
+
+    def stop(self, timeout: float) -> bool:
+        """End the ranks and this thread. Returns False if that takes more than `timeout` seconds."""
+        self._tasks.put(self._end)
+        self.join(timeout)
+        return not self.is_alive()
+
+    # -- on this thread ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            while not self._ending:
+                with contextlib.suppress(queue.Empty):
+                    task = self._tasks.get(timeout=TICK_SECONDS)
+                    task()
+                self._check()
+        except BaseException as error:
+            logger.critical("the cluster's thread failed", exc_info=error)
+            self._finish(Failure.of(error))
+        finally:
+            if self._processes is not None:
+                self._processes.kill()
+
+    def _end(self) -> None:
+        self._finish(None)
+        self._ending = True
+
+    def _load(self, slot: ModelSlot) -> None:
+        self._slot = slot
+        self._num_failures, self._was_ready = 0, False
+        self._launch()
+
+    def _unload(self, slot: ModelSlot) -> None:
+        if slot is self._slot:
+            self._finish(None)
+
+    def _finish(self, failure: Failure | None) -> None:
+        """End the ranks and the model, with its requests."""
+        if self._processes is not None:
+            self._processes.kill()
+        slot, self._slot, self._processes, self._is_ready = self._slot, None, None, False
+        self._unfinished.clear()
+        self._waiting.clear()
+        self._replies.clear()
+        if slot is not None:
+            slot.callbacks.on_end(failure)
+
+    def _launch(self) -> None:
+        """Start the processes of all ranks."""
+        assert self._slot is not None
+        self._hellos, self._heard_at, self._blames = {}, {}, []
+        self._is_ready = False
+        self._join_by = time.monotonic() + JOIN_SECONDS
+        on_joined, on_message, on_lost = (
+            lambda *args, task=task: self._tasks.put(partial(task, *args))
+            for task in (self._on_joined, self._on_message, self._on_lost)
+        )
+        self._processes = Processes(self._hosts, self._log_level, on_joined, on_message, on_lost)
+        config = self._slot.config
+        if self._tokenizer is None:
+            read = partial(read_tokenizer, config.model, config.tool_parser)
+            self._tokenizer = in_daemon_thread(read, "mlxpaged-read-tokenizer")
+
+    # -- what the ranks say ------------------------------------------------------------------------------------------
+
+    def _on_joined(self, processes: Processes, hello: Hello) -> None:
+        if processes is not self._processes:
+            return
+        self._hellos[hello.rank] = hello
+        self._heard_at[hello.rank] = time.monotonic()
+        if hello.versions != versions():
+            theirs, ours = (" and ".join(sorted(each)) for each in differences(hello.versions, versions()))
+            self._blame(3, Failure(f"{self._hosts.label(hello.rank)} has {theirs}, but the server has {ours}"))
+        elif len(self._hellos) == len(self._hosts):
+            self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        assert self._slot is not None
+        steps = self._hellos[0].steps
+        assert steps is not None
+        start = Start(self._slot.config, len(self._hosts), self._hosts.backend, steps, self._stall_limits)
+        for rank in range(len(self._hosts)):
+            self._send(rank, start)
+
+    def _on_message(self, processes: Processes, rank: int, message: object) -> None:
+        if processes is not self._processes or self._slot is None:
+            return
+        self._heard_at[rank] = time.monotonic()
+        callbacks = self._slot.callbacks
+        if isinstance(message, Stepped):
+            callbacks.on_step([self._note(output) for output in message.outputs], message.stats)
+        elif isinstance(message, Replied):
+            self._deliver(message)
+        elif isinstance(message, Progressed):
+            callbacks.on_progress(message.progress)
+        elif isinstance(message, Ready):
+            self._become_ready(message)
+        elif isinstance(message, Failed):
+            reason = f"{self._hosts.label(rank)}: {message.failure.reason}"
+            failure = dataclasses.replace(message.failure, reason=reason)
+            self._blame(0 if message.lost_peer else 2, failure)
+
+    def _on_lost(self, processes: Processes, rank: int) -> None:
+        if processes is self._processes:
+            self._blame(1, Failure(f"{self._hosts.label(rank)} died"))
+
+    def _note(self, output: RequestOutput) -> RequestOutput:
+        if (unfinished := self._unfinished.get(output.request_id)) is None:
+            return output
+        output = unfinished.note(output)
+        if output.finish_reason is not None:
+            del self._unfinished[output.request_id]
+        return output
+
+    def _deliver(self, message: Replied) -> None:
+        reply = self._replies.pop(message.number, None)
+        if reply is None or not reply.set_running_or_notify_cancel():
+            return
+        if message.error is not None:
+            reply.set_exception(message.error)
+        else:
+            reply.set_result(message.result)
+
+    def _become_ready(self, message: Ready) -> None:
+        assert self._slot is not None
+        assert self._tokenizer is not None
+        info = message.info
+        assert isinstance(info, EngineInfo)
+        try:
+            info.tokenizer = self._tokenizer.result()
+        except Exception as error:
+            self._blame(3, Failure.of(error))
+            return
+        info.grammars = Grammars(info.tokenizer, info.vocab_size)
+        ranks = tuple(self._hosts.label(rank) for rank in range(len(self._hosts)))
+        info.cluster = Cluster(ranks, self._hosts.backend, message.link)
+        self._is_ready, self._was_ready, self._num_failures = True, True, 0
+        self._slot.callbacks.on_ready(info, message.stats)
+        if self._unfinished:
+            self._send(0, Submit(tuple(unfinished.resumed() for unfinished in self._unfinished.values())))
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            self._send(0, each)
+
+    # -- what the server says ----------------------------------------------------------------------------------------
+
+    def _submit(self, slot: ModelSlot, requests: Sequence[Request]) -> None:
+        if slot is not self._slot:
+            return
+        for request in requests:
+            if request.params.seed is None:  # what is computed again must be sampled as before
+                params = dataclasses.replace(request.params, seed=secrets.randbits(64))
+                request = dataclasses.replace(request, params=params)
+            self._unfinished[request.request_id] = Unfinished(request)
+        if self._is_ready:
+            self._send(0, Submit(tuple(self._unfinished[request.request_id].request for request in requests)))
+
+    def _ask(self, slot: ModelSlot, question: Question, reply: Future[Any]) -> None:
+        number = next(self._numbers)
+        self._replies[number] = reply
+        self._tell(slot, Ask(number, question))
+
+    def _tell(self, slot: ModelSlot, message: Run | Ask) -> None:
+        if slot is not self._slot:
+            return
+        if self._is_ready:
+            self._send(0, message)
+        else:
+            self._waiting.append(message)
+
+    def _send(self, rank: int, message: object) -> None:
+        assert self._processes is not None
+        try:
+            self._processes.send(rank, message)
+        except (OSError, EOFError):
+            self._blame(1, Failure(f"{self._hosts.label(rank)} takes no messages"))
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Send beats, and look which ranks are still alive."""
+        now = time.monotonic()
+        if self._processes is None:
+            return
+        if now - self._beat_at >= BEAT_SECONDS:
+            self._beat_at = now
+            for rank in self._hellos:
+                self._send(rank, Beat())
+        for rank, heard_at in self._heard_at.items():
+            if now - heard_at >= LOST_SECONDS:
+                self._blame(1, Failure(f"{self._hosts.label(rank)} has not been heard from for {LOST_SECONDS:.0f} s"))
+        missing = [self._hosts.label(rank) for rank in range(len(self._hosts)) if rank not in self._hellos]
+        if missing and (status := self._processes.launch_status) is not None:
+            self._blame(0, Failure(f"{' and '.join(missing)} did not start: mlx.launch ended with status {status}"))
+        elif missing and now >= self._join_by:
+            self._blame(0, Failure(f"{' and '.join(missing)} did not start within {JOIN_SECONDS:.0f} s"))
+        if self._blames and now >= self._decide_at:
+            self._fail(max(self._blames, key=lambda blame: blame.weight).failure)
+
+    def _blame(self, weight: int, failure: Failure) -> None:
+        if not self._blames:
+            self._decide_at = time.monotonic() + BLAME_SECONDS
+        self._blames.append(Blame(weight, failure))
+
+    def _fail(self, failure: Failure) -> None:
+        """End the ranks, and start them anew if that is wanted."""
+        assert self._slot is not None
+        assert self._processes is not None
+        logger.critical("%s; all ranks are ended", failure.reason)
+        self._processes.kill()
+        self._num_failures += 1
+        if not (self._restarts and self._was_ready) or self._num_failures > RESTARTS:
+            self._finish(failure)
+            return
+        logger.warning("the ranks start again; %d requests go on then", len(self._unfinished))
+        self._slot.callbacks.on_restart(f"{failure.reason}; the ranks start again")
+        self._launch()

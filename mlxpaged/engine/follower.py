@@ -1,0 +1,73 @@
+"""A rank other than 0: it makes the calls of rank 0's messages on its own model runner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mlxpaged.engine.builder import load_core
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.memory import limit_freed_buffers, prepare_device_memory
+from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.progress import Report
+from mlxpaged.engine.rank_messages import MessageReader
+from mlxpaged.engine.ranks import Ranks
+from mlxpaged.engine.step_input import StepInput
+
+CALLS = {"move_blocks", "copy_blocks", "resize_pool", "clear_cache", "free_memory"}
+"""The calls that a message can ask for, beside that for a step."""
+
+
+class Follower:
+    """Runs the steps of rank 0. Its steps overlap if rank 0's do: it waits for a step once it has launched the next."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._reader = MessageReader()
+        self._in_flight: mx.array | None = None
+
+    def perform(self, message: bytes) -> None:
+        """Do what a message says. Any exception means that this rank has to end: it is out of step with the others."""
+        call, arguments = self._reader.read(message)
+        if call == "run":
+            self._run(*arguments)
+        elif call in CALLS:
+            self.finish()
+            getattr(self._runner, call)(*arguments)
+        else:
+            raise ValueError(f"rank 0 asks for {call!r}, which no rank can do")
+
+    def finish(self) -> None:
+        """Wait for the step in flight."""
+        if self._in_flight is not None:
+            self._runner.finish_step(self._in_flight)
+            self._in_flight = None
+
+    def _run(self, step: StepInput) -> None:
+        logits = self._runner.run(step)
+        self._runner.start_step(logits)
+        self.finish()
+        self._in_flight = logits
+        if not self._runner.overlaps:
+            self.finish()
+
+
+def follow(
+    config: EngineConfig, ranks: Ranks, receive: Callable[[], bytes | None], report: Report = lambda progress: None
+) -> None:
+    """Load this rank's share of a model, and do what the messages say until `receive` returns None.
+
+    Raises the errors of `load_core`, RankLostError, and whatever fails here. All of them end this rank."""
+    prepare_device_memory()
+    core = load_core(config, time.monotonic, report, ranks)  # only its runner is used: the other parts are rank 0's
+    assert isinstance(core, EngineCore)
+    limit_freed_buffers(core.step_bytes)
+    follower = Follower(core.runner)
+    try:
+        while (message := receive()) is not None:
+            follower.perform(message)
+    finally:
+        core.close()

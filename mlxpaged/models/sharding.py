@@ -1,0 +1,118 @@
+"""Tensor parallel: each rank keeps its share of a model's weights, as mlx-lm's `model.shard(group)` cuts them.
+
+mlx-lm divides the numbers of heads without asking whether they can be divided, and a wrong share gives wrong logits on
+all ranks alike. So the sizes are checked here, before a weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.models
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_map
+
+from mlxpaged.models.errors import UnsupportedModelError
+
+MOST_RANKS = 8
+"""The largest number of ranks that an error message proposes."""
+
+SIZES = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "vocab_size",
+)
+"""Fields of config.json that an error message names."""
+
+
+class Share:
+    """Stands for a group while it is found out whether a model can be cut: mlx-lm asks a group for no more."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def least(value: int, group: mx.distributed.Group) -> int:
+    """The least of the ranks' values. Raises MLX's RuntimeError if a rank is lost."""
+    result: Any = mx.distributed.all_min(mx.array([value], mx.int64), group=group).item()
+    return int(result)
+
+
+def shard(model: Any, config: Mapping[str, Any], group: mx.distributed.Group, load: Callable[[], Any]) -> None:
+    """Leave this rank's share of the weights in a model whose weights are not read yet.
+
+    load: makes the model again, to find the numbers of ranks that are possible. Raises UnsupportedModelError if the
+    architecture cannot be cut, or not among so many ranks.
+    """
+    if not hasattr(model, "shard"):
+        raise UnsupportedModelError(
+            f"mlx-lm cannot cut it into shares for several ranks; it can cut {', '.join(architectures())}"
+        )
+    problem = cut(model, group)
+    if problem is not None:
+        possible = [count for count in range(2, MOST_RANKS + 1) if cut(load(), Share(count - 1, count)) is None]
+        others = f"possible are {', '.join(map(str, possible))}" if possible else "no number of ranks is possible"
+        raise UnsupportedModelError(
+            f"it cannot be cut among {group.size()} ranks: {problem} ({sizes(config)}); {others}"
+        )
+    # A slice keeps the whole array in memory. MLX copies here what is larger than the share, and nothing else.
+    model.update(tree_map(mx.contiguous, model.parameters()))
+
+
+def cut(model: Any, group: Any) -> str | None:
+    """Cut a model. Returns what cannot be divided, None if all can."""
+    before = dict(numbers(model))
+    try:
+        model.shard(group)
+    except (AssertionError, ValueError, ZeroDivisionError) as error:
+        return " ".join(str(error).split())
+    after = dict(numbers(model))
+    for key, count in before.items():
+        part = after.get(key, count)
+        if part != count and not is_share(part, count, group.size()):
+            return f"{key[1]} is {count}"
+    return None
+
+
+def is_share(part: int, count: int, ranks: int) -> bool:
+    """Whether a rank has its share of something: an equal part, or one of few KV heads, which several ranks have."""
+    return part * ranks == count or (part == 1 and ranks % count == 0)
+
+
+def numbers(model: Module) -> Iterator[tuple[tuple[str, str], int]]:
+    """The numbers of heads and other sizes that modules keep, by module and name."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) is int:
+                yield (path, name), value
+
+
+def sizes(config: Mapping[str, Any]) -> str:
+    """Those of config.json that are divided, and the group size of quantized weights."""
+    fields = {**config, **(config.get("text_config") or {})}
+    known = [f"{name} {fields[name]}" for name in SIZES if isinstance(fields.get(name), int)]
+    quantization = fields.get("quantization")
+    if isinstance(quantization, Mapping) and "group_size" in quantization:
+        known.append(f"quantized in groups of {quantization['group_size']}")
+    return ", ".join(known)
+
+
+def architectures() -> list[str]:
+    """Those of the installed mlx-lm that can be cut, by their source: an import of all of them takes seconds, and some
+    end the process if a package is missing."""
+    files = [path for folder in mlx_lm.models.__path__ for path in Path(folder).glob("*.py")]
+    return sorted(path.stem for path in files if "    def shard(self" in path.read_text(encoding="utf-8"))

@@ -1,0 +1,133 @@
+"""What an engine is asked to do: on one machine, and on rank 0 of several."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlxpaged.engine import Constraint, EngineCore, Request, SamplingParams
+from mlxpaged.engine.ranks import RankLostError
+from mlxpaged.scheduler import Batch
+from tests.cluster.ranks import MESSAGES, ring_bytes
+
+NUM_TOKENS = 16
+LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 121, 150)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.9)
+GRAMMAR = replace(GREEDY, constraint=Constraint("regex", "[a-z]{1,20}"))
+
+
+@dataclass
+class Outcome:
+    """tokens: by request. sent, needed: bytes of collectives, of all steps. messages: bytes of each."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    preemptions: int = 0
+    swapped_in: int = 0
+    hits: int = 0
+    copied: int = 0
+    model_calls: int = 0
+    overlapped: int = 0
+    sent: int = field(default=0, compare=False)
+    needed: int = field(default=0, compare=False)
+    messages: list[int] = field(default_factory=list, compare=False)
+
+
+def count_bytes(core: EngineCore, outcome: Outcome) -> None:
+    """Add up what tensor parallelism needs: two all_sums [T, hidden] of each layer, of which a ring sends each part
+    N - 1 times as a sum and N - 1 times as a result; and the logits, if the ranks have shares of the vocabulary."""
+    ranks, model, forward = core.runner.ranks, core.served.model, core.runner.forward
+    count = 1 if ranks is None else ranks.group.size()
+    inner: Any = getattr(model, "language_model", model)
+    hidden, shares_vocabulary = inner.args.hidden_size, getattr(inner, "sharding_group", None) is not None
+
+    def counting_forward(batch: Batch, *arguments: Any) -> Any:
+        logits = forward(batch, *arguments)
+        needed = 2 * (count - 1) / count * 2 * len(model.layers) * batch.num_tokens * hidden
+        needed += (count - 1) / count * logits.size if shares_vocabulary else 0
+        outcome.needed += int(4 * needed)
+        return logits
+
+    core.runner.forward = counting_forward  # type: ignore[method-assign]
+
+
+def prompts(seed: int, size: int = 200) -> list[list[int]]:
+    """Sixteen. Half of them begin with the same 24 tokens."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(1, size) for _ in range(24)]
+    made = [[rng.randrange(1, size) for _ in range(length)] for length in LENGTHS]
+    return [shared[: len(each)] + each[24:] if i % 2 else each for i, each in enumerate(made)]
+
+
+def requests(seed: int) -> list[Request]:
+    """Greedy ones but for two with a seed, two answers for one prompt, and two with a grammar."""
+    made = []
+    for i, prompt in enumerate(prompts(seed)):
+        params = replace(SAMPLED, seed=i) if i in (3, 12) else GRAMMAR if i in (5, 10) else GREEDY
+        made.append(Request(str(i), prompt, params, time.monotonic()))
+    made.append(replace(made[13], request_id="twin", fork_of="13", params=replace(SAMPLED, seed=99)))
+    return made
+
+
+def count_overlapped(core: EngineCore, outcome: Outcome) -> None:
+    """Count the steps that are launched before the one before them has ended."""
+    overlap_step = core.overlap_step
+
+    def counting(batch: Batch) -> None:
+        outcome.overlapped += 1
+        overlap_step(batch)
+
+    core.overlap_step = counting  # type: ignore[method-assign]
+
+
+def step_to_the_end(core: EngineCore, outcome: Outcome) -> None:
+    while core.has_work():
+        for output in core.step():
+            assert output.error is None, output.error
+            outcome.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+
+
+def mixed(core: EngineCore, seed: int = 0) -> Outcome:
+    """Sixteen requests and one more answer; then the memory shrinks, and half of them again with other names."""
+    outcome, before = Outcome(), ring_bytes()
+    count_bytes(core, outcome)
+    count_overlapped(core, outcome)
+    for request in requests(seed):
+        core.add(request)
+    step_to_the_end(core, outcome)
+    core.give_back()
+    for request in requests(seed)[::2]:
+        core.add(replace(request, request_id=f"again {request.request_id}", fork_of=None))
+    step_to_the_end(core, outcome)
+    stats = core.stats()
+    outcome.preemptions = stats.scheduler.preemptions_total
+    outcome.swapped_in = stats.scheduler.blocks_swapped_in_total
+    outcome.hits = stats.scheduler.prefix_hit_tokens_total
+    outcome.copied = stats.scheduler.blocks_copied_total
+    outcome.model_calls = stats.model_calls_total
+    outcome.sent, outcome.messages = ring_bytes() - before, MESSAGES
+    assert stats.scheduler.blocks.used == 0
+    core.close()
+    return outcome
+
+
+def overlapping(core: EngineCore) -> Outcome:
+    """Nothing that needs kernels for whole blocks."""
+    outcome = Outcome()
+    for i, request in enumerate(requests(0)[2:12:3]):
+        core.add(replace(request, params=replace(request.params, max_tokens=20 + 5 * i)))
+    step_to_the_end(core, outcome)
+    outcome.model_calls = core.stats().model_calls_total
+    return outcome
+
+
+def until_a_rank_is_lost(core: EngineCore) -> str:
+    for request in requests(0):
+        core.add(request)
+    try:
+        step_to_the_end(core, Outcome())
+    except RankLostError as error:
+        return str(error)
+    return "no rank was lost"

@@ -1,0 +1,79 @@
+"""Answers go on where another engine stopped: the same tokens, texts and log-probabilities, and none twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+
+from mlxpaged.cluster.cluster_engine import Unfinished
+from mlxpaged.engine import Constraint, EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
+from mlxpaged.models import ServedModel, load_model
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def served() -> ServedModel:
+    return load_model("demo")
+
+
+def core(served: ServedModel) -> EngineCore:
+    return build_engine(EngineConfig(kv_cache_bytes=4_000_000, max_num_batched_tokens=64), served)
+
+
+def steps(engine: EngineCore, unfinished: Unfinished, most: int | None = None) -> list[RequestOutput]:
+    """The outputs of a request, as its client gets them."""
+    outputs: list[RequestOutput] = []
+    while engine.has_work() and (most is None or len(outputs) < most):
+        outputs += [unfinished.note(output) for output in engine.step()]
+    return outputs
+
+
+def total(outputs: list[RequestOutput]) -> tuple[Any, ...]:
+    return (
+        "".join(output.text for output in outputs),
+        [token for output in outputs for token in output.token_ids],
+        [round(each.logprob, 4) for output in outputs for each in output.logprobs],
+        [output.prompt_logprobs is not None for output in outputs].count(True),
+        outputs[-1].finish_reason,
+        outputs[-1].num_output_tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 1.0, "seed": 3, "logprobs": 0, "stop": ("zq~ never",)},
+        {"temperature": 1.0, "seed": 1, "constraint": Constraint("regex", "[a-z]{5,9}( [a-z]{2,9}){3,9}")},
+        {"temperature": 0.9, "seed": 5, "stop": ("e ", "qqqqqqqqqq"), "min_tokens": 12},
+    ],
+    ids=lambda options: ",".join(options),
+)
+@pytest.mark.parametrize("stop_after", [1, 7, 18])
+def test_an_answer_goes_on_in_another_engine(served: ServedModel, options: dict[str, Any], stop_after: int) -> None:
+    params = SamplingParams(**({"max_tokens": LENGTH, "ignore_eos": True} | options))
+    request = Request("a", served.tokenizer.encode("Tell me about numbers"), params, time.monotonic())
+    alone = core(served)
+    alone.submit([request])
+    expected = steps(alone, Unfinished(request))
+
+    first, unfinished = core(served), Unfinished(request)
+    first.submit([request])
+    begun = steps(first, unfinished, stop_after)
+    if begun[-1].finish_reason is not None:
+        pytest.skip("it has ended")
+    second = core(served)
+    second.submit([unfinished.resumed()])
+    assert total(begun + steps(second, unfinished)) == total(expected)
+
+
+def test_what_was_not_begun_is_asked_for_as_it_was(served: ServedModel) -> None:
+    params = SamplingParams(prompt_logprobs=1)
+    request = Request("a", [1, 2], params, 0.0, fork_of="b")
+    assert Unfinished(request).resumed() == dataclasses.replace(request, fork_of=None)

@@ -1,0 +1,104 @@
+"""Tensor parallel: several ranks give token for token what one gives, and send no more than they have to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import faults
+from tests.cluster.ranks import RankFailed, Setup, play, play_alone
+from tests.cluster.scenes import GREEDY, NUM_TOKENS, Outcome, mixed, overlapping, requests, until_a_rank_is_lost
+from tests.engine.hybrid import TinyModel
+from tests.models.architectures import QWEN3_5, linear_attention, make_architecture, nested
+from tests.support import make_tiny_model
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts bytes by the kernel's counters of Linux")
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": HEADS,
+    "llama": HEADS,
+    "qwen3_5": nested(model_type="qwen3_5_text", **QWEN3_5 | linear_attention(heads=4) | {"num_hidden_layers": 2}),
+    "deepseek_v3": {},
+    "gpt_oss": HEADS,
+}
+CASES = [(kind, count) for count in (2, 4) for kind in KINDS]
+BY_DEFAULT = ("qwen3", 2)
+
+CONTROL_BYTES = 64 * 1024
+
+
+def make_setup(path: Path, **options: Any) -> Setup:
+    """A pool that grows, and in which not all requests find room."""
+    limits = {"block_size": 8, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    return Setup(path, num_blocks=54, swap_slots=40, start_tokens=64, options=limits, **options)
+
+
+class Case:
+    """One model, and what one rank and several have made of the same requests."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        self.model = TinyModel(path)
+        self.expected: Outcome = play_alone(make_setup(path), mixed)
+        self.got: Outcome = play(count, make_setup(path), mixed)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=() if case == BY_DEFAULT else pytest.mark.cluster) for case in CASES],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    kind, count = request.param
+    return Case(make_architecture(tmp_path_factory.mktemp(kind) / kind, kind, **KINDS[kind]), count)
+
+
+def test_ranks_give_the_tokens_of_one(case: Case) -> None:
+    """In chunks, after prefix hits, preempted and swapped, with two answers of a prompt, grammars and seeds."""
+    for request in requests(0):
+        if request.params == GREEDY:
+            answer = case.model.answer(request.prompt_token_ids, NUM_TOKENS)
+            assert answer.equals(case.got.tokens[request.request_id])
+    assert case.got == case.expected
+    assert case.got.preemptions
+    assert case.got.swapped_in
+    assert case.got.hits
+    assert case.got.copied or case.model.served.layers != case.model.served.kv_layers  # states are shared whole
+
+
+def test_ranks_send_what_tensor_parallelism_needs_and_little_more(case: Case) -> None:
+    assert 0.95 * case.got.needed < case.got.sent < 1.05 * case.got.needed
+    assert max(case.got.messages) < CONTROL_BYTES
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("count", [2, 4])
+def test_steps_of_several_ranks_overlap(count: int, tmp_path: Path) -> None:
+    """Tokens that are pending reach the other ranks on the device, in steps that are replayed too."""
+    path = make_tiny_model(tmp_path / "m", "llama", **HEADS)
+    expected = play_alone(Setup(path, options={"attention_backend": "gather"}), overlapping)
+    got = play(count, Setup(path, lazy_metal=True), overlapping)
+    assert got.tokens == expected.tokens
+    assert expected.overlapped == 0
+    assert got.overlapped > 0.9 * got.model_calls
+
+
+@pytest.mark.cluster
+def test_a_pool_grows_later_if_another_rank_lacks_the_memory(tmp_path: Path) -> None:
+    path = make_architecture(tmp_path / "m", "qwen3", **KINDS["qwen3"])
+    expected = play_alone(make_setup(path), mixed)
+    got = play(2, make_setup(path, fault=faults.lack_memory), mixed)
+    assert got.tokens == expected.tokens
+
+
+@pytest.mark.cluster
+def test_a_rank_that_fails_ends_the_engine_of_rank_0(tmp_path: Path) -> None:
+    path = make_architecture(tmp_path / "m", "qwen3", **KINDS["qwen3"])
+    with pytest.raises(RankFailed) as failed:
+        play(2, make_setup(path, fault=faults.fail_in_a_step), until_a_rank_is_lost)
+    assert list(failed.value.errors) == [1]
+    assert "injected" in failed.value.errors[1]
+    assert failed.value.result == "a step of several ranks failed: RuntimeError: [ring] connection to a peer was lost"
