@@ -65,9 +65,26 @@ def no_collection() -> Iterator[None]:
                 gc.enable()
 
 
-@no_collection()
 def parse(body: bytes | bytearray, model: type[Model], reading: Reading | None = None) -> Model:
-    """Parses a body and checks it by `model`. Raises ApiError 400.
+    """Parses a body and checks it by `model`. Raises ApiError 400."""
+    return or_raise(_parse(body, model, reading))
+
+
+def validate(value: Any, model: type[Model], reading: Reading | None = None) -> Model:
+    """Checks parsed JSON by `model`. Raises ApiError 400. reading: without one, unknown fields are refused."""
+    return or_raise(_check(value, model, reading))
+
+
+def or_raise(checked: Model | ApiError) -> Model:
+    if isinstance(checked, ApiError):
+        raise checked
+    return checked
+
+
+@no_collection()
+def _parse(body: bytes | bytearray, model: type[Model], reading: Reading | None) -> Model | ApiError:
+    """Returns an error instead of raising it: the stack of one that is raised keeps the parsed values until the client
+    has its answer. The garbage collector is on again then, and traverses them three times.
 
     It takes two steps. `model_validate_json` would hold the interpreter lock all the time; during the second step here,
     other threads run every 5 ms.
@@ -75,17 +92,16 @@ def parse(body: bytes | bytearray, model: type[Model], reading: Reading | None =
     try:
         value = from_json(body)
     except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    return validate(value, model, reading)
+        return ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json")
+    return _check(value, model, reading)
 
 
 @no_collection()
-def validate(value: Any, model: type[Model], reading: Reading | None = None) -> Model:
-    """Checks parsed JSON by `model`. Raises ApiError 400. reading: without one, unknown fields are refused."""
+def _check(value: Any, model: type[Model], reading: Reading | None) -> Model | ApiError:
     try:
         return model.model_validate(value, context=reading)
     except ValidationError as error:
-        raise from_validation(error) from None
+        return from_validation(error)
 
 
 def read_query(request: Request, model: type[Model]) -> Model:

@@ -197,3 +197,14 @@ def test_the_garbage_collector_is_left_as_it_was(collects: bool, content: str) -
         assert gc.isenabled() == collects
     finally:
         gc.enable()
+
+
+def test_the_garbage_collector_does_not_see_the_values_of_a_refused_body() -> None:
+    """It would traverse them while the error is answered, and block all threads, longer than parsing took."""
+    body = json.dumps({"messages": [MESSAGE], "metadata": [{"a": []}] * 50_000}).encode()
+    before = len(gc.get_objects())
+    try:
+        reading.parse(body, ChatRequest)
+    except ApiError:
+        seen = len(gc.get_objects()) - before
+    assert seen < 10_000

@@ -16,6 +16,7 @@ import pytest
 
 from tests.api.test_durability import check_all_damages, no_flushes
 from tests.cli.helpers import DEADLINE, Command, mlxpaged, serving
+from tests.faults.fault import SHARE
 from tests.support import wait_until
 
 __all__ = ["no_flushes"]
@@ -23,7 +24,7 @@ __all__ = ["no_flushes"]
 pytestmark = pytest.mark.faults
 
 COMPLETIONS = "/v1/completions"
-NUM_KILLS, NUM_LINES = 50, 40
+NUM_KILLS, NUM_LINES = max(1, round(50 * SHARE)), 40
 START_SECONDS, RUN_SECONDS = 1.5, 0.8
 """A kill comes at most this long after the start of a process, or after its model is loaded."""
 
@@ -60,7 +61,7 @@ def whole_lines(path: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_batch_survives_fifty_kills(tmp_path: Path, seed: int) -> None:
+def test_a_batch_survives_many_kills(tmp_path: Path, seed: int) -> None:
     """Each finished line stays as it is, byte for byte. None is there twice, and each has the right answer."""
     rng = random.Random(seed)
     data = tmp_path / "data"
@@ -105,7 +106,7 @@ def test_a_batch_survives_fifty_kills(tmp_path: Path, seed: int) -> None:
             lines = [json.loads(line) for line in text.splitlines()]
             assert len(lines) == NUM_LINES
             assert {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines} == answers
-    assert num_grown > 0
+    assert num_grown > 0 or SHARE < 1  # a few kills may all come before the first answer
     print(f"{NUM_KILLS} kills, {num_grown} after new answers, {len(batches)} batches")
 
 
