@@ -71,6 +71,6 @@ Try it:
 
 
 def megabytes(size: int) -> str:
-    if size < 1e5:
+    if 0 < size < 1e5:
         return f"{size / 1e3:.1f} KB"
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

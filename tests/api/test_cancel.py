@@ -180,10 +180,10 @@ def test_a_request_can_be_cancelled_before_it_is_in_the_queue(
     tokenizer = type(server.engine.info.tokenizer)
     encode, tokenizing, go_on = tokenizer.encode, threading.Event(), threading.Event()
 
-    def slow_encode(self: Any, *arguments: Any) -> list[int]:
+    def slow_encode(self: Any, *arguments: Any, **options: Any) -> list[int]:
         tokenizing.set()
         assert go_on.wait(DEADLINE)
-        return encode(self, *arguments)
+        return encode(self, *arguments, **options)
 
     monkeypatch.setattr(tokenizer, "encode", slow_encode)
     before = server.engine.stats.model_calls_total

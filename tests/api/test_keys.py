@@ -433,7 +433,7 @@ def test_no_key_is_ever_logged_or_shown(
                 shown.append(client.post(CHAT, json=ask("x", model=key), headers=headers))
                 shown.append(client.post(CHAT, json=ask("x", service_tier="priority"), headers=headers))
                 shown.append(client.get(f"/v1/models?api_key={key}", headers=headers))
-        monkeypatch.setattr(type(server.engine.info.tokenizer), "encode", lambda *_: 1 / 0)
+        monkeypatch.setattr(type(server.engine.info.tokenizer), "encode", lambda *_, **__: 1 / 0)
         shown.append(client.post(COMPLETIONS, json=run_on("x", 1), headers=bearer(keys["normal"])))
         assert shown[-1].status_code == 500
     # The client logs in this process too. What uvicorn says of accesses is switched off where the server is started.

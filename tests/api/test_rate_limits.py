@@ -131,7 +131,7 @@ def test_only_what_uses_the_model_counts(server: RunningServer, keys: dict[str, 
             assert limits_of(response)["limit-requests"] == "3"
         assert post(server, keys["three"], ask("x")).status_code == 429
         assert client.delete("/v1/requests/x", headers=bearer(keys["three"])).status_code == 404
-        assert client.get("/metrics", headers=bearer(keys["three"])).status_code == 200
+        assert client.get("/v1/models", headers=bearer(keys["three"])).status_code == 200
 
 
 def test_one_keys_limit_is_not_anothers(server: RunningServer, keys: dict[str, str]) -> None:

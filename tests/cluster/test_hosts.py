@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.cli import main
+from mlxpaged.cli import main, serve
 from mlxpaged.cluster.hosts import FIRST_PORT, Hosts
 
 HERE = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
 OTHER = {"ssh": "studio-2.local", "ips": ["10.0.0.2"]}
+
+
+@pytest.fixture(autouse=True)
+def no_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets up the log of its process."""
+    monkeypatch.setattr(serve, "set_up", lambda level: None)
 
 
 def write(tmp_path: Path, content: Any) -> Path:

@@ -179,8 +179,8 @@ def test_what_another_requests_failure_discards_is_computed_again(
         bad = [row.sequence.request_id == "bad" and row.start == 3 for row in batch.rows if row.samples]
         return mx.concatenate([logits[:1] * mx.nan, logits[1:]]) if any(bad) else logits
 
-    def sharing_fail(sequence_id: int) -> list[Sequence]:
-        preempted = fail(sequence_id)
+    def sharing_fail(*arguments: Any) -> list[Sequence]:
+        preempted = fail(*arguments)
         [other] = core.scheduler.running  # as if it shared the block of the last token
         core.scheduler.recompute(other)
         other.drop_pending_tokens()

@@ -278,6 +278,7 @@ def test_a_fork_never_copies_what_its_parent_takes_over_in_the_same_step() -> No
     scheduler.reset_cache()
     simulation.slots.clear()
     object.__setattr__(scheduler.config, "max_num_batched_tokens", 11)
+    scheduler.max_tokens = 11
     assert simulation.step().num_tokens == 11
     simulation.add(sequence(2, parent.token_ids[:13], max_tokens=2, priority=HIGH))
     simulation.add(sequence(3, PROMPT, max_tokens=9, fork_of=parent))
