@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.cache import CacheGroups
-from mlxpaged.cpu.attention_plan import TILE
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import START_TOKENS, least_step
 from mlxpaged.engine.model_runner import ModelRunner
@@ -28,6 +27,9 @@ CPU_TOKENS = 64
 
 SCORE_ARRAYS = 4
 """Arrays of scores that exist at once: 3.3 MB more for 1,507 keys and 4 heads, if MLX waits for its operations."""
+
+SCORE_TOKENS = 64
+"""Query tokens of a tile of a CPU's attention."""
 
 
 def measure_step(served: ServedModel, config: EngineConfig) -> int:
@@ -59,7 +61,7 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
 def bytes_per_key(layers: ListOf[KV]) -> int:
     """Bytes that a CPU's attention of a prompt chunk takes for each key, beside what `measure_step` finds for a short
     one: the scores of a tile."""
-    return SCORE_ARRAYS * TILE * 4 * max((spec.num_query_heads for spec in layers), default=0)
+    return SCORE_ARRAYS * SCORE_TOKENS * 4 * max((spec.num_query_heads for spec in layers), default=0)
 
 
 def peak_of_chunk(served: ServedModel, tokens: int, block_size: int) -> int:

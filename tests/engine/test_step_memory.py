@@ -8,10 +8,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged.cpu.attention_plan import TILE
 from mlxpaged.engine import EngineConfig, memory
 from mlxpaged.engine.memory import LEAST_STEP
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
-from mlxpaged.engine.step_memory import measure_step, peak_of_chunk
+from mlxpaged.engine.step_memory import SCORE_TOKENS, measure_step, peak_of_chunk
 from mlxpaged.models import load_model
 from tests.engine.hybrid import Hybrid
 from tests.models.architectures import make_architecture
@@ -49,3 +50,7 @@ def test_a_gpu_keeps_at_least_a_gigabyte_free(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(memory, "LEAST_STEP", 0)
     logits = prompt_logits_bytes(served.vocab_size, 2048)
     assert measure_step(served, EngineConfig()) >= logits > 50_000_000
+
+
+def test_scores_are_counted_for_a_tile_of_the_cpus_attention() -> None:
+    assert SCORE_TOKENS == TILE
