@@ -40,6 +40,7 @@ from mlxpaged.engine.commands import Core
 from mlxpaged.engine.engine_thread import EXPECTED, Callbacks, EngineThread, Failure, ModelSlot
 from mlxpaged.engine.follower import follow
 from mlxpaged.engine.info import Link
+from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.progress import Report
 from mlxpaged.engine.ranks import RankLostError, Ranks
 from mlxpaged.engine.request import RequestOutput
@@ -50,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 FAILED_STATUS = 1
 
-LOST_PEER = RankLostError.__name__
+LOST_PEER = (RankLostError.__name__, DeviceError.__name__)
 """In the reason of a failure which the other end of a link may have caused."""
 
 
@@ -194,7 +195,7 @@ class Rank:
             self._fail(Failure.of(error))
 
     def _fail(self, failure: Failure) -> None:
-        self._send(Failed(failure, lost_peer=LOST_PEER in failure.reason))
+        self._send(Failed(failure, lost_peer=any(each in failure.reason for each in LOST_PEER)))
 
 
 def receive(steps: Channel) -> bytes:
