@@ -207,4 +207,5 @@ def test_a_model_that_a_rank_does_not_have_is_named_with_the_rank(tmp_path: Path
     with mlxpaged(tmp_path, *arguments, fork=False) as command:
         assert command.process.wait(START_SECONDS) == 1
         assert "(127.0.0.1): some/model could not be fetched" in command.stderr
+    wait_until(lambda: not processes("mlxpaged.cluster.rank"))
     assert not processes("mlxpaged.cluster.rank")
