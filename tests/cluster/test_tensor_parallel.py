@@ -26,7 +26,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_oss": HEADS,
 }
 CASES = [(kind, count) for count in (2, 4) for kind in KINDS]
-BY_DEFAULT = ("qwen3", 2)
 
 CONTROL_BYTES = 64 * 1024
 
@@ -48,7 +47,7 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(case, marks=() if case == BY_DEFAULT else pytest.mark.cluster) for case in CASES],
+    params=[pytest.param(case, marks=pytest.mark.cluster) for case in CASES],
     ids=lambda case: f"{case[0]}-{case[1]}",
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
