@@ -391,7 +391,7 @@ class EngineCore:
         """Launch the forward pass. The sampled tokens of the previous step replace the pending ones on the device."""
         started, tables = self.clock(), self.scheduler.get_block_tables(batch.sequence_ids)
         try:
-            self.headroom.require(batch.num_tokens, max(row.context_len for row in batch.rows))
+            self.headroom.require(batch.num_tokens, lambda: max(row.context_len for row in batch.rows))
             running = {each.sequence_id for each in self.scheduler.running} if self.runner.is_recurrent else set()
             logits = self.runner.forward(batch, tables, None if previous is None else previous.tokens, running)
             tops = (self.requests[row.sequence.sequence_id].num_top for row in batch.rows if row.prompt_logprobs)

@@ -66,10 +66,14 @@ class Headroom:
             logger.warning("memory is short: the next step has at most %d tokens", tokens)
         return tokens
 
-    def require(self, tokens: int, context_len: int = 0) -> None:
-        """Raises MemoryError if a step of so many tokens does not fit. context_len: the longest of its sequences."""
-        needed = tokens * self._bytes_per_token + context_len * self._bytes_per_key
-        if needed > self._fitting() * self._bytes_per_token:
+    def require(self, tokens: int, longest: Callable[[], int] = lambda: 0) -> None:
+        """Raises MemoryError if a step of so many tokens does not fit. longest: the longest context of its sequences. It
+        is called only where memory can be seen to be short."""
+        fitting = self._fitting()
+        if fitting == math.inf:
+            return
+        needed = tokens * self._bytes_per_token + longest() * self._bytes_per_key
+        if needed > fitting * self._bytes_per_token:
             free = max(0, self._free() - MARGIN) / 1e6
             raise MemoryError(
                 f"a step of {tokens} tokens may take {needed / 1e6:.1f} MB, but only {free:.1f} MB are free"

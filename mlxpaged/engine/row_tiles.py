@@ -31,7 +31,7 @@ Forward = Callable[[Batch, IntArray], mx.array]
 
 class RowTile(NamedTuple):
     """batch: rows of one token each. owners: for each row, the index of its row in the step. num_repeats: how many rows
-    at the end repeat the one before them. They fill the tile, and nobody reads their logits."""
+    at the end repeat the one before them. They fill the tile, and their logits are not read."""
 
     batch: Batch
     owners: list[int]

@@ -61,9 +61,9 @@ def test_freed_memory_that_is_still_mapped_counts(machine: Machine) -> None:
 def test_a_long_context_takes_memory_too(machine: Machine) -> None:
     machine.left = MARGIN + 100 * PER_TOKEN
     assert machine.headroom.tokens(lambda: 1000) == 90
-    machine.headroom.require(90, 1000)
+    machine.headroom.require(90, lambda: 1000)
     with pytest.raises(MemoryError, match=r"a step of 90 tokens may take 1\.1 MB"):
-        machine.headroom.require(90, 2000)
+        machine.headroom.require(90, lambda: 2000)
 
 
 def test_while_memory_is_short_mlx_waits_before_it_allocates_more_than_estimated(machine: Machine) -> None:

@@ -1,7 +1,7 @@
 """A server under mixed load on a tiny pool: `make soak MINUTES=60`.
 
 Every answer that can be known is compared with the one computed alone. The exit status is 1 if an answer was wrong, a
-client waited in vain, the log has an error, something was not given back at the end, or memory grew too much in the
+client got no answer, the log has an error, something was not given back at the end, or memory grew too much in the
 second half.
 """
 

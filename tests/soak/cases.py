@@ -1,7 +1,7 @@
 """Requests whose answer is known: greedy or seeded, over every endpoint that computes something.
 
-The answer of each is computed alone before the load begins. Under load it must be the same, whoever else is served,
-whether the request is preempted, and whether the answer is streamed.
+The answer of each is computed alone before the load begins. Under load it must be the same, in any batch, whether
+the request is preempted, and whether the answer is streamed.
 """
 
 from __future__ import annotations
