@@ -67,8 +67,8 @@ class Headroom:
         return tokens
 
     def require(self, tokens: int, longest: Callable[[], int] = lambda: 0) -> None:
-        """Raises MemoryError if a step of so many tokens does not fit. longest: the longest context of its sequences. It
-        is called only where memory can be seen to be short."""
+        """Raises MemoryError if a step of so many tokens does not fit. longest: the longest context of its sequences.
+        It is called only where memory can be seen to be short."""
         fitting = self._fitting()
         if fitting == math.inf:
             return
