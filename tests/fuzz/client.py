@@ -255,7 +255,7 @@ async def send_body(target: Target, case: bodies.Case) -> str:
         with contextlib.suppress(ConnectionError):  # the answer may come before the end of the body
             writer.write(head.encode("latin-1", "replace") + b"\r\n" + body)
             await writer.drain()
-        endless = without_version(path.partition("?")[0].partition("#")[0]).rstrip("/") == ENDLESS
+        endless = without_version(path.partition("?")[0]).rstrip("/") == ENDLESS
         answer, rest = await read_answer(reader, case.method.encode(), endless=endless)
     finally:
         writer.close()
@@ -265,7 +265,7 @@ async def send_body(target: Target, case: bodies.Case) -> str:
         return "endless"
     if rest:
         raise FaultError(f"the connection has more after the answer: {rest[:100]!r}")
-    outcome = judge(answer, path.partition("#")[0], case.method)
+    outcome = judge(answer, path, case.method)
     target.note_ids(answer)
     return outcome
 

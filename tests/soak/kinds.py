@@ -1,7 +1,8 @@
 """Memory for each kind of request: `python -m tests.soak.kinds [KIND ...] --requests 50000`.
 
 Prints how many bytes the server keeps for each request of a kind. The first half warms up: caches and bounded histories
-fill, and the allocator reaches its level. The slope is that of the second half.
+fill, and the allocator reaches its level. The slope is that of the second half. A cache that would take longer is full
+before the first request.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from tests.api.helpers import write_keys
 from tests.soak.http_client import Connection
 from tests.soak.server_process import ServerProcess, server_process
 from tests.soak.slopes import slope
-from tests.support import make_embedding_model
+from tests.support import make_embedding_model, make_tiny_model
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "temperature": 0}
-FLAGS = ("demo", "--kv-cache-memory", "4MB", "--served-embedding-model-name", "vectors")
+FLAGS = ("--served-model-name", "demo", "--kv-cache-memory", "1MB", "--served-embedding-model-name", "vectors")
 """Memory of a KV pool is taken when its blocks are first used, so the pool is small."""
+KEYS = 16_384
+"""Keys of JSON objects that the parser keeps (jiter). A key has five places, given by its hash. So all places are taken
+after four times as many keys."""
 READINGS = 40
 NUM_CLIENTS = 8
 MOST_BYTES = 40.0
@@ -161,10 +165,20 @@ async def measure(name: str, count: int) -> bool:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         keys = write_keys(root / "keys.json", known={"admin": True})
-        vectors = make_embedding_model(root / "vectors")
-        flags = [*FLAGS, "--embedding-model", vectors, "--api-keys", root / "keys.json"]
+        model = make_tiny_model(root / "demo", "llama", num_hidden_layers=1)
+        vectors = make_embedding_model(root / "vectors", num_hidden_layers=1)
+        flags = [model, *FLAGS, "--embedding-model", vectors, "--api-keys", root / "keys.json"]
         with server_process(flags, root) as server:
+            await fill_caches(Connection(server.port, keys["known"]))
             return await send_all(name, KINDS[name], count, server, keys["known"])
+
+
+async def fill_caches(connection: Connection) -> None:
+    for part in range(4):
+        keys = dict.fromkeys((f"filled_{part * KEYS + i}" for i in range(KEYS)), 0)
+        answer = await connection.ask("POST", "/tokenize", {"prompt": "a"} | keys)
+        assert answer.status == 200, answer.body
+    connection.close()
 
 
 async def send_all(name: str, kind: Kind, count: int, server: ServerProcess, key: str) -> bool:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
-from pydantic_core import from_json
 
 from mlxpaged.api.batches.records import LineError
-from mlxpaged.api.body import validate
+from mlxpaged.api.body import parse_json, validate
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.schema import Body
 
@@ -66,7 +65,7 @@ def check_line(text: bytes, endpoint: str) -> str:
     if len(text) > MAX_LINE_BYTES:
         raise ApiError(400, f"the line is longer than {MAX_LINE_BYTES // 1024**2} MiB", code="line_too_long")
     try:
-        line = validate(from_json(text), InputLine)
+        line = validate(parse_json(text), InputLine)
     except ValueError:
         raise ApiError(400, "the line is not valid JSON", code="invalid_json_line") from None
     except ApiError as error:  # a batch has one code for all of them
@@ -79,4 +78,4 @@ def check_line(text: bytes, endpoint: str) -> str:
 def read_line(path: Path, place: LinePlace) -> InputLine:
     with path.open("rb") as file:
         file.seek(place.offset)
-        return InputLine.model_validate_json(file.read(place.size))
+        return InputLine.model_validate(parse_json(file.read(place.size)))

@@ -1,0 +1,31 @@
+"""What stays of a body after its request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mlxpaged.api.batches.lines import check_lines, read_line
+from mlxpaged.api.body import parse
+from mlxpaged.api.openai.schema import CompletionRequest
+
+TEXT = "known to one client"
+
+
+def test_the_parser_keeps_no_text_of_a_request() -> None:
+    """It would return the text that it keeps, and not an equal one."""
+    body = json.dumps({"prompt": "a", "user": TEXT}).encode()
+    first, second = (parse(body, CompletionRequest).user for _ in range(2))
+    assert first == second == TEXT
+    assert first is not second
+
+
+def test_the_parser_keeps_no_text_of_a_batch(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    url = "/v1/completions"
+    path.write_text(json.dumps({"custom_id": TEXT, "method": "POST", "url": url, "body": {"prompt": TEXT}}))
+    (first,), _ = check_lines(path, url)
+    (second,), _ = check_lines(path, url)
+    assert first.custom_id == TEXT
+    assert first.custom_id is not second.custom_id
+    assert read_line(path, first).body["prompt"] is not read_line(path, first).body["prompt"]
