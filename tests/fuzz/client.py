@@ -143,12 +143,14 @@ async def read_answer(
             except asyncio.TimeoutError:
                 if answer is None and not connection.trailing_data[0]:
                     return None, b""
-                raise FaultError(f"the answer was not complete after {silence} s") from None
+                raise FaultError("the answer began and was not complete in time") from None
             connection.receive_data(data)
             deadline = max(deadline, time.monotonic() + 1) if silence < LONGEST else deadline
         elif isinstance(event, h11.Response):
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in event.headers}
             answer = Answer(event.status_code, headers)
+            if silence < LONGEST:  # no answer was due, but one that has begun has to end
+                deadline = time.monotonic() + LONGEST
         elif isinstance(event, h11.Data):
             pieces += event.data
             if endless:
