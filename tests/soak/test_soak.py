@@ -14,7 +14,7 @@ from tests.soak.__main__ import ERRORS, unbalanced
 from tests.soak.cases import Case, make_cases, same
 from tests.soak.http_client import Answer, Connection, HungError, LeftError
 from tests.soak.jobs import Client, Refused, Wrong, check, error_in
-from tests.soak.slopes import slope
+from tests.soak.slopes import slope, without_step
 
 
 def found(body: dict[str, Any]) -> Answer:
@@ -75,6 +75,13 @@ def test_errors_in_the_log_are_found() -> None:
 
 def test_a_slope_is_the_growth_for_each_unit() -> None:
     assert slope([(0, 10), (10, 30), (20, 50)]) == pytest.approx(2)
+
+
+def test_one_large_step_is_no_slope_but_two_and_small_ones_are() -> None:
+    assert without_step([(0, 10), (10, 11), (20, 51), (30, 52)], 30) == ([(0, 10), (10, 11), (20, 11), (30, 12)], 40)
+    for figures in ([10, 50, 90, 130], [10, 30, 50, 70]):
+        readings, _ = without_step(list(enumerate(figures)), 30)
+        assert slope(readings) >= 10
 
 
 async def with_server(pieces: Sequence[bytes], ask: Callable[[Connection], Awaitable[Answer]]) -> Answer:
