@@ -96,11 +96,11 @@ async def cancel(connection: Connection, index: int) -> int:
     body = CHAT | {"max_tokens": 200, "stream": True}
     _, headers = await connection.begin("POST", "/v1/chat/completions", body, {"X-Request-Id": name})
     other = Connection(connection.port, connection.key)
-    async for _ in connection.pieces(headers):
-        status = (await other.ask("DELETE", f"/v1/requests/{name}")).status
-        other.close()
-        break
-    async for _ in connection.pieces(headers):
+    pieces = connection.pieces(headers)
+    await anext(pieces)
+    status = (await other.ask("DELETE", f"/v1/requests/{name}")).status
+    other.close()
+    async for _ in pieces:
         pass
     return status
 
