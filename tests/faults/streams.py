@@ -116,8 +116,8 @@ class Streams:
     async def settle(self) -> None:
         """Until the answers that are in flight have ended."""
         before, until = list(self._ended), time.monotonic() + 2 * ANSWER_SECONDS
-        while self._tasks and any(now == then for now, then in zip(self._ended, before, strict=True)):
-            assert time.monotonic() < until, "the streams do not go on"
+        while self._tasks and (waiting := [i for i, ended in enumerate(self._ended) if ended == before[i]]):
+            assert time.monotonic() < until, f"the streams {waiting} do not go on: {self._row.problems}"
             await asyncio.sleep(0.02)
 
     async def _ask(self, number: int) -> None:
@@ -132,6 +132,8 @@ class Streams:
                 outcome, problem = Outcome.HUNG, "no end"
             except OSError as error:
                 outcome, problem = (Outcome.CUT, "") if self._is_cut else (Outcome.LOST, repr(error))
+            except Exception as error:  # the answer cannot be read; the stream goes on
+                outcome, problem = Outcome.LOST, repr(error)
             self._row.note(self._row.streams, outcome, f"stream {number}: {problem}")
             self._ended[number] += 1
             if outcome is not Outcome.RIGHT:
