@@ -26,7 +26,8 @@ def select_readable(
     """Like `select`, but it waits only for what can be read.
 
     Nothing can be written before something was read: the first output of a remote rank shows that its terminal does not
-    echo any more. An echo would be read as output, with the secret, and be logged.
+    echo any more. `mlx.launch` reads its first line as the name of a file, and gives that to commands. An echo of the
+    secret must not be this line.
     """
     readable, *_ = select(readers, [], [], min(seconds, INPUT_SECONDS))
     if readable:

@@ -88,6 +88,23 @@ def test_a_slow_rank_only_slows_the_others(restarting: Cluster, rank: int) -> No
     assert restarting.processes() == before
 
 
+@pytest.mark.parametrize("restarting", [NUM_RANKS], indirect=True)
+def test_mlx_launch_takes_no_core_from_the_ranks(restarting: Cluster) -> None:
+    (pid,) = [pid for pid in restarting.processes() if b"mlxpaged.cluster.launch" in arguments(pid)]
+    before = cpu_seconds(pid)
+    time.sleep(2)
+    assert cpu_seconds(pid) - before < 0.2
+
+
+def arguments(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
+def cpu_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_without_restarts_every_client_gets_an_error_that_names_the_rank(
     tmp_path: Path, number: signal.Signals
