@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,25 +26,50 @@ EACH_RANK = [pytest.param(size, rank, id=f"{rank} of {size}") for size in (2, 4)
 NOTICED_SECONDS = 10.0
 
 
+class Clusters:
+    """Keeps a cluster with `--restart-ranks` until one of another size is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = contextlib.ExitStack()
+        self._size = 0
+        self._cluster: Cluster | None = None
+
+    def of(self, size: int) -> Cluster:
+        if self._cluster is None or self._size != size:
+            self.close()
+            self._size, self._cluster = size, self._stack.enter_context(self._start(size))
+        return self._cluster
+
+    def _start(self, size: int) -> contextlib.AbstractContextManager[Cluster]:
+        directory, model = self._directory / str(size), "demo"
+        if size > NUM_RANKS:  # the demo model has two KV heads
+            heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+            model = str(make_architecture(directory / "model", "llama", **heads))
+        return cluster_of(directory, "--restart-ranks", model=model, hosts=[LOCAL] * size)
+
+    def close(self) -> None:
+        self._stack.close()
+        self._cluster = None
+
+
 @pytest.fixture(scope="module")
-def restarting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    directory, model = tmp_path_factory.mktemp("restarting"), "demo"
-    if request.param > NUM_RANKS:  # the demo model has two KV heads
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-        model = str(make_architecture(directory / "model", "llama", **heads))
-    with cluster_of(directory, "--restart-ranks", model=model, hosts=[LOCAL] * request.param) as cluster:
-        yield cluster
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+    found = Clusters(tmp_path_factory.mktemp("restarting"))
+    yield found
+    found.close()
 
 
 def times(cluster: Cluster) -> int:
     return TIMES if len(cluster.ranks()) == NUM_RANKS else max(1, TIMES // 10)
 
 
-@pytest.mark.parametrize(("restarting", "rank"), EACH_RANK, indirect=["restarting"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("size", "rank"), EACH_RANK)
 def test_the_ranks_start_again_and_every_request_gets_its_whole_answer(
-    restarting: Cluster, rank: int, number: signal.Signals
+    clusters: Clusters, size: int, rank: int, number: signal.Signals
 ) -> None:
+    restarting = clusters.of(size)
     took: list[float] = []
     kept: list[int] = []
     for i in range(times(restarting)):
@@ -72,8 +98,9 @@ def test_the_ranks_start_again_and_every_request_gets_its_whole_answer(
     assert kept[-1] <= kept[0] + max(4, len(kept) // 2)  # less than one for each restart
 
 
-@pytest.mark.parametrize(("restarting", "rank"), EACH_RANK, indirect=["restarting"])
-def test_a_slow_rank_only_slows_the_others(restarting: Cluster, rank: int) -> None:
+@pytest.mark.parametrize(("size", "rank"), EACH_RANK)
+def test_a_slow_rank_only_slows_the_others(clusters: Clusters, size: int, rank: int) -> None:
+    restarting = clusters.of(size)
     before = restarting.processes()
     for _ in range(times(restarting)):
         load = Load(restarting)
@@ -88,9 +115,8 @@ def test_a_slow_rank_only_slows_the_others(restarting: Cluster, rank: int) -> No
     assert restarting.processes() == before
 
 
-@pytest.mark.parametrize("restarting", [NUM_RANKS], indirect=True)
-def test_mlx_launch_takes_no_core_from_the_ranks(restarting: Cluster) -> None:
-    (pid,) = [pid for pid in restarting.processes() if b"mlxpaged.cluster.launch" in arguments(pid)]
+def test_mlx_launch_takes_no_core_from_the_ranks(clusters: Clusters) -> None:
+    (pid,) = [pid for pid in clusters.of(NUM_RANKS).processes() if b"mlxpaged.cluster.launch" in arguments(pid)]
     before = cpu_seconds(pid)
     time.sleep(2)
     assert cpu_seconds(pid) - before < 0.2
