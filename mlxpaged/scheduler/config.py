@@ -9,12 +9,9 @@ from mlxpaged.cache import DEFAULT_BLOCK_SIZE, CacheGroups
 
 PREFILL_MODES = ("mixed", "separate")
 
-DECODE_MULTIPLE = 4.0
-"""A step with prompts may take this many times as long as a step without. Running streams then keep a quarter of their
-pace, and prompts get three quarters of the device's time. docs/performance.md has measurements."""
-
-LEAST_STEP_SECONDS = 0.05
-"""A step may always take this long: twenty tokens a second are faster than people read."""
+DECODE_MULTIPLE = 2.0
+"""A step with prompts may take this many times as long as a step without. Running streams then keep half of their pace
+in any flood of prompts, and the prompts get the other half. docs/performance.md has measurements."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class SchedulerConfig:
     of the steps that decode while prompts wait."""
     max_step_seconds: float | None = None
     """Time limit of a step with prompts. It never cuts a chunk below LEAST_CHUNK tokens. 0: no limit. None: while
-    sequences decode, DECODE_MULTIPLE times a step without prompts, and at least LEAST_STEP_SECONDS."""
+    sequences decode, DECODE_MULTIPLE times a step without prompts."""
     prefix_caching: bool = True
     """Whether blocks are shared between sequences with equal prefixes."""
     cache_seed: bytes = b""

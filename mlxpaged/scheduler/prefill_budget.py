@@ -6,23 +6,25 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.scheduler.batch import Batch, ScheduledSequence
-from mlxpaged.scheduler.config import DECODE_MULTIPLE, LEAST_STEP_SECONDS, SchedulerConfig
+from mlxpaged.scheduler.config import DECODE_MULTIPLE, SchedulerConfig
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.scheduler.step_cost import Costs, StepCost
 
 LEAST_CHUNK = 32
-"""The time limit never cuts a chunk below this many tokens: every prompt must make progress."""
+"""The time limit never cuts a chunk below this many tokens: fewer leave a GPU idle, and every prompt must make
+progress. By default, the next steps make up for the time beyond the limit."""
 
 
 class PrefillBudget:
     """What prompts may use of one step: `tokens`, and `seconds` as estimated by `costs`. costs None: no time limit.
+    seconds falls below zero if the shortest chunk takes longer.
     logits: of so many prompt tokens the step may compute logits."""
 
     def __init__(self, tokens: int, logits: int, costs: Costs | None = None, seconds: float = 0.0) -> None:
         self.tokens = tokens
+        self.seconds = seconds
         self._logits = logits
         self._costs = costs
-        self._seconds = seconds
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether `take_chunk` would give the sequence a token. Other sequences may still have room if it has none."""
@@ -37,9 +39,9 @@ class PrefillBudget:
             wanted = min(wanted, max(0, sequence.logits_from - start) + self._logits)
         chunk = min(self.tokens, wanted)
         if self._costs is not None:
-            chunk = min(chunk, max(LEAST_CHUNK, self._costs.chunk_within(self._seconds, start)))
-            self._seconds -= self._costs.chunk_seconds(start, chunk)
-            if chunk < wanted or self._seconds <= 0:
+            chunk = min(chunk, max(LEAST_CHUNK, self._costs.chunk_within(self.seconds, start)))
+            self.seconds -= self._costs.chunk_seconds(start, chunk)
+            if chunk < wanted or self.seconds <= 0:
                 self.tokens = chunk
         self.tokens -= chunk
         if sequence.logits_from is not None:
@@ -53,6 +55,7 @@ class PrefillLimits:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._cost = StepCost()
+        self._last = PrefillBudget(0, 0)
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn from a step: the device computed these rows, and nothing else, in `seconds`."""
@@ -76,10 +79,18 @@ class PrefillLimits:
         delayed = contexts or list(decoding)
         costs = None if limit == 0 or not (delayed or limit) else self._cost.costs()
         if costs is None:
-            return PrefillBudget(tokens, logits)
-        if limit is None:
-            limit = max(DECODE_MULTIPLE * costs.decode_seconds(delayed), LEAST_STEP_SECONDS)
-        return PrefillBudget(tokens, logits, costs, limit - costs.decode_seconds(contexts))
+            self._last = PrefillBudget(tokens, logits)
+        elif limit is not None:
+            self._last = PrefillBudget(tokens, logits, costs, limit - costs.decode_seconds(contexts))
+        else:
+            owed = max(0.0, -self._last.seconds) if rows else 0.0
+            seconds = DECODE_MULTIPLE * costs.decode_seconds(delayed) - costs.decode_seconds(contexts) - owed
+            self._last = PrefillBudget(tokens if seconds > 0 else 0, logits, costs, seconds)
+        return self._last
+
+    def forget(self) -> None:
+        """No prompt waits. What the last ones took beyond the limit does not delay the next."""
+        self._last = PrefillBudget(0, 0)
 
     def seconds_alone(self, start: int, tokens: int) -> float:
         """Time to compute the tokens from `start` on if nothing else runs. 0.0 if too few steps ran to estimate it."""

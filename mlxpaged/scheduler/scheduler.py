@@ -286,6 +286,7 @@ class Scheduler:
         prefilling = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
         waiting = self.waiting.first(self._admission.num_free_slots + LOOK_AHEAD)
         if not prefilling and not waiting:
+            self._prefill.forget()
             return
         decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self.running))
         budget = self._prefill.budget(builder.rows, decoding, self.max_tokens)

@@ -102,6 +102,7 @@ def test_a_pool_too_small_for_all_preempts_and_gives_the_same_texts(
         kv_cache_bytes=9 * block_bytes(demo_server),
         prefix_caching=prefix_caching,
         max_num_batched_tokens=64,
+        max_step_ms=0,
     )
     # In one order of arrival, the pool runs out at the same places every time.
     after = check_same_texts(config, one_by_one, stream_in_order)

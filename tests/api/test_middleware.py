@@ -334,13 +334,13 @@ def test_a_body_that_does_not_arrive_in_time_gets_a_408(
 def test_a_body_that_comes_fast_enough_may_take_longer(
     server: RunningServer, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body, "BODY_SECONDS", 0.2)
-    monkeypatch.setattr(body, "MIN_BYTES_PER_SECOND", 1000)
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(body, "MIN_BYTES_PER_SECOND", 600)
     sent = json.dumps(run_on("x", 1)).encode().ljust(900)
 
     def pieces() -> Iterator[bytes]:
         for first in range(0, 900, 300):
-            time.sleep(0.15)
+            time.sleep(0.2)
             yield sent[first : first + 300]
 
     with raw(server) as client:

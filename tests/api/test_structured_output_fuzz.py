@@ -32,7 +32,8 @@ def thinking_model(directory: Path) -> Path:
 def crowded_server(model: Path, blocks: int) -> Iterator[RunningServer]:
     with running_server(EngineConfig(model=str(model), kv_cache_bytes=1_000_000)) as server:
         size = block_bytes(server)
-    config = EngineConfig(model=str(model), served_model_name="fuzz", kv_cache_bytes=blocks * size, max_num_seqs=16)
+    limits = {"kv_cache_bytes": blocks * size, "max_num_seqs": 16, "max_step_ms": 0}
+    config = EngineConfig(model=str(model), served_model_name="fuzz", **limits)
     with running_server(config) as server:
         yield server
 

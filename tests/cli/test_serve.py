@@ -129,7 +129,7 @@ def test_without_batching_one_request_runs_at_a_time_with_the_same_answers(tmp_p
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_running_requests_finish_and_ends_with_status_0(tmp_path: Path, number: signal.Signals) -> None:
     with serving(tmp_path, "--drain-timeout", "60", fork=number is signal.SIGTERM) as command:
-        with running_stream(command, 400) as events:
+        with running_stream(command, 200) as events:
             command.process.send_signal(number)
             command.wait_logged("no new requests")
             assert refused(command.url), "what the log says is so when it is said"

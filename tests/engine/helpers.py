@@ -17,10 +17,11 @@ from tests.support import poison_new_blocks
 
 
 def make_core(served: ServedModel, blocks: int = 100, swap_blocks: int = 0, **options: Any) -> EngineCore:
-    """Blocks are poisoned whenever they are handed out."""
+    """Blocks are poisoned whenever they are handed out. Steps are not limited by time, so they are the same on any
+    machine."""
     block = 32 * bytes_per_token(served.layers)
-    config = EngineConfig(kv_cache_bytes=blocks * block, swap_space_bytes=swap_blocks * block, **options)
-    core = build_engine(config, served)
+    memory = {"kv_cache_bytes": blocks * block, "swap_space_bytes": swap_blocks * block}
+    core = build_engine(EngineConfig(**memory, max_step_ms=0, **options), served)
     poison_new_blocks(core)
     return core
 

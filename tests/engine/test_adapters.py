@@ -74,7 +74,12 @@ class Adapted:
         return greedy_answer(model, make_prompt_cache(model), prompt, num_tokens)
 
     def engine(self, num_blocks: int = 200, served: ServedModel | None = None, **options: Any) -> EngineCore:
-        defaults: dict[str, Any] = {"block_size": 8, "attention_backend": "gather", "max_num_seqs": 16}
+        defaults: dict[str, Any] = {
+            "block_size": 8,
+            "attention_backend": "gather",
+            "max_num_seqs": 16,
+            "max_step_ms": 0,
+        }
         served = served or self.served
         config = EngineConfig(
             str(self.path),

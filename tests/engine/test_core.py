@@ -41,7 +41,7 @@ def core(served: ServedModel) -> EngineCore:
 
 
 def make_core(served: ServedModel, **options: Any) -> EngineCore:
-    core = build_engine(EngineConfig(**({"kv_cache_bytes": 1_000_000} | options)), served)
+    core = build_engine(EngineConfig(**({"kv_cache_bytes": 1_000_000, "max_step_ms": 0} | options)), served)
     poison_new_blocks(core)
     return core
 

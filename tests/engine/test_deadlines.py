@@ -38,7 +38,7 @@ def _overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def make_core(served: ServedModel, clock: Clock, blocks: int = 100, **options: Any) -> EngineCore:
     cache = blocks * 32 * bytes_per_token(served.layers)
-    core = build_engine(EngineConfig(kv_cache_bytes=cache, **options), served, clock)
+    core = build_engine(EngineConfig(kv_cache_bytes=cache, max_step_ms=0, **options), served, clock)
     poison_new_blocks(core)
     return core
 

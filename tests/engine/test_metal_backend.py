@@ -92,8 +92,8 @@ def interpreter() -> Iterator[Interpreter | None]:
 
 def make_core(served: ServedModel, backend: str, **options: Any) -> EngineCore:
     cache = BLOCKS * 32 * bytes_per_token(served.layers)
-    config = EngineConfig(kv_cache_bytes=cache, attention_backend=backend, max_num_batched_tokens=100, **options)
-    core = build_engine(config, served)
+    limits = {"max_num_batched_tokens": 100, "max_step_ms": 0}
+    core = build_engine(EngineConfig(kv_cache_bytes=cache, attention_backend=backend, **limits, **options), served)
     poison_new_blocks(core)
     return core
 

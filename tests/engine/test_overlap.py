@@ -27,7 +27,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 def make_core(served: ServedModel, blocks: int = 100, **options: Any) -> EngineCore:
     cache = blocks * 32 * bytes_per_token(served.layers)
-    core = build_engine(EngineConfig(kv_cache_bytes=cache, **options), served)
+    core = build_engine(EngineConfig(kv_cache_bytes=cache, max_step_ms=0, **options), served)
     poison_new_blocks(core)
     return core
 

@@ -108,7 +108,6 @@ def test_16_requests_get_their_answers_while_the_pool_grows_and_shrinks(
         pressure=lambda: next(levels),
         attention_backend=backend,
         max_num_batched_tokens=40,
-        max_step_ms=0,
     )
     load(core, clock, model)
     assert core.stats().scheduler.preemptions_total > 0
@@ -127,7 +126,6 @@ def test_the_kernels_find_their_blocks_in_pools_that_grow_and_shrink(llama: Tiny
         pressure=lambda: next(levels),
         attention_backend="metal",
         max_num_batched_tokens=60,
-        max_step_ms=0,
     )
     assert core.runner.overlaps
     load(core, clock, llama)
@@ -145,7 +143,6 @@ def disturbed_engine(model: TinyModel, rng: random.Random) -> EngineCore:
         pressure=lambda: rng.choice((NORMAL, NORMAL, NORMAL, WARNING, CRITICAL)),
         max_num_seqs=rng.choice((3, 6, 10)),
         max_num_batched_tokens=rng.choice((16, 40, 200)),
-        max_step_ms=0,
         prefix_caching=rng.random() < 0.9,
     )
 
@@ -422,7 +419,6 @@ def test_a_pool_that_shrinks_keeps_room_for_the_prompts_that_run(llama: TinyMode
         clock=clock,
         pressure=lambda: level[0],
         max_num_batched_tokens=20,
-        max_step_ms=0,
     )
     fill(core)
 

@@ -43,7 +43,7 @@ def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def make_core(served: ServedModel, blocks: int, swap_blocks: int = 0, **options: Any) -> EngineCore:
     block = 32 * bytes_per_token(served.layers)
     config = {"kv_cache_bytes": blocks * block, "swap_space_bytes": swap_blocks * block, "prefix_caching": False}
-    core = build_engine(EngineConfig(**(config | options)), served)
+    core = build_engine(EngineConfig(**(config | {"max_step_ms": 0} | options)), served)
     poison_new_blocks(core)
     return core
 

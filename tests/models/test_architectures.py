@@ -98,7 +98,8 @@ class Case:
 
     def engine(self, num_blocks: int = 256, swap_blocks: int = 0, **config: Any) -> EngineCore:
         block = BLOCK_SIZE * bytes_per_token(self.served.layers)
-        options = {"block_size": BLOCK_SIZE, "attention_backend": "gather", "max_num_seqs": 16} | config
+        defaults = {"block_size": BLOCK_SIZE, "attention_backend": "gather", "max_num_seqs": 16, "max_step_ms": 0}
+        options = defaults | config
         swapped = swap_blocks * (block + state_bytes(self.served.layers) // 8)
         memory = {"kv_cache_bytes": num_blocks * block or None, "swap_space_bytes": swapped}
         core = build_engine(EngineConfig(str(self.path), **memory, **options), self.served)

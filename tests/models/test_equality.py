@@ -124,9 +124,8 @@ class Case:
 
     def engine(self, num_blocks: int = 256, block_size: int = 32, **config: Any) -> EngineCore:
         size = num_blocks * block_size * bytes_per_token(self.served.layers)
-        core = build_engine(
-            EngineConfig(str(self.path), kv_cache_bytes=size, block_size=block_size, **config), self.served
-        )
+        options = {"block_size": block_size, "max_step_ms": 0} | config
+        core = build_engine(EngineConfig(str(self.path), kv_cache_bytes=size, **options), self.served)
         assert core.scheduler.blocks.size.limit == num_blocks * len(core.scheduler.blocks.groups)
         poison_new_blocks(core)
         return core

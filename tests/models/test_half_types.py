@@ -44,7 +44,8 @@ def logprobs(logits: mx.array) -> npt.NDArray[np.float32]:
 
 def generate(path: Path, prompts: list[list[int]]) -> list[list[TokenLogprobs]]:
     """The engine's greedy answers, with chunks and decoding tokens in the same steps."""
-    config = EngineConfig(str(path), kv_cache_bytes=2_000_000, block_size=8, max_num_seqs=8, max_num_batched_tokens=29)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 29, "max_step_ms": 0}
+    config = EngineConfig(str(path), kv_cache_bytes=2_000_000, block_size=8, **limits)
     served = load_model(str(path))
     assert not is_per_sequence(served.layers), "all run as one batch"
     core = build_engine(config, served)

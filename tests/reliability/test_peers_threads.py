@@ -247,7 +247,7 @@ def test_mlx_lm_983_a_short_and_a_long_prompt_run_together_on_a_sliding_model(sl
 
 def test_mlx_lm_1255_retries_and_short_probes_do_not_wedge_a_sliding_model(sliding: TinyModel) -> None:
     """Clients give up in the middle of their prompts and ask the same again, while others ask for a token or two."""
-    core = sliding.engine(num_blocks=60, max_num_batched_tokens=16, max_step_ms=0)
+    core = sliding.engine(num_blocks=60, max_num_batched_tokens=16)
     long = [prompt(50, i) for i in range(3)]
     tokens: dict[str, list[int]] = {}
     for attempt in range(4):
@@ -385,7 +385,7 @@ def test_ollama_17183_a_form_that_cannot_be_kept_is_refused(demo_server: Running
 
 
 def test_omlx_2031_long_prompts_leave_a_running_answer_its_token_of_each_step(sliding: TinyModel) -> None:
-    core = sliding.engine(num_blocks=200, max_num_batched_tokens=32, max_step_ms=0)
+    core = sliding.engine(num_blocks=200, max_num_batched_tokens=32)
     core.add(request("running", prompt(5, 1), 30))
     while not any(output.token_ids for output in core.step()):
         pass

@@ -34,6 +34,12 @@ from tests.soak.slopes import slope
 GENERATE = ("small", "hybrid", "other")
 ALWAYS_LOADED = ("small", "hybrid")
 STEPS = "mlxpaged_engine_steps_total"
+SHORTAGES = {
+    "mlxpaged_preemptions_total": "preemptions",
+    "mlxpaged_kv_blocks_swapped_out_total": "blocks swapped out",
+    "mlxpaged_kv_blocks_swapped_in_total": "blocks swapped in",
+}
+"""Metrics that show that the pool is too small for the load."""
 NUM_CLIENTS = 14
 NUM_CASES = 6
 READ_SECONDS = 5.0
@@ -44,7 +50,7 @@ POOL_THREADS = 8
 MOST_GROWTH = 5e6
 """Bytes that resident memory may grow by in the second half."""
 FLAGS = (
-    *("--max-model-len", "384", "--max-num-seqs", "8", "--block-size", "8", "--kv-cache-memory", "400KB"),
+    *("--max-model-len", "384", "--max-num-seqs", "8", "--block-size", "8", "--kv-cache-memory", "200KB"),
     *("--swap-space", "100KB", "--state-cache-memory", "200KB", "--max-queue", "24", "--timelines"),
 )
 ERRORS = re.compile(r"Traceback|\b(?:ERROR|CRITICAL)\b|Exception|MemoryError")
@@ -68,6 +74,7 @@ class Soak:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
+    shortages: Counter[str] = field(default_factory=Counter)
 
     async def run(self, seconds: float) -> None:
         connection = Connection(self.server.port)
@@ -135,6 +142,11 @@ class Soak:
     async def _check_balance(self, base: Usage) -> None:
         """When all requests have ended, everything is given back."""
         connection = Connection(self.server.port)
+        for name, _, value in await metrics(connection):
+            if name in SHORTAGES:
+                self.shortages[SHORTAGES[name]] += int(value)
+        if not all(self.shortages[each] for each in SHORTAGES.values()):
+            self._note(f"the pool was large enough: {dict(self.shortages)}")
         for _ in range(100):
             missing = unbalanced(await metrics(connection))
             usage = self.server.usage()
@@ -181,6 +193,7 @@ class Soak:
         print(f"\n{'job':<16}" + "".join(f"{outcome:>10}" for outcome in outcomes))
         for job in JOBS:
             print(f"{job.__name__:<16}" + "".join(f"{self.counts[job.__name__, each]:>10}" for each in outcomes))
+        print("\n" + ", ".join(f"{count} {what}" for what, count in self.shortages.items()))
 
 
 Sample = tuple[str, dict[str, str], float]

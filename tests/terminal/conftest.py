@@ -67,11 +67,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.fixture
-def silent_hub() -> Iterator[str]:
+class SilentHub(str):
     """The address of a hub that takes connections and never answers."""
+
+    connections: list[socket.socket]
+
+
+@pytest.fixture
+def silent_hub() -> Iterator[SilentHub]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        connections: list[socket.socket] = []
+        hub = SilentHub(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        hub.connections = connections = []
 
         def accept() -> None:
             with contextlib.suppress(OSError):
@@ -80,7 +86,7 @@ def silent_hub() -> Iterator[str]:
 
         thread = threading.Thread(target=accept)
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield hub
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
         for connection in connections:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from mlxpaged.cli import COMMANDS
-from tests.support import RunningServer
+from tests.support import RunningServer, wait_until
+from tests.terminal.conftest import SilentHub
 from tests.terminal.tmux import Terminal
 
 INTERRUPTED = 130
@@ -155,9 +154,9 @@ def test_while_a_measurement_runs(terminal: Terminal, command: str) -> None:
     check(terminal.text()[before:])
 
 
-def test_while_pull_waits_for_the_hub(terminal: Terminal, silent_hub: str) -> None:
+def test_while_pull_waits_for_the_hub(terminal: Terminal, silent_hub: SilentHub) -> None:
     before = terminal.start(f"HF_ENDPOINT={silent_hub} mlxpaged pull someone/absent")
-    terminal.wait_for(re.escape("absent"), since=before - 10)
+    wait_until(lambda: silent_hub.connections, 30)
     terminal.key("C-c")
     assert terminal.wait_prompt(before) in (INTERRUPTED, 1)
     check(terminal.text()[before:])
