@@ -95,7 +95,7 @@ def test_the_ranks_start_again_and_every_request_gets_its_whole_answer(
         assert after.keys() & before.keys() == {restarting.command.process.pid}
         kept.append(restarting.kept())
     print(f"{len(took)} times, noticed after {min(took):.1f} to {max(took):.1f} s")
-    assert kept[-1] <= kept[0] + max(4, len(kept) // 2)  # less than one for each restart
+    assert kept[-1] - kept[0] < max(16, len(kept) // 2)  # pools of threads grow at first
 
 
 @pytest.mark.parametrize(("size", "rank"), EACH_RANK)
