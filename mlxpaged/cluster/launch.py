@@ -29,12 +29,12 @@ def select_readable(
     echo any more. `mlx.launch` reads its first line as the name of a file, and gives that to commands. An echo of the
     secret must not be this line.
     """
-    readable, *_ = select(readers, [], [], min(seconds, INPUT_SECONDS))
+    readable = select(readers, [], [], min(seconds, INPUT_SECONDS))[0]
     if readable:
         SPOKEN.update(writers)
     return readable, [each for each in writers if each in SPOKEN], []
 
 
 if __name__ == "__main__":
-    launch.select = select_readable
+    vars(launch)["select"] = select_readable
     launch.main()
