@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cluster
 TIMES = int(os.environ.get("MLXPAGED_FAULTS", "2"))
 """For each fault and rank, with two ranks. With four, a tenth. `make test-cluster` sets 20."""
 NUM_RANKS = 2
-EACH_RANK = [pytest.param(size, rank, id=f"{rank} of {size}") for size in (2, 4) for rank in range(size)]
+EACH_RANK = [pytest.param(size, rank, id=f"{rank} of {size}") for size in (NUM_RANKS,) for rank in range(size)]
 NOTICED_SECONDS = 10.0
 
 
