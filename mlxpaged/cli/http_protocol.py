@@ -25,6 +25,11 @@ LEAST_BYTES = 16 * 1024
 """A client that takes less than this within the time limit counts as one that does not read."""
 CHECKS = 4
 """Within the time limit. A check counts for a quarter of it, however late it comes: the process may be stopped."""
+LINGER_SECONDS = 0.5
+"""After an answer that came before the whole request. A socket that is closed while bytes arrive resets the connection,
+and its client may lose the answer (RFC 9112, 9.6)."""
+LINGERING_SHARE = 0.25
+"""Of the open connections: so many refused ones may linger. What is beyond is closed at once."""
 MAX_HEAD_BYTES = 64 * 1024
 FOLDED = re.compile(rb"\n[ \t]")
 """The start of a line that continues the header line before it (obs-fold)."""
@@ -62,6 +67,7 @@ class HttpProtocol(H11Protocol):
 
     conn: Connection
     _silence: asyncio.TimerHandle
+    _lingers = False
     _check: asyncio.TimerHandle | None = None  # of the reader, while data waits for it
     _unsent = _checks = 0  # bytes at the last check at which the client had read enough, and the checks since then
 
@@ -76,9 +82,16 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._server.http.max_open_connections:
-            self._refuse()
         self._silence = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
+        limit = self._server.http.max_open_connections
+        if len(self.connections) > limit:
+            self._refuse()
+        if len(self.connections) > (1 + LINGERING_SHARE) * limit:
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._lingers:
+            super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._silence, self.timeout_keep_alive_task):  # they would keep the connection's memory
@@ -161,7 +174,7 @@ class HttpProtocol(H11Protocol):
             self.cycle.message_event.set()
 
     def _answer(self, error: ApiError) -> None:
-        """Answer without a handler, and close the connection."""
+        """Answer without a handler, and let the connection end."""
         request_id = new_id("req")
         response = render(error, "", request_id)
         headers = [*response.raw_headers, (b"connection", b"close"), (HEADER.lower().encode(), request_id.encode())]
@@ -172,4 +185,11 @@ class HttpProtocol(H11Protocol):
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close when the client has closed its side, or after a moment. What it still sends is dropped."""
+        self._lingers = True
+        self.transport.write_eof()
+        self._silence.cancel()
+        self._silence = self.loop.call_later(LINGER_SECONDS, self.transport.close)

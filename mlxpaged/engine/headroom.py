@@ -31,6 +31,10 @@ LOOK_SECONDS = 0.25
 NEAR = 4
 """While less than so many of the largest steps would fit, the system's free memory is looked at in every step too."""
 
+OVERRUN = 6
+"""While less than so many times the estimate of a step is free, MLX is held to it. A step of 1,500 tokens took
+twice as much with the freed buffers that MLX keeps, and others 5 times while other programs used the cores."""
+
 GIVE_BACK_SECONDS = 1.0
 """Freed memory is not returned to the system more often than this."""
 
@@ -69,6 +73,8 @@ class Headroom:
     def require(self, tokens: int, longest: Callable[[], int] = lambda: 0) -> None:
         """Raises MemoryError if a step of so many tokens does not fit. longest: the longest context of its sequences.
         It is called only where memory can be seen to be short."""
+        if tokens > LEAST_CHUNK:
+            self._looked_at = -math.inf  # such a step takes far longer than a look
         fitting = self._fitting()
         if fitting == math.inf:
             return
@@ -78,7 +84,8 @@ class Headroom:
             raise MemoryError(
                 f"a step of {tokens} tokens may take {needed / 1e6:.1f} MB, but only {free:.1f} MB are free"
             )
-        limit_active_memory(int(needed) if self._is_short else None)
+        is_near = self._is_short or OVERRUN * needed > fitting * self._bytes_per_token
+        hold_to(int(needed) if is_near else None)
 
     def note_failure(self, tokens: int) -> None:
         """An allocation failed in a step of so many tokens."""
@@ -132,16 +139,21 @@ class Headroom:
 
 
 _usual_limit: int | None = None
+_usual_cache_limit = 0
 
 
-def limit_active_memory(more: int | None) -> None:
-    """Let MLX wait for running operations before it allocates more than so many bytes beside those in use. None ends
-    that. On a CPU, MLX allocates the outputs of up to 100 operations before they run: a step took 5 times its estimate
-    while other programs used the cores."""
-    global _usual_limit
+def hold_to(more: int | None) -> None:
+    """Let MLX wait for running operations before it allocates more than so many bytes beside those in use, and keep no
+    freed buffers. None ends that. On a CPU, MLX allocates the outputs of up to 100 operations before they run. Freed
+    buffers count for a control group, which kills the process at its limit. MLX keeps as many as a step takes."""
+    global _usual_limit, _usual_cache_limit
     if more is not None:
+        if (kept := int(mx.set_cache_limit(0))) > 0:
+            _usual_cache_limit = kept
+            mx.clear_cache()
         before = int(mx.set_memory_limit(int(mx.get_active_memory()) + more))
         _usual_limit = before if _usual_limit is None else _usual_limit
     elif _usual_limit is not None:
         mx.set_memory_limit(_usual_limit)
+        mx.set_cache_limit(_usual_cache_limit)
         _usual_limit = None

@@ -12,6 +12,7 @@ import struct
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +457,27 @@ def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monk
             assert response.status == 200
             response.read()
             time.sleep(0.3)
+
+
+@pytest.mark.parametrize("share", [100.0, 0.0])
+def test_a_refused_client_that_still_sends_gets_its_answer_while_few_are_refused(
+    plain: RunningServer, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """The first part of its request comes after the answer, and would reset a closed connection."""
+    state = plain.app.state.server
+    monkeypatch.setattr(state, "http", replace(state.http, max_open_connections=0.5))
+    monkeypatch.setattr(http_protocol, "LINGERING_SHARE", share)
+    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", DEADLINE)
+    host, port = plain.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
+        assert connection.recv(4, socket.MSG_PEEK) == b"HTTP"
+        with contextlib.nullcontext() if share else pytest.raises(ConnectionError):
+            for part in (b"POST /v1/completions HTTP/1.1\r\n", b"Host: localhost\r\nContent-Length: 2\r\n\r\n", b"{}"):
+                connection.sendall(part)
+                time.sleep(0.05)
+            received = b"".join(iter(lambda: connection.recv(65536), b""))
+            assert received.startswith(b"HTTP/1.1 503 ")
+            assert b"too_many_connections" in received
 
 
 def test_a_connection_that_has_ended_keeps_no_memory(plain: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
 from mlxpaged.engine import headroom
-from mlxpaged.engine.headroom import GIVE_BACK_SECONDS, LOOK_SECONDS, Headroom
+from mlxpaged.engine.headroom import GIVE_BACK_SECONDS, LOOK_SECONDS, OVERRUN, Headroom, hold_to
 from mlxpaged.process_memory import MARGIN
 from mlxpaged.scheduler.prefill_budget import LEAST_CHUNK
 
@@ -23,7 +24,7 @@ class Machine:
         monkeypatch.setattr(headroom, "address_space_left", lambda: self.left)
         self.waits: list[int | None] = []
         monkeypatch.setattr(headroom, "can_allocate", lambda nbytes: nbytes <= self.kept)
-        monkeypatch.setattr(headroom, "limit_active_memory", self.waits.append)
+        monkeypatch.setattr(headroom, "hold_to", self.waits.append)
         monkeypatch.setattr(headroom.mx, "clear_cache", lambda: None)
         monkeypatch.setattr(headroom, "return_freed_memory", lambda: self.trims.append(self.now))
         self.headroom = Headroom(TOKENS * PER_TOKEN, TOKENS, lambda: self.now, PER_KEY)
@@ -72,6 +73,37 @@ def test_while_memory_is_short_mlx_waits_before_it_allocates_more_than_estimated
     machine.left = None
     machine.headroom.require(machine.headroom.tokens(lambda: 0))
     assert machine.waits == [100 * PER_TOKEN, None]
+
+
+@pytest.mark.parametrize(("times", "waits"), [(OVERRUN - 0.1, [TOKENS * PER_TOKEN]), (OVERRUN, [None])])
+def test_mlx_is_held_to_the_estimate_unless_a_step_fits_several_times(
+    machine: Machine, times: float, waits: list[int | None]
+) -> None:
+    machine.free = int(MARGIN + times * TOKENS * PER_TOKEN)
+    machine.headroom.require(machine.headroom.tokens(lambda: 0))
+    assert machine.waits == waits
+
+
+def test_while_mlx_is_held_it_keeps_no_freed_buffers() -> None:
+    usual, limit = mx.set_cache_limit(10**9), mx.set_memory_limit(10**12)
+    try:
+        hold_to(10**6)
+        hold_to(10**7)
+        assert mx.set_cache_limit(0) == 0
+        hold_to(None)
+        hold_to(None)
+        assert (mx.set_cache_limit(usual), mx.set_memory_limit(limit)) == (10**9, 10**12)
+    finally:
+        mx.set_cache_limit(usual)
+        mx.set_memory_limit(limit)
+
+
+def test_before_a_step_with_prompts_the_systems_memory_is_always_looked_at(machine: Machine) -> None:
+    assert machine.headroom.tokens(lambda: 0) == TOKENS
+    machine.free = MARGIN
+    machine.headroom.require(LEAST_CHUNK)
+    with pytest.raises(MemoryError):
+        machine.headroom.require(LEAST_CHUNK + 1)
 
 
 def test_the_systems_memory_is_looked_at_a_few_times_a_second(machine: Machine) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.api.helpers import random_tokens
 from tests.faults import wire
+from tests.faults.patience import within
 from tests.faults.server import FaultyServer
 from tests.faults.streams import Streams, alone, chat, completion, headers_of
 from tests.faults.table import LostError, Outcome, Row, judge
@@ -162,7 +163,7 @@ async def inject_all(fault: Fault, context: Context, row: Row) -> None:
         for number in waiting:
             problem = ""
             try:
-                outcome = await asyncio.wait_for(fault.inject(context, number), fault.seconds)
+                outcome = await within(fault.seconds, context.server.delay, fault.inject(context, number))
             except asyncio.TimeoutError:
                 outcome, problem = Outcome.HUNG, f"nothing within {fault.seconds:.0f} s"
             except (LostError, OSError) as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.api.helpers import write_keys
 from tests.faults import wire
+from tests.faults.patience import Delays
 from tests.support import make_embedding_model, make_tiny_model
 
 START_SECONDS = 60.0
@@ -48,6 +49,7 @@ class FaultyServer:
         self.flags: tuple[str, ...] = ()
         self.open_files = 0
         self.num_starts = 0
+        self._delays = Delays()
 
     def write_keys(self) -> None:
         """New keys for all names."""
@@ -62,6 +64,10 @@ class FaultyServer:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    def delay(self) -> float:
+        """Seconds for which the server has waited for a core since the first call."""
+        return self._delays.of(self.pid)
 
     async def start(self, *flags: str, open_files: int = 0) -> None:
         """flags: beside FLAGS. open_files: the limit of the process; 0 for the machine's."""
@@ -79,8 +85,8 @@ class FaultyServer:
         await self.wait_ready()
 
     async def wait_ready(self) -> None:
-        until = time.monotonic() + START_SECONDS
-        while time.monotonic() < until:
+        until = time.monotonic() + START_SECONDS - self.delay()
+        while time.monotonic() < until + self.delay():
             assert self._process is not None
             assert self._process.poll() is None, f"the server ended: {self.tail()}"
             try:

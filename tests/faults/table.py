@@ -75,7 +75,8 @@ def judge_error(path: str, reply: Reply) -> Outcome:
         raise LostError(f"an error without a reason: {reply}")
     if path == "/v1/messages" and body.get("type") != "error":
         raise LostError(f"not an error of Anthropic's API: {reply}")
-    if reply.status in (429, 503) and "retry-after" not in reply.headers and body["error"].get("code") != "engine_dead":
+    may_retry = "the engine is dead" not in reason_of(body)  # only OpenAI's format has a code for that
+    if reply.status in (429, 503) and may_retry and "retry-after" not in reply.headers:
         raise LostError(f"no Retry-After: {reply}")
     return Outcome.REFUSED
 
