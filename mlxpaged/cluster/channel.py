@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import secrets
 import socket
 import struct
@@ -42,9 +43,17 @@ class Channel:
             self._connection.send(message)
 
     def receive(self) -> Any:
-        return self._connection.recv()
+        try:
+            return self._connection.recv()
+        except TypeError as error:
+            if self._connection.closed:  # in the middle of a message
+                raise EOFError("the channel is closed") from error
+            raise
 
     def close(self) -> None:
+        """A thread in `receive` gets EOFError, also if the peer cannot be reached."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connected:
+            connected.shutdown(socket.SHUT_RDWR)  # does not come with the close of a descriptor that is being read
         with contextlib.suppress(OSError):
             self._connection.close()
 

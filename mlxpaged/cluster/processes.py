@@ -110,8 +110,7 @@ class Processes:
 OFFLINE = ["--env", "HF_HUB_OFFLINE=1"]
 """Ranks load from their own disks. They do not all download the same weights at once."""
 
-LAUNCH = [sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"]
-"""`mlx.launch` by this interpreter: the script may not be in the PATH."""
+LAUNCH = [sys.executable, "-m", "mlxpaged.cluster.launch"]
 
 
 def kill_remote(host: str, pid: int) -> None:

@@ -93,7 +93,6 @@ def mixed(core: EngineCore, seed: int = 0) -> Outcome:
     """Sixteen requests and one more answer; then the memory shrinks, and half of them again with other names."""
     outcome, before = Outcome(), ring_bytes()
     count_bytes(core, outcome)
-    count_overlapped(core, outcome)
     for request in requests(seed):
         core.add(request)
     step_to_the_end(core, outcome)
@@ -116,6 +115,7 @@ def mixed(core: EngineCore, seed: int = 0) -> Outcome:
 def overlapping(core: EngineCore) -> Outcome:
     """Nothing that needs kernels for whole blocks."""
     outcome = Outcome()
+    count_overlapped(core, outcome)
     for i, request in enumerate(requests(0)[2:12:3]):
         core.add(replace(request, params=replace(request.params, max_tokens=20 + 5 * i)))
     step_to_the_end(core, outcome)

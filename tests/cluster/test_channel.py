@@ -91,3 +91,21 @@ def test_a_peer_that_reads_nothing_is_lost_after_a_while(accepting: Accepting, m
     with pytest.raises(BlockingIOError):
         ours.send(b"x" * 50_000_000)
     ours.close()
+
+
+def test_a_thread_that_receives_ends_when_another_one_closes_the_channel(accepting: Accepting) -> None:
+    ours = connect(accepting.listener.address, SECRET)
+    ended: list[type[BaseException]] = []
+
+    def receive() -> None:
+        try:
+            ours.receive()
+        except (EOFError, OSError) as error:
+            ended.append(type(error))
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    thread.join(0.1)
+    ours.close()
+    thread.join(10)
+    assert ended
