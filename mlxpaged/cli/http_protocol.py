@@ -26,10 +26,11 @@ LEAST_BYTES = 16 * 1024
 CHECKS = 4
 """Within the time limit. A check counts for a quarter of it, however late it comes: the process may be stopped."""
 LINGER_SECONDS = 0.5
-"""After an answer that came before the whole request. A socket that is closed while bytes arrive resets the connection,
-and its client may lose the answer (RFC 9112, 9.6)."""
+"""A connection that is refused waits so long for its request, and a connection stays so long after an answer that came
+before the whole request. A socket that is closed while bytes arrive resets the connection, and its client may lose the
+answer (RFC 9112, 9.6)."""
 LINGERING_SHARE = 0.25
-"""Of the open connections: so many refused ones may linger. What is beyond is closed at once."""
+"""Of the open connections: so many refused ones may stay for a moment. What is beyond is closed at once."""
 MAX_HEAD_BYTES = 64 * 1024
 FOLDED = re.compile(rb"\n[ \t]")
 """The start of a line that continues the header line before it (obs-fold)."""
@@ -67,7 +68,7 @@ class HttpProtocol(H11Protocol):
 
     conn: Connection
     _silence: asyncio.TimerHandle
-    _lingers = False
+    _is_refused = _lingers = False
     _check: asyncio.TimerHandle | None = None  # of the reader, while data waits for it
     _unsent = _checks = 0  # bytes at the last check at which the client had read enough, and the checks since then
 
@@ -82,15 +83,22 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._silence = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
         limit = self._server.http.max_open_connections
-        if len(self.connections) > limit:
-            self._refuse()
+        self._is_refused = len(self.connections) > limit
+        if self._is_refused:
+            self._silence = self.loop.call_later(LINGER_SECONDS, self._refuse)
+        else:
+            self._silence = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
         if len(self.connections) > (1 + LINGERING_SHARE) * limit:
+            self._refuse()
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        if not self._lingers:
+        if self._lingers:
+            return
+        if self._is_refused:
+            self._refuse(data)
+        else:
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -100,12 +108,14 @@ class HttpProtocol(H11Protocol):
         self._end_check()
         super().connection_lost(exc)
 
-    def _refuse(self) -> None:
-        """The files that the process may still open are for the model, uploads and the log."""
+    def _refuse(self, received: bytes = b"") -> None:
+        """The files that the process may still open are for the model, uploads and the log. received: the begin of the
+        request. Its path says in which API's format the error is."""
         message = "the server has as many open connections as its limit of open files allows"
         error = ApiError(503, message, "server_error", code="too_many_connections", headers=RETRY)
         self._server.metrics.count_refusal(error.refusal_code)
-        self._answer(error)
+        _, target, *_ = [*received.split(maxsplit=2), b"", b""]
+        self._answer(error, target.decode("latin-1").partition("?")[0])
 
     # -- clients that do not read ------------------------------------------------------------------------------------
 
@@ -173,10 +183,10 @@ class HttpProtocol(H11Protocol):
             self.cycle.disconnected = True  # before `connection_lost`, so that the handler sends nothing in between
             self.cycle.message_event.set()
 
-    def _answer(self, error: ApiError) -> None:
+    def _answer(self, error: ApiError, path: str = "") -> None:
         """Answer without a handler, and let the connection end."""
         request_id = new_id("req")
-        response = render(error, "", request_id)
+        response = render(error, path, request_id)
         headers = [*response.raw_headers, (b"connection", b"close"), (HEADER.lower().encode(), request_id.encode())]
         body = b"" if self.conn.method == b"HEAD" and self.conn.our_state is h11.SEND_RESPONSE else bytes(response.body)
         for event in (

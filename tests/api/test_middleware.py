@@ -463,21 +463,40 @@ def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monk
 def test_a_refused_client_that_still_sends_gets_its_answer_while_few_are_refused(
     plain: RunningServer, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """The first part of its request comes after the answer, and would reset a closed connection."""
+    """The second part of its request comes after the answer, and would reset a closed connection."""
     state = plain.app.state.server
     monkeypatch.setattr(state, "http", replace(state.http, max_open_connections=0.5))
     monkeypatch.setattr(http_protocol, "LINGERING_SHARE", share)
     monkeypatch.setattr(http_protocol, "LINGER_SECONDS", DEADLINE)
     host, port = plain.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
-        assert connection.recv(4, socket.MSG_PEEK) == b"HTTP"
-        with contextlib.nullcontext() if share else pytest.raises(ConnectionError):
-            for part in (b"POST /v1/completions HTTP/1.1\r\n", b"Host: localhost\r\nContent-Length: 2\r\n\r\n", b"{}"):
-                connection.sendall(part)
-                time.sleep(0.05)
-            received = b"".join(iter(lambda: connection.recv(65536), b""))
-            assert received.startswith(b"HTTP/1.1 503 ")
-            assert b"too_many_connections" in received
+    with (
+        socket.create_connection((host, int(port)), timeout=DEADLINE) as connection,
+        contextlib.nullcontext() if share else pytest.raises(ConnectionError),
+    ):
+        for part in (b"POST /v1/completions HTTP/1.1\r\n", b"Host: localhost\r\nContent-Length: 2\r\n\r\n", b"{}"):
+            connection.sendall(part)
+            assert connection.recv(4, socket.MSG_PEEK) == b"HTTP"
+            time.sleep(0.05)
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert received.startswith(b"HTTP/1.1 503 ")
+        assert b"too_many_connections" in received
+
+
+def test_a_refused_connection_gets_the_error_in_the_format_of_its_path(
+    plain: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = plain.app.state.server
+    monkeypatch.setattr(state, "http", replace(state.http, max_open_connections=0.5))
+    monkeypatch.setattr(http_protocol, "LINGERING_SHARE", 100.0)
+    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", DEADLINE)
+    text = "the server has as many open connections as its limit of open files allows"
+    with raw(plain) as client:
+        answers = [client.post(path, json={}) for path in ("/v1/messages?beta=true", "/v1/completions", "/api/chat")]
+    assert [each.status_code for each in answers] == [503] * 3
+    anthropic, openai, ollama = (each.json() for each in answers)
+    assert (anthropic["type"], anthropic["error"]["message"]) == ("error", text)
+    assert openai["error"]["code"] == "too_many_connections"
+    assert ollama == {"error": text}
 
 
 def test_a_connection_that_has_ended_keeps_no_memory(plain: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

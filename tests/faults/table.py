@@ -73,7 +73,8 @@ def judge_error(path: str, reply: Reply) -> Outcome:
         raise LostError(f"not an error of the API: {reply}") from None
     if not reason_of(body):
         raise LostError(f"an error without a reason: {reply}")
-    if path == "/v1/messages" and body.get("type") != "error":
+    is_unread = "open connections" in reason_of(body)  # such a refusal may come before the request
+    if path == "/v1/messages" and body.get("type") != "error" and not is_unread:
         raise LostError(f"not an error of Anthropic's API: {reply}")
     may_retry = "the engine is dead" not in reason_of(body)  # only OpenAI's format has a code for that
     if reply.status in (429, 503) and may_retry and "retry-after" not in reply.headers:
