@@ -4,10 +4,11 @@
 
 A server in a process of its own answers so many streams. /health is asked every 50 ms, each time on a new connection.
 Then another process opens idle connections, sends bodies a byte at a time, and floods the server with large prompts.
-Measured are the time of /health, connection included, and the time between two tokens of a stream, first without the
-load and then with it. The clients take their share of the machine's cores.
+Measured are the time of /health, connection included, and the time between two tokens of a stream, before the load,
+under it, and after it. The clients take their share of the machine's cores.
 
-The figures to quote are the largest time of /health under the load, and the ratios of the inter-token times.
+The figures to quote are the times of /health under the load, and the ratios of the inter-token times. A step takes
+longer as the answers grow, so a ratio is that to the mean of the figures before and after the load.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import uvloop
 
 CLIENTS = Path(__file__).with_name("overload_clients.py")
+LABELS = {"health": "/health", "tokens": "inter-token"}
 HEALTH_SECONDS = 0.05
 START_SECONDS = 300.0
 SETTLE_SECONDS = 3.0
@@ -42,17 +44,17 @@ class Measurement:
         self.health: list[float] = []
         self.tokens: list[float] = []
 
-    def lines(self, name: str, before: Measurement | None) -> list[str]:
+    def lines(self, name: str, others: Sequence[Measurement] = ()) -> list[str]:
+        """others: those that the ratios are to."""
         lines = []
-        for what, seconds, others in (
-            ("/health", self.health, before and before.health),
-            ("inter-token", self.tokens, before and before.tokens),
-        ):
+        for what in ("health", "tokens"):
+            seconds = getattr(self, what)
             figures = figures_of(seconds)
             text = "".join(f"{1000 * figure:10.1f}" for figure in figures)
             if others:
-                text += "".join(f"{a / b:8.1f}" for a, b in zip(figures, figures_of(others), strict=True))
-            lines.append(f"{name:14}{what:12}{len(seconds):7}{text}")
+                usual = np.mean([figures_of(getattr(each, what)) for each in others], axis=0)
+                text += "".join(f"{figure:8.1f}" for figure in figures / usual)
+            lines.append(f"{name:14}{LABELS[what]:12}{len(seconds):7}{text}")
         return lines
 
 
@@ -141,7 +143,7 @@ async def measure(args: argparse.Namespace) -> None:
         tasks = [asyncio.ensure_future(measure_health(port, measured))]
         tasks += [asyncio.ensure_future(measure_stream(port, i, args.tokens, measured)) for i in range(args.streams)]
         await phase(tasks, SETTLE_SECONDS)
-        measured.append(alone := Measurement())
+        measured.append(before := Measurement())
         await phase(tasks, args.seconds)
         measured.append(overload := Measurement())
         numbers = [str(n) for n in (port, args.connections, args.bodies, args.prompts, args.chars)]
@@ -155,11 +157,12 @@ async def measure(args: argparse.Namespace) -> None:
         await phase(tasks, args.seconds)
         for task in tasks:
             task.cancel()
-    print(f"{'':14}{'':12}{'':7}{'ms':>40}{'ratio to alone':>32}")
+    print(f"{'':14}{'':12}{'':7}{'ms':>40}{'ratio':>32}")
     print(f"{'':14}{'':12}{'times':>7}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p99", "max")), end="")
     print("".join(f"{name:>8}" for name in ("mean", "p50", "p99", "max")))
-    for name, measurement in (("alone", alone), ("overload", overload), ("after", after)):
-        print("\n".join(measurement.lines(name, None if measurement is alone else alone)))
+    usual = (before, after)
+    for name, measurement, others in (("before", before, ()), ("overload", overload, usual), ("after", after, ())):
+        print("\n".join(measurement.lines(name, others)))
     print("load: " + ", ".join(f"{count} {what}" for what, count in json.loads(counts).items()))
 
 
