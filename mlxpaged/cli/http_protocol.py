@@ -180,6 +180,7 @@ class HttpProtocol(H11Protocol):
         else:
             self.transport.close()
         if self.cycle is not None:
+            self.cycle.waiting_for_100_continue = False
             self.cycle.disconnected = True  # before `connection_lost`, so that the handler sends nothing in between
             self.cycle.message_event.set()
 

@@ -419,14 +419,16 @@ def exchange(server: RunningServer, *sent: bytes) -> bytes:
 
 @pytest.mark.parametrize("path", ["/health", COMPLETIONS])
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+@pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"])
 def test_a_chunk_that_is_no_http_ends_the_request_without_an_error_in_the_log(
-    plain: RunningServer, method: str, path: str, caplog: pytest.LogCaptureFixture
+    plain: RunningServer, method: str, path: str, expect: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A handler already has the request."""
-    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    received = exchange(plain, head + b"0x5\r\nhello\r\n0\r\n\r\n")
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{expect}Transfer-Encoding: chunked\r\n\r\n"
+    received = exchange(plain, head.encode() + b"0x5\r\nhello\r\n0\r\n\r\n")
     assert received.startswith(b"HTTP/1.1 400 ")
     assert (b"invalid_http" in received) == (method != "HEAD")
+    assert exchange(plain, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")  # it has ended now
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
