@@ -1,22 +1,25 @@
 # Every target sets up .venv from nothing: with uv if it is there, else with python3 and pip. The versions and hashes of
-# all packages are those of requirements/ci.txt.
+# all packages are those of requirements/ci.txt, or of requirements/serve.txt for `make serve`. These files name all
+# packages, so nothing is resolved (--no-deps): pip before 23.3 takes a requirement with an extra for one without a pin.
 PYTHON ?= python3
 MINUTES ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SERVE_STAMP := $(VENV)/.installed-serve
 TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-contract test-clients test-cli test-deploy try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-contract test-clients test-cli test-deploy test-install try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
 
-serve: $(STAMP)
+serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
 
 # Versions that still fit stay as they are. ARGS=--upgrade takes the newest ones.
 lock: $(TOOLS)/.installed
 	$(LOCK) --extra dev --output-file requirements/ci.txt pyproject.toml
+	$(LOCK) --extra editable --constraint requirements/ci.txt --output-file requirements/serve.txt pyproject.toml
 	$(LOCK) --output-file requirements/tools.txt requirements/tools.in
 
 # Known vulnerabilities of the versions in requirements/.
@@ -64,6 +67,11 @@ test-cli: $(STAMP)
 # Needs prometheus, promtool and haproxy: apt install prometheus haproxy, or brew install prometheus haproxy.
 test-deploy: $(STAMP)
 	$(BIN)/python -m pytest -m deploy tests/deploy
+
+# `make serve` and `make test` from nothing, with several versions of pip and with uv. Each package has a newer version
+# there. ARGS='--python python3.10' also tries another Python, ARGS=--whole runs all tests each time.
+test-install:
+	$(PYTHON) deploy/try_install.py $(ARGS)
 
 # Two replicas and a router on loopback. ARGS='--router litellm --program PATH' takes LiteLLM's proxy.
 try-replicas: $(STAMP)
@@ -150,20 +158,30 @@ export PYTHONDONTWRITEBYTECODE =
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mlxpaged needs Python 3.10 or newer: make PYTHON=...")'
 PIP_INSTALL = -m pip install --quiet --no-compile --disable-pip-version-check
 
+# A new .venv with the packages of the file $(1), and this one.
+define install
+@if command -v uv >/dev/null 2>&1; then \
+	rm -rf $(VENV) && uv venv --quiet --python '>=3.10' $(VENV) && \
+	uv pip install --quiet --python $(BIN)/python --no-deps --require-hashes -r $(1) && \
+	uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .; \
+else \
+	$(NEW_ENOUGH) && $(PYTHON) -m venv --clear $(VENV) && \
+	$(BIN)/python $(PIP_INSTALL) --no-deps --require-hashes -r $(1) && \
+	$(BIN)/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .; \
+fi
+endef
+
+# Only what the server needs.
+$(SERVE_STAMP): pyproject.toml requirements/serve.txt
+	$(call install,requirements/serve.txt)
+	@touch $@
+
 $(STAMP): pyproject.toml requirements/ci.txt
-	@if command -v uv >/dev/null 2>&1; then \
-		rm -rf $(VENV) && uv venv --quiet --python '>=3.10' $(VENV) && \
-		uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/ci.txt && \
-		uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .; \
-	else \
-		$(NEW_ENOUGH) && $(PYTHON) -m venv --clear $(VENV) && \
-		$(BIN)/python $(PIP_INSTALL) --require-hashes -r requirements/ci.txt && \
-		$(BIN)/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .; \
-	fi
-	@touch $(STAMP)
+	$(call install,requirements/ci.txt)
+	@touch $@ $(SERVE_STAMP)
 
 # For building, auditing and describing the package. The development environment does not need them.
 $(TOOLS)/.installed: requirements/tools.txt
 	@$(NEW_ENOUGH) && $(PYTHON) -m venv --clear $(TOOLS) && \
-		$(TOOLS)/bin/python $(PIP_INSTALL) --require-hashes -r requirements/tools.txt
+		$(TOOLS)/bin/python $(PIP_INSTALL) --no-deps --require-hashes -r requirements/tools.txt
 	@touch $@

@@ -1,8 +1,9 @@
-"""requirements/ci.txt and tools.txt fit pyproject.toml and tools.in, for every system and version of Python."""
+"""The files of requirements/ fit pyproject.toml and tools.in, for every system and version of Python."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
+LOCKS = {"ci.txt": "dev", "serve.txt": "editable", "tools.txt": None}
+"""The extra of each. tools.txt has the packages of tools.in."""
 FORGOTTEN = "run `make lock`"
 PROJECT: dict[str, Any] = tomli.loads((ROOT / "pyproject.toml").read_text())
 ENVIRONMENTS = [
@@ -36,14 +39,23 @@ def entries(lock: str) -> list[str]:
 
 
 def required(lock: str) -> list[Requirement]:
-    if lock == "tools.txt":
+    extra = LOCKS[lock]
+    if extra is None:
         lines = (ROOT / "requirements" / "tools.in").read_text().splitlines()
         return [Requirement(line) for line in lines if not line.startswith("#")]
-    project = PROJECT["project"]
-    return [Requirement(line) for line in project["dependencies"] + project["optional-dependencies"]["dev"]]
+    return [*map(Requirement, PROJECT["project"]["dependencies"]), *of_extra(extra)]
 
 
-@pytest.mark.parametrize("lock", ["ci.txt", "tools.txt"])
+def of_extra(extra: str) -> Iterator[Requirement]:
+    for need in map(Requirement, PROJECT["project"]["optional-dependencies"][extra]):
+        if need.name == PROJECT["project"]["name"]:
+            for other in need.extras:
+                yield from of_extra(other)
+        else:
+            yield need
+
+
+@pytest.mark.parametrize("lock", LOCKS)
 def test_every_dependency_is_pinned_once_in_every_environment(lock: str) -> None:
     pins = [Requirement(line.partition("--hash")[0]) for line in entries(lock)]
     for environment in ENVIRONMENTS:
@@ -57,14 +69,20 @@ def test_every_dependency_is_pinned_once_in_every_environment(lock: str) -> None
                 assert need.specifier.contains(version), f"{lock} has {version} of {need}: {FORGOTTEN}"
 
 
-@pytest.mark.parametrize("lock", ["ci.txt", "tools.txt"])
+def test_a_server_has_the_versions_that_the_tests_ran_with() -> None:
+    tested, served = ({line.split()[0] for line in entries(lock)} for lock in ("ci.txt", "serve.txt"))
+    assert served < tested
+    assert not {"pytest", "mypy", "ruff", "ziglang", "openai"} & {pin.partition("==")[0] for pin in served}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
 def test_every_line_is_a_version_with_hashes(lock: str) -> None:
     form = r"[a-z0-9-]+==[\w.]+( ; [\w\s.'<>=!*()]+?)?(\s+--hash=sha256:[0-9a-f]{64})+"
     assert [line for line in entries(lock) if not re.fullmatch(form, line)] == []
 
 
 def test_the_package_is_built_with_pinned_packages() -> None:
-    for lock in ("ci.txt", "tools.txt"):
+    for lock in LOCKS:
         pinned = {line.partition("==")[0] for line in entries(lock)}
         assert {Requirement(each).name for each in PROJECT["build-system"]["requires"]} <= pinned
-    assert set(PROJECT["build-system"]["requires"]) <= set(PROJECT["project"]["optional-dependencies"]["dev"])
+    assert set(PROJECT["build-system"]["requires"]) <= {str(need) for need in of_extra("editable")}
