@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -42,7 +43,14 @@ class ErrorResponse(BaseModel):
 
 
 async def openapi(request: Request) -> Response:
-    return JSONResponse(document(request.app.state.endpoints, request.app.state.server.keys is not None))
+    state = request.app.state
+    return Response(rendered(state.endpoints, state.server.keys is not None), media_type=JSON)
+
+
+@functools.lru_cache(maxsize=2)
+def rendered(endpoints: tuple[Endpoint, ...], needs_key: bool) -> bytes:
+    """Kept, because making the document holds up the event loop for 0.1 s."""
+    return bytes(JSONResponse(document(endpoints, needs_key)).body)
 
 
 def document(endpoints: Iterable[Endpoint], needs_key: bool) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Changes uvicorn's protocol with h11. Its own errors get the API's format, and ambiguous heads are refused. The
-number of connections is limited, and the time in which a client sends or reads nothing."""
+"""Changes uvicorn's protocol with h11. Its own errors get the API's format, and ambiguous heads are refused. A client
+that does not send or read is given up after a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mlxpaged.api.server import Server
 logger = logging.getLogger(__name__)
 
 HEAD_SECONDS = 30.0
-"""Time limit for the head of a connection's first request. uvicorn limits only the time between two requests."""
+"""Time limit for a connection's first bytes, and from there for the head of its first request. uvicorn limits only the
+time between two requests."""
 
 LEAST_BYTES = 16 * 1024
 """A client that takes less than this within the time limit counts as one that does not read."""
@@ -29,8 +30,6 @@ LINGER_SECONDS = 0.5
 """A connection that is refused waits so long for its request, and a connection stays so long after an answer that came
 before the whole request. A socket that is closed while bytes arrive resets the connection, and its client may lose the
 answer (RFC 9112, 9.6)."""
-LINGERING_SHARE = 0.25
-"""Of the open connections: so many refused ones may stay for a moment. What is beyond is closed at once."""
 MAX_HEAD_BYTES = 64 * 1024
 FOLDED = re.compile(rb"\n[ \t]")
 """The start of a line that continues the header line before it (obs-fold)."""
@@ -68,7 +67,7 @@ class HttpProtocol(H11Protocol):
 
     conn: Connection
     _silence: asyncio.TimerHandle
-    _is_refused = _lingers = False
+    _lingers = False
     _check: asyncio.TimerHandle | None = None  # of the reader, while data waits for it
     _unsent = _checks = 0  # bytes at the last check at which the client had read enough, and the checks since then
 
@@ -83,22 +82,10 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        limit = self._server.http.max_open_connections
-        self._is_refused = len(self.connections) > limit
-        if self._is_refused:
-            self._silence = self.loop.call_later(LINGER_SECONDS, self._refuse)
-        else:
-            self._silence = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
-        if len(self.connections) > (1 + LINGERING_SHARE) * limit:
-            self._refuse()
-            self.transport.close()
+        self._silence = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
 
     def data_received(self, data: bytes) -> None:
-        if self._lingers:
-            return
-        if self._is_refused:
-            self._refuse(data)
-        else:
+        if not self._lingers:
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -108,7 +95,7 @@ class HttpProtocol(H11Protocol):
         self._end_check()
         super().connection_lost(exc)
 
-    def _refuse(self, received: bytes = b"") -> None:
+    def refuse(self, received: bytes) -> None:
         """The files that the process may still open are for the model, uploads and the log. received: the begin of the
         request. Its path says in which API's format the error is."""
         message = "the server has as many open connections as its limit of open files allows"

@@ -22,11 +22,12 @@ from mlxpaged.api.access.key_file import KeyFileError
 from mlxpaged.api.app import create_app
 from mlxpaged.api.batches import DataDirInUseError
 from mlxpaged.api.config import HttpConfig
+from mlxpaged.cli.accepted_connection import ConnectionFactory
 from mlxpaged.cli.banner import banner
-from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.start_display import StartDisplay
 from mlxpaged.cpu import blas
 from mlxpaged.engine import EngineUnavailableError
+from mlxpaged.process_memory import return_freed_memory
 from mlxpaged.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ DISPLAY_SECONDS = 0.1
 """Between two looks at how far the start is."""
 GRACE_SECONDS = 2.0
 """The events of the last request get this time to reach the client. Then open connections are closed."""
+RETURN_SECONDS = 60.0
+"""Between two times that freed memory is returned to the system."""
 
 
 def run_server(
@@ -70,7 +73,7 @@ class HttpServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,  # our log has the request's id, and no query, which may contain a key
-                http=HttpProtocol,
+                http=ConnectionFactory(),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="on",
                 timeout_keep_alive=30,
@@ -133,6 +136,7 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         urls = " and ".join(map(url_of, self._listeners))
         logger.info("listening on %s, BLAS: %s", urls, blas.describe())
+        self._tasks.append(asyncio.ensure_future(return_freed_memory_regularly()))
         if self._registry is None:
             print(f"mlxpaged {__version__} without a model at {urls}", flush=True)
         else:
@@ -157,6 +161,14 @@ class HttpServer(uvicorn.Server):
         gc.freeze()  # a full collection of the libraries' 100,000 objects would block every stream
         if not self.should_exit:
             print(banner(registry, self.url, self._needs_key, self._ollama_url), flush=True)
+
+
+async def return_freed_memory_regularly() -> None:
+    """glibc has heaps for several threads. Under a mixed load they fragment: in half an hour, their free parts grew
+    from 12 to 33 MB, while what was in use stayed at 45 MB. It takes a few ms on a thread of its own."""
+    while True:
+        await asyncio.sleep(RETURN_SECONDS)
+        await asyncio.to_thread(return_freed_memory)
 
 
 def url_of(listener: socket.socket) -> str:

@@ -19,7 +19,7 @@ import pytest
 
 from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.cli import serve
+from mlxpaged.cli import http_server, serve
 from mlxpaged.cli.banner import banner
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer, url_of
@@ -128,12 +128,13 @@ def test_without_batching_one_request_runs_at_a_time_with_the_same_answers(tmp_p
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_running_requests_finish_and_ends_with_status_0(tmp_path: Path, number: signal.Signals) -> None:
-    with serving(tmp_path, "--drain-timeout", "60", fork=number is signal.SIGTERM) as command:
+    with serving(tmp_path, "--drain-timeout", "60", fork=number is signal.SIGTERM, slow=True) as command:
         with running_stream(command, 200) as events:
             command.process.send_signal(number)
             command.wait_logged("no new requests")
             assert refused(command.url), "what the log says is so when it is said"
             assert "drained" not in command.stderr, "the stream ended before new connections were refused"
+            command.go_on()
             *chunks, done = list(events)
         assert done == "[DONE]"
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
@@ -151,8 +152,8 @@ def test_a_signal_lets_running_requests_finish_and_ends_with_status_0(tmp_path: 
 
 
 def test_the_drain_limit_ends_what_still_runs_with_an_error(tmp_path: Path) -> None:
-    with serving(tmp_path, "--drain-timeout", "0.2") as command:
-        with running_stream(command, 3900) as events:
+    with serving(tmp_path, "--drain-timeout", "0.2", slow=True) as command:
+        with running_stream(command, 1000) as events:
             command.process.send_signal(signal.SIGINT)
             received = list(events)
         assert "shutting down" in received[-1]["error"]["message"]
@@ -162,8 +163,8 @@ def test_the_drain_limit_ends_what_still_runs_with_an_error(tmp_path: Path) -> N
 
 
 def test_a_second_signal_does_not_wait_for_running_requests(tmp_path: Path) -> None:
-    with serving(tmp_path, "--drain-timeout", "600") as command:
-        with running_stream(command, 3900) as events:
+    with serving(tmp_path, "--drain-timeout", "600", slow=True) as command:
+        with running_stream(command, 1000) as events:
             command.process.send_signal(signal.SIGINT)
             command.wait_logged("no new requests")
             command.process.send_signal(signal.SIGINT)
@@ -202,7 +203,8 @@ def test_events_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def connect() -> None:
         try:
-            with socket.create_connection(listener.getsockname()):
+            with socket.create_connection(listener.getsockname()) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 wait_until(lambda: options)
         finally:
             server.should_exit = True
@@ -239,6 +241,21 @@ def test_both_ports_lead_to_the_same_server() -> None:
     assert server.run_until_signal() == 0
     client.join()
     assert found == [(200, "text/html"), (200, "text/plain")]
+
+
+def test_freed_memory_is_returned_again_and_again_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned_by: list[threading.Thread] = []
+
+    def return_freed_memory() -> None:
+        returned_by.append(threading.current_thread())
+        server.should_exit = len(returned_by) >= 3
+
+    monkeypatch.setattr(http_server, "RETURN_SECONDS", 0.001)
+    monkeypatch.setattr(http_server, "return_freed_memory", return_freed_memory)
+    server = HttpServer(create_app(None), [serve.listen("127.0.0.1", 0)], 0)
+    assert server.run_until_signal() == 0
+    assert len(returned_by) >= 3
+    assert threading.main_thread() not in returned_by
 
 
 def test_a_port_in_use_is_said_in_a_sentence(run: Callable[..., Result]) -> None:
