@@ -9,9 +9,9 @@ from mlxpaged.cache import DEFAULT_BLOCK_SIZE, CacheGroups
 
 PREFILL_MODES = ("mixed", "separate")
 
-DECODE_MULTIPLE = 2.0
-"""A step with prompts may take this many times as long as a step without. Running streams then keep half of their pace
-in any flood of prompts, and the prompts get the other half. docs/performance.md has measurements."""
+DECODE_MULTIPLE = 1.5
+"""A step with prompts may take this many times as long as a step without. Running streams then keep two
+thirds of their pace in any flood of prompts, and the prompts get the rest. docs/performance.md has measurements."""
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def with_streams(machine: Costs, **options: float | str | None) -> TimedSchedule
         for _ in range(4):
             timed.step()
         timed.add(sequence(number, 50 * (number - 97), max_tokens=4))
-    while len(timed.scheduler.running) > 8:
+    while timed.scheduler.waiting or len(timed.scheduler.running) > 8:
         timed.step()
     return timed
 
@@ -214,25 +214,25 @@ def test_a_long_prompt_keeps_to_the_limit_and_uses_it(machine: Costs, millisecon
 
 
 @MACHINES
-def test_without_a_limit_of_its_own_streams_keep_half_of_their_pace(machine: Costs) -> None:
+def test_without_a_limit_of_its_own_streams_keep_most_of_their_pace(machine: Costs) -> None:
     """On the GPU, the shortest chunk alone takes four times as long as a step that decodes."""
     timed = with_streams(machine)
     plain = timed.step()
     steps = prompt_steps(timed, 200, 3000)
     longest = machine.chunk_seconds(3000, LEAST_CHUNK)
     assert max(steps) <= max(1.2 * DECODE_MULTIPLE * plain, 1.1 * plain + longest)  # contexts grow
-    assert 1.8 <= sum(steps) / len(steps) / plain <= 1.2 * DECODE_MULTIPLE
+    assert 0.9 * DECODE_MULTIPLE <= sum(steps) / len(steps) / plain <= 1.2 * DECODE_MULTIPLE
 
 
 @MACHINES
-def test_a_flood_of_prompts_leaves_streams_half_of_their_pace(machine: Costs) -> None:
+def test_a_flood_of_prompts_leaves_streams_most_of_their_pace(machine: Costs) -> None:
     timed = with_streams(machine)
     plain = timed.step()
-    timed.add(*(sequence(number, 300 + number, max_tokens=1) for number in range(200, 220)))
+    timed.add(*(sequence(number, 300 + number, max_tokens=1) for number in range(200, 206)))
     steps = []
     while timed.scheduler.waiting or len(timed.scheduler.running) > 8:
         steps.append(timed.step())
-    assert 1.8 <= sum(steps) / len(steps) / plain <= 1.2 * DECODE_MULTIPLE
+    assert 0.9 * DECODE_MULTIPLE <= sum(steps) / len(steps) / plain <= 1.2 * DECODE_MULTIPLE
 
 
 def test_a_prompt_does_not_wait_for_what_an_earlier_one_took() -> None:
@@ -252,12 +252,12 @@ def test_after_short_prompts_only_a_long_one_is_learned_in_a_few_steps() -> None
         timed.step()
     steps = prompt_steps(timed, 200, 3000)
     limit = DECODE_MULTIPLE * SLOW_CPU.decode_seconds([80] * 8)
-    assert all(seconds == pytest.approx(limit, rel=0.2) for seconds in steps[1:15])
-    assert sum(steps) / len(steps) == pytest.approx(limit, rel=0.2)
+    for part in (steps[1:15], steps):  # the shortest chunk takes longer than the limit: some steps have none
+        assert sum(part) / len(part) == pytest.approx(limit, rel=0.2)
 
 
 def test_chunks_become_shorter_as_their_context_grows() -> None:
-    timed = with_streams(SLOW_CPU)
+    timed = with_streams(SLOW_CPU, max_step_seconds=0.2)
     timed.add(sequence(200, 6000, max_tokens=2))
     chunks = []
     for _ in range(10):
