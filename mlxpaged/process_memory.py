@@ -32,6 +32,7 @@ STACK_BYTES = 8 * 2**20
 
 FAILED_ALLOCATIONS = (
     "unable to allocate",  # MLX on a GPU: "[malloc] Unable to allocate N bytes."
+    "resource limit",  # too many buffers: "[metal::malloc] Resource limit (499000) exceeded."
     "insufficient memory",  # Metal, of a command buffer
     "std::bad_alloc",
     "cannot allocate memory",  # ENOMEM as other libraries report it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import queue
 import secrets
 import socket
 import struct
@@ -59,29 +60,47 @@ class Channel:
 
 
 class Listener:
-    """Accepts channels from the given addresses only, and on one of them."""
+    """Accepts channels from the given addresses only, and on one of them. A peer that is silent delays no other."""
 
     def __init__(self, address: str, peers: Container[str], secret: bytes) -> None:
         self._socket = socket.create_server((address, 0))
         self._peers = peers
         self._secret = secret
+        self._proven: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()  # None: the listener is closed
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        threading.Thread(target=self._listen, name="mlxpaged-listen", daemon=True).start()
 
     def accept(self) -> Channel:
         """Wait for a peer that knows the secret. Raises OSError if the listener is closed."""
-        while True:
-            connected, (address, *_) = self._socket.accept()
-            if address in self._peers:
-                with contextlib.suppress(OSError, EOFError, AuthenticationError):
-                    connected.settimeout(HANDSHAKE_SECONDS)
-                    prove(connected, self._secret, b"listener", b"caller")
-                    return Channel(connected)
-            connected.close()
+        channel = self._proven.get()
+        if channel is None:
+            self._proven.put(None)
+            raise OSError("the listener is closed")
+        return channel
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes `_listen`
         self._socket.close()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connected, (address, *_) = self._socket.accept()
+                if address in self._peers:
+                    threading.Thread(target=self._prove, args=(connected,), name="mlxpaged-prove", daemon=True).start()
+                else:
+                    connected.close()
+        self._proven.put(None)
+
+    def _prove(self, connected: socket.socket) -> None:
+        try:
+            connected.settimeout(HANDSHAKE_SECONDS)
+            prove(connected, self._secret, b"listener", b"caller")
+        except (OSError, EOFError, AuthenticationError):
+            connected.close()
+        else:
+            self._proven.put(Channel(connected))
 
 
 def connect(address: tuple[str, int], secret: bytes) -> Channel:
