@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import secrets
+import shlex
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is imported)
 from mlxpaged.attention import self_check, tuner
@@ -21,7 +25,51 @@ collect_ignore = [] if find_spec("playwright") else ["browser"]
 """`make test-page` installs Playwright."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "a number, or random: files, tests in them and hypothesis' examples are in the order of this seed"
+    parser.addoption("--seed", help=text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    """Without --seed, every run does the same."""
+    if config.option.seed == "random":
+        config.option.seed = str(secrets.randbelow(2**32))
+    seed: str | None = config.option.seed
+    settings.register_profile("mlxpaged", deadline=None, derandomize=seed is None)
+    settings.load_profile("mlxpaged")
+    if seed is not None:
+        config.option.hypothesis_seed = seed
+    stay_on_a_core()
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return config.option.seed and f"seed: {config.option.seed}"
+
+
+@pytest.hookimpl(tryfirst=True)  # then pytest groups tests by their fixtures
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order in a file is the same if only this file runs."""
+    if config.option.seed is None:
+        return
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    shuffled = [(path.relative_to(config.rootpath).as_posix(), tests) for path, tests in files.items()]
+    random.Random(config.option.seed).shuffle(shuffled)
+    for name, tests in shuffled:
+        random.Random(f"{config.option.seed} {name}").shuffle(tests)
+    items[:] = [item for _, tests in shuffled for item in tests]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    failed = [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, ())]
+    seed = f" --seed {config.option.seed}" if config.option.seed else ""
+    for node in dict.fromkeys(failed):
+        file = node.partition("::")[0]
+        terminalreporter.write_line(f"again: .venv/bin/python -m pytest{seed} {shlex.quote(file if seed else node)}")
+
+
+def stay_on_a_core() -> None:
     """On Linux, each worker stays on one core if there are as many workers as cores: the threads of a test's client and
     server wait for each other, and on two cores they would wake each other up all the time."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")

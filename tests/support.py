@@ -28,7 +28,7 @@ from starlette.applications import Starlette
 
 from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.cli.http_protocol import HttpProtocol
+from mlxpaged.cli.accepted_connection import ConnectionFactory
 from mlxpaged.cli.serve import listen
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineCore, EngineState, Request, SamplingParams
 from mlxpaged.engine.engine_thread import Core
@@ -226,7 +226,7 @@ class RunningServer:
     def client(self, **options: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
+    def wait_idle(self, seconds: float = 60.0) -> None:
         """Until no request is left and every block is back."""
         wait_until(lambda: self.engine.num_unfinished == 0 and self.engine.stats.scheduler.blocks.used == 0, seconds)
 
@@ -239,7 +239,13 @@ def running_server(
     http: HttpConfig | None = None,
     data_dir: Path | None = None,
 ) -> Iterator[RunningServer]:
-    registry = Registry.of(config, clock) if isinstance(config, EngineConfig) else config
+    """A server on a thread. Without `max_step_ms`, the steps of a single model do not depend on how long they take."""
+    if isinstance(config, EngineConfig):
+        if config.max_step_ms is None:
+            config = dataclasses.replace(config, max_step_ms=0)
+        registry: Registry | None = Registry.of(config, clock)
+    else:
+        registry = config
     app = create_app(registry, clock, http, data_dir)
     with listen("127.0.0.1", 0) as listener:
         uvicorn_config = uvicorn.Config(
@@ -247,7 +253,7 @@ def running_server(
             log_config=None,
             access_log=False,
             loop="uvloop",
-            http=HttpProtocol,
+            http=ConnectionFactory(),  # type: ignore[arg-type]
             lifespan="on",
             timeout_graceful_shutdown=5,
         )
@@ -275,7 +281,8 @@ def with_embeddings(config: EngineConfig, path: Path, name: str = "vectors") -> 
     return registry
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: float = 0.005) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0, pause: float = 0.005) -> None:
+    """seconds: long enough for a busy machine."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import itertools
 import json
 import os
 import signal
@@ -12,19 +14,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from benchmarks.comparison import client as comparison_client
 from benchmarks.comparison import run as comparison
 from benchmarks.comparison.client import Answer, Client, take
 from benchmarks.comparison.environments import OPENBLAS, ROOT, SetupError, server_variables, telling_line
-from benchmarks.comparison.loads import CAPACITY, Run, Sizes, make_loads
+from benchmarks.comparison.loads import CAPACITY, Run, Sizes, Threads, make_loads
 from benchmarks.comparison.metrics import Figures, measure, percentile
 from benchmarks.comparison.model import WORDS, Texts, make_model, make_tokenizer
 from benchmarks.comparison.options import Options, parse
@@ -188,17 +192,22 @@ def test_what_comes_after_the_budget_is_left_out(server: RunningServer, model: P
     assert {run["problem"] for run in results["runs"]} == {"not run: 0 minutes were over"}
 
 
-def test_a_request_over_the_time_of_its_load_is_given_up(server: RunningServer, model: Path) -> None:
+def test_a_request_over_the_time_of_its_load_is_given_up(
+    server: RunningServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's clock goes on at each reading only."""
+    seconds = itertools.count(0, 10)
+    monkeypatch.setattr(comparison_client, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     message = [{"role": "user", "content": Texts(model).of("late", 10)}]
-    late = Client(port_of(server), str(model), time.perf_counter() + 0.3, 60).ask(message, 4000)
+    late = Client(port_of(server), str(model), 1000.0, 1e9).ask(message, 4000)
     assert late.error == "the load's time was up"
-    assert 0.2 < late.seconds < 5
+    assert 1000 <= late.seconds <= 1020
     assert late.output_tokens == len(late.chunk_times) > 0
     assert late.gave_up
     server.wait_idle()
     never_sent = Client(port_of(server), str(model), 0.0, 60).ask(message, 4)
     assert (never_sent.error, never_sent.gave_up) == ("the load's time was up", False)
-    assert Client(port_of(server), str(model), time.perf_counter() + 60, 0.3).ask(message, 4000).error == "timed out"
+    assert Client(port_of(server), str(model), 1e9, 1000.0).ask(message, 4000).error == "timed out"
     server.wait_idle()
 
 
@@ -212,7 +221,15 @@ def test_a_refusal_and_a_dead_server_are_errors(server: RunningServer, model: Pa
     assert gone.error.startswith("ConnectionRefusedError")
 
 
-def test_a_reset_connection_is_tried_again_and_counted() -> None:
+def read_request(connection: socket.socket) -> None:
+    """To its end: a connection that is closed before is reset."""
+    with connection.makefile("rb") as file:
+        file.readline()
+        file.read(int(http.client.parse_headers(file)["Content-Length"]))
+
+
+def test_a_reset_connection_is_tried_again_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison_client, "RETRY_SECONDS", 0.0)
     usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
     text = json.dumps({"choices": [{"delta": {"content": "word"}}]})
     stream = f"HTTP/1.0 200 OK\r\n\r\ndata: {text}\n\ndata: {usage}\n\ndata: [DONE]\n\n"
@@ -223,14 +240,14 @@ def test_a_reset_connection_is_tried_again_and_counted() -> None:
         first.close()
         second, _ = listener.accept()
         with second:
-            second.recv(1 << 16)
+            read_request(second)
             second.sendall(stream.encode())
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve)
         client = Client(listener.getsockname()[1], "model", time.perf_counter() + 60, 60)
         answer = client.ask([{"role": "user", "content": "x"}], 1)
-        served.result(10)
+        served.result(60)
     assert (answer.error, answer.text, answer.output_tokens, answer.retries) == (None, "word", 1, 1)
     assert figures_of("A at 1", [answer], 1.0).retries == 1
 
@@ -376,23 +393,41 @@ def interrupts_arrive() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupt(seconds: float) -> threading.Timer:
-    """This process gets a Ctrl-C."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
+def interrupt_after(wait: Callable[[], object]) -> threading.Thread:
+    """This process gets a Ctrl-C when the call returns."""
+
+    def interrupt() -> None:
+        wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
 
 
-def test_an_interrupt_ends_any_load_at_once_and_its_threads_with_the_server(model: Path, tmp_path: Path) -> None:
+def test_an_interrupt_ends_any_load_at_once_and_its_threads_with_the_server(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests in flight would take minutes, and the later ones are never sent."""
     long = Sizes(a_output=8000, a_concurrent=(2,), c_stream_output=8000, d_output=8000)
     before = set(threading.enumerate())
     stopped: list[Server] = []
 
     def interrupt_load(letter: str, client: Client) -> None:
+        """When text arrives, or when all requests of E wait for their time."""
         [load, *_] = make_loads([letter], 0.1, long, Texts(model), 0)
-        before.add(interrupt(0.5))
-        load.run(client)
+        owner, name = (Threads, "sleep_until") if letter == "E" else (comparison_client, "take")
+        calls, function, begun = itertools.count(1), getattr(owner, name), threading.Event()
+
+        def noting(*args: Any) -> None:
+            if next(calls) >= (long.e_requests if letter == "E" else 2):  # the first event has no text
+                begun.set()
+            function(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, noting)
+            before.add(interrupt_after(begun.wait))
+            load.run(client)
 
     def measure_until_interrupted() -> None:
         with running("mlxpaged", Path(sys.executable), model, tmp_path / "server.log") as server:
@@ -408,16 +443,16 @@ def test_an_interrupt_ends_any_load_at_once_and_its_threads_with_the_server(mode
     assert stopped[0].process.poll() is not None
     asking = set(threading.enumerate()) - before
     for thread in asking:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 
 def test_an_interrupt_while_a_server_is_stopped_kills_it(tmp_path: Path) -> None:
-    stubborn = ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 1; done"]
+    stubborn = ["sh", "-c", "trap 'echo asked to end' TERM; echo up; while :; do sleep 1; done"]
     with subprocess.Popen(stubborn, start_new_session=True, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        process.stdout.readline()
-        interrupt(0.3)
+        assert process.stdout.readline() == b"up\n"
+        interrupt_after(process.stdout.readline)
         with pytest.raises(KeyboardInterrupt):
             stop(Server("stubborn", "model", 1, process, tmp_path / "log"), 60)
         assert process.poll() == -signal.SIGKILL
@@ -444,13 +479,13 @@ def answer_in(*lines: str) -> Answer:
     def serve() -> None:
         connection, _ = listener.accept()
         with connection:
-            connection.recv(1 << 16)
+            read_request(connection)
             connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + "".join(f"{line}\n\n" for line in lines).encode())
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve)
         answer = Client(listener.getsockname()[1], "model", time.perf_counter() + 60, 60).ask([], 64)
-        served.result(10)
+        served.result(60)
     return answer
 
 
@@ -548,4 +583,5 @@ def test_of_a_failed_installation_what_helps_is_told() -> None:
     debian = "ensurepip is not\navailable.\n\n    apt install python3.11-venv\n\nFailing command: /x/bin/python\n"
     assert telling_line(debian) == "apt install python3.11-venv"
     assert telling_line("\x1b[31mERROR: no such package\x1b[0m\nsee above") == "ERROR: no such package"
+    assert telling_line("CRITICAL no model\nBLAS: slow (apt install libopenblas0)\nbye") == "CRITICAL no model"
     assert telling_line("one\ntwo\n") == "two"

@@ -37,6 +37,7 @@ def caused_by(error: Exception, cause: Exception) -> Exception:
         MemoryError(),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         OF_MLX,
+        RuntimeError("[metal::malloc] Resource limit (499000) exceeded."),
         RuntimeError("std::bad_alloc"),
         RuntimeError("can't start new thread"),
         RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory (00000008)"),

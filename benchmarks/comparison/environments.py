@@ -155,5 +155,7 @@ def probe(python: Path) -> Probe:
 def telling_line(text: str) -> str:
     """Of a program's output: the last line with an error in it, or with what to install, else the last line."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
-    errors = [line for line in lines if re.search("error|critical|apt install", line, re.IGNORECASE)]
-    return [*lines, *errors][-1][:300] if lines else "no output"
+    errors, hints = (
+        [line for line in lines if re.search(words, line, re.IGNORECASE)] for words in ("error|critical", "apt install")
+    )
+    return (errors or hints or lines or ["no output"])[-1][:300]

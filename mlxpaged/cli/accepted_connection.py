@@ -54,7 +54,7 @@ class AcceptedConnection(asyncio.Protocol):
     """It takes a third of the time that an `HttpProtocol` takes to make."""
 
     _transport: asyncio.Transport
-    _end_of_wait: asyncio.TimerHandle
+    end_of_wait: asyncio.TimerHandle
 
     def __init__(self, factory: ConnectionFactory, options: dict[str, Any]) -> None:
         """options: of `HttpProtocol`."""
@@ -71,9 +71,9 @@ class AcceptedConnection(asyncio.Protocol):
         limit = server.http.max_open_connections
         self._is_refused = len(self._connections) > limit
         if self._is_refused:
-            self._end_of_wait = loop.call_later(LINGER_SECONDS, self.begin, b"")
+            self.end_of_wait = loop.call_later(LINGER_SECONDS, self.begin, b"")
         else:  # a silent connection must not use up the process's open files
-            self._end_of_wait = loop.call_later(HEAD_SECONDS, transport.close)
+            self.end_of_wait = loop.call_later(HEAD_SECONDS, transport.close)
         if len(self._connections) > (1 + LINGERING_SHARE) * limit:
             self.begin(b"")
             transport.close()
@@ -82,12 +82,12 @@ class AcceptedConnection(asyncio.Protocol):
         if data.startswith(HEALTH):
             self.begin(data)
         else:
-            self._end_of_wait.cancel()  # `begin` is called once
+            self.end_of_wait.cancel()  # `begin` is called once
             self._transport.pause_reading()
             self._factory.begin_in_turn(self, data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_of_wait.cancel()  # the timer would keep the connection's memory
+        self.end_of_wait.cancel()  # the timer would keep the connection's memory
         self._connections.discard(self)
 
     def shutdown(self) -> None:
@@ -96,7 +96,7 @@ class AcceptedConnection(asyncio.Protocol):
 
     def begin(self, received: bytes) -> None:
         """Let `HttpProtocol` go on. received: the begin of the first request."""
-        self._end_of_wait.cancel()
+        self.end_of_wait.cancel()
         self._connections.discard(self)
         if self._transport.is_closing():
             return

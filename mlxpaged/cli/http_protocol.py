@@ -68,7 +68,7 @@ class HttpProtocol(H11Protocol):
     conn: Connection
     _silence: asyncio.TimerHandle
     _lingers = False
-    _check: asyncio.TimerHandle | None = None  # of the reader, while data waits for it
+    check: asyncio.TimerHandle | None = None  # of the reader, while data waits for it
     _unsent = _checks = 0  # bytes at the last check at which the client had read enough, and the checks since then
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -82,7 +82,7 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._silence = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
+        self._silence = self.loop.call_later(HEAD_SECONDS, self.close_if_silent)
 
     def data_received(self, data: bytes) -> None:
         if not self._lingers:
@@ -92,7 +92,7 @@ class HttpProtocol(H11Protocol):
         for timer in (self._silence, self.timeout_keep_alive_task):  # they would keep the connection's memory
             if timer is not None:
                 timer.cancel()
-        self._end_check()
+        self.end_check()
         super().connection_lost(exc)
 
     def refuse(self, received: bytes) -> None:
@@ -113,7 +113,7 @@ class HttpProtocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._end_check()
+        self.end_check()
 
     def timeout_keep_alive_handler(self) -> None:
         """Closes an idle connection, after the client has taken the rest of the answer."""
@@ -123,25 +123,25 @@ class HttpProtocol(H11Protocol):
 
     def _begin_check(self) -> None:
         self._unsent, self._checks = self.transport.get_write_buffer_size(), 0
-        if self._unsent and self._check is None:
+        if self._unsent and self.check is None:
             self._check_later()
 
     def _check_later(self) -> None:
         if (limit := self._server.http.write_timeout) is not None:
-            self._check = self.loop.call_later(limit / CHECKS, self._check_reader)
+            self.check = self.loop.call_later(limit / CHECKS, self.check_reader)
 
-    def _end_check(self) -> None:
-        if self._check is not None:
-            self._check.cancel()
-            self._check = None
+    def end_check(self) -> None:
+        if self.check is not None:
+            self.check.cancel()
+            self.check = None
 
-    def _check_reader(self) -> None:
+    def check_reader(self) -> None:
         """Nothing is added to what waits, so it shrinks by what the client takes."""
         unsent = self.transport.get_write_buffer_size()
         self._checks += 1
         if self._unsent - unsent >= LEAST_BYTES:
             self._unsent, self._checks = unsent, 0
-        self._check = None
+        self.check = None
         if unsent and self._checks < CHECKS:
             self._check_later()
         elif unsent:
@@ -154,7 +154,7 @@ class HttpProtocol(H11Protocol):
         logger.info(message, state.get("request_id", "a connection"), self._server.http.write_timeout, unsent)
         self.transport.abort()
 
-    def _close_if_silent(self) -> None:
+    def close_if_silent(self) -> None:
         """A silent connection must not use up the process's open files."""
         if self.cycle is None:
             self.transport.close()

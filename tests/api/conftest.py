@@ -7,9 +7,18 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
+from mlxpaged.api import server as api_server
 from tests.api.helpers import DEADLINE
 from tests.scripted import scripted_server
 from tests.support import RunningServer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_compiler() -> Iterator[None]:
+    """On a busy machine, grammars that arrive together wait for each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api_server, "COMPILE_SECONDS", DEADLINE)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -151,6 +151,20 @@ def stream_together(server: RunningServer, bodies: Sequence[dict[str, Any]]) -> 
     return asyncio.run(together())
 
 
+def stream_at_once(server: RunningServer, bodies: Sequence[dict[str, Any]]) -> list[str]:
+    """As `stream_together`, but no request has more than one step before all have arrived."""
+    with ThreadPoolExecutor(1) as thread, StepGate(server) as gate:
+        texts = thread.submit(stream_together, server, bodies)
+        wait_until(lambda: server.engine.num_unfinished == len(bodies) or texts.done())
+        gate.open()
+        return texts.result()
+
+
+def finish_round(server: RunningServer) -> None:
+    """Until the event loop has done what it was about to do."""
+    server.run(asyncio.sleep(0)).result(DEADLINE)
+
+
 def samples(server: RunningServer) -> list[Sample]:
     """What /metrics has."""
     with raw(server) as client:
@@ -222,8 +236,11 @@ class StepGate:
     """Forward passes happen only as permitted, so that a test decides how far a request has come."""
 
     def __init__(self, server: RunningServer) -> None:
-        self._runner = server.core.runner
-        self._forward = self._runner.forward
+        self._hold(server.core.runner, "forward")
+
+    def _hold(self, owner: Any, method: str) -> None:
+        self._owner, self._method = owner, method
+        self._forward = getattr(owner, method)
         self._permits = threading.Semaphore(0)
         self._open = threading.Event()
         self._allowed = self._arrived = self._passed = 0
@@ -236,16 +253,20 @@ class StepGate:
             self._passed += 1
             return self._forward(*args)
 
-        self._runner.forward = gated  # type: ignore[method-assign]
+        object.__setattr__(self._owner, self._method, gated)  # a model may be frozen
         return self
 
     def __exit__(self, *_: object) -> None:
         self.open()
-        self._runner.forward = self._forward  # type: ignore[method-assign]
+        object.__setattr__(self._owner, self._method, self._forward)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a step waits for its permit, all others having been used."""
+        return self._passed == self._allowed < self._arrived
 
     def wait_held(self) -> None:
-        """Until a step waits for its permit, all others having been used."""
-        wait_until(lambda: self._passed == self._allowed < self._arrived)
+        wait_until(lambda: self.is_held)
 
     def allow(self, steps: int) -> None:
         self._allowed += steps
@@ -253,6 +274,15 @@ class StepGate:
 
     def open(self) -> None:
         self._open.set()
+
+
+class EmbeddingGate(StepGate):
+    """The same for the steps of a model that makes embeddings."""
+
+    def __init__(self, server: RunningServer, model: str) -> None:
+        embedder = server.core_of(model).embedder
+        assert embedder is not None
+        self._hold(embedder.model, "decode")
 
 
 def within_one_step(server: RunningServer, gate: StepGate, method: str, path: str, **options: Any) -> httpx.Response:

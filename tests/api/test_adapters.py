@@ -125,7 +125,7 @@ def test_the_banner_names_the_adapters(server: RunningServer) -> None:
 def test_a_bad_adapter_ends_the_start_with_one_message(tmp_path: Path) -> None:
     config = EngineConfig(kv_cache_bytes=16_000_000, adapters=(AdapterPath("poet", tmp_path),))
     with running_server(config, wait_loaded=False) as server, raw(server) as http:
-        wait_until(lambda: "reason" in http.get("/health").json(), 30)
+        wait_until(lambda: "reason" in http.get("/health").json())
         health = http.get("/health")
         assert health.status_code == 503
         assert "the adapter 'poet' cannot be loaded" in health.json()["reason"]

@@ -413,10 +413,10 @@ def test_a_batch_leaves_half_of_the_sequence_slots_and_waits_for_the_rest(
 ) -> None:
     with StepGate(server) as gate:
         batch = submit(client, jsonl([run_on("x", 40) for _ in range(6)]))
+        wait_until(lambda: server.engine.num_unfinished == 2)
         gate.wait_held()
         gate.allow(1)
         gate.wait_held()
-        wait_until(lambda: server.engine.num_unfinished == 2)
         interactive = [Background.post(server, COMPLETIONS, run_on("Once", 60)) for _ in range(2)]
         wait_until(lambda: server.engine.num_unfinished == 4 and queued_commands(server) == 2)
         gate.allow(2)
@@ -459,7 +459,9 @@ def test_a_cancelled_batch_ends_at_once_and_keeps_what_is_done(client: OpenAI, s
             counts = client.batches.retrieve(batch.id).request_counts
             return counts is not None and counts.completed == 1
 
-        wait_until(lambda: one_is_done() or gate.allow(1), DEADLINE)
+        wait_until(lambda: server.engine.num_unfinished == 2)
+        gate.allow(3)
+        wait_until(one_is_done)
         with pytest.raises(openai.ConflictError, match="unfinished"):
             client.files.delete(batch.input_file_id)
         assert client.batches.cancel(queued.id).status == "cancelled"
@@ -556,7 +558,9 @@ def test_a_batch_goes_on_after_a_restart_and_runs_nothing_twice(tmp_path: Path) 
             counts = client.batches.retrieve(batch.id).request_counts
             return counts is not None and counts.completed >= 2
 
-        wait_until(lambda: some_are_done() or gate.allow(1), DEADLINE)
+        wait_until(lambda: server.engine.num_unfinished == 2)
+        gate.allow(10)
+        wait_until(some_are_done)
         with pytest.raises(DataDirInUseError, match=rf"^another server uses {tmp_path} \(process {os.getpid()}\)$"):
             create_app(None, data_dir=tmp_path)
     results = tmp_path / "files" / f"file-{batch.id}-output"
@@ -589,7 +593,9 @@ def test_a_batch_whose_window_has_closed_says_so_for_every_line_that_is_left(tmp
             counts = client.batches.retrieve(batch.id).request_counts
             return counts is not None and counts.completed == 1
 
-        wait_until(lambda: one_is_done() or gate.allow(1), DEADLINE)
+        wait_until(lambda: server.engine.num_unfinished == 2)
+        gate.allow(3)
+        wait_until(one_is_done)
     path = tmp_path / "batches" / f"{batch.id}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"expires_at": batch.created_at}))
     with running_server(CONFIG, data_dir=tmp_path) as server, server.client() as client:

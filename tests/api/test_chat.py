@@ -20,8 +20,8 @@ from tests.api.helpers import (
     random_tokens,
     raw,
     run_on,
+    stream_at_once,
     stream_events,
-    stream_together,
     text_of,
     tokens_of,
 )
@@ -182,7 +182,7 @@ def test_any_stop_string_cuts_the_text_at_its_first_occurrence(demo_server: Runn
     whole = answer_text(demo_server, ask("Who are you?"))
     stops = [whole[at : at + length] for at, length in ((1, 1), (3, 4), (5, 9), (8, 2), (12, 6))]
     bodies = [ask("Who are you?", stop=stop) for stop in stops]
-    assert stream_together(demo_server, bodies) == [whole[: whole.find(stop)] for stop in stops]
+    assert stream_at_once(demo_server, bodies) == [whole[: whole.find(stop)] for stop in stops]
 
 
 def test_a_stop_token_ends_the_answer_before_it(demo_server: RunningServer) -> None:
@@ -252,19 +252,19 @@ def test_a_seeded_sample_repeats_alone_and_in_company(demo_server: RunningServer
     assert alone[0] == alone[1]
     assert answer_text(demo_server, seeded | {"seed": 12}) != alone[0]
     company = [run_on(random_tokens(10 * i, i), 48, temperature=1.0) for i in range(2, 8)]
-    together = stream_together(demo_server, [*company[:3], seeded, *company[3:]])
+    together = stream_at_once(demo_server, [*company[:3], seeded, *company[3:]])
     assert together[3] == alone[0]
 
 
 def test_samples_without_a_seed_differ(demo_server: RunningServer) -> None:
-    texts = stream_together(demo_server, [run_on(random_tokens(40, 2), 48, temperature=2.0, frequency_penalty=2)] * 3)
+    texts = stream_at_once(demo_server, [run_on(random_tokens(40, 2), 48, temperature=2.0, frequency_penalty=2)] * 3)
     assert len(set(texts)) == 3
 
 
 def test_greedy_stays_greedy_among_sampled_neighbours(demo_server: RunningServer) -> None:
     bodies = [run_on(f"Story {i}", 24, temperature=1.8) for i in range(4)]
     bodies += [ask(question) for question, _ in ANSWERS]
-    assert stream_together(demo_server, bodies)[4:] == [answer for _, answer in ANSWERS]
+    assert stream_at_once(demo_server, bodies)[4:] == [answer for _, answer in ANSWERS]
 
 
 def test_default_temperature_samples_and_zero_does_not(demo_server: RunningServer) -> None:

@@ -11,6 +11,7 @@ import pytest
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import (
     Background,
+    FakeClock,
     StepGate,
     answer_text,
     ask,
@@ -18,6 +19,7 @@ from tests.api.helpers import (
     metrics,
     random_tokens,
     run_on,
+    stream_at_once,
     stream_together,
 )
 from tests.support import RunningServer, poison_new_blocks, running_server, wait_until
@@ -47,13 +49,15 @@ def one_by_one() -> list[str]:
 
 
 def stream_in_order(server: RunningServer, bodies: list[dict[str, Any]]) -> list[str]:
-    """The texts of all requests, which arrive one after the other before the first of them runs."""
+    """The texts of all requests, which arrive one after the other. The first step is that of the first request alone,
+    and the others have arrived when it ends."""
     with StepGate(server) as gate:
         pending = []
         for number, body in enumerate(bodies, 1):
             path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
             pending.append(Background.post(server, path, body | {"stream": True}))
             wait_until(lambda n=number: server.engine.num_unfinished == n)  # type: ignore[misc]
+            gate.wait_held()
         gate.open()
         return [request.text for request in pending]
 
@@ -64,7 +68,7 @@ def check_same_texts(
     stream: Callable[[RunningServer, list[dict[str, Any]]], list[str]] = stream_together,
 ) -> dict[str, float]:
     """The server's metrics after MIXED was streamed, all requests together, with the expected texts."""
-    with running_server(config) as server:
+    with running_server(config, clock=FakeClock()) as server:  # no request ages
         poison_new_blocks(server.core)
         assert stream(server, MIXED) == expected
         server.wait_idle()
@@ -78,7 +82,7 @@ def check_same_texts(
 
 
 def test_32_concurrent_streams_equal_the_same_requests_one_by_one(one_by_one: list[str]) -> None:
-    after = check_same_texts(EngineConfig(kv_cache_bytes=64_000_000), one_by_one)
+    after = check_same_texts(EngineConfig(kv_cache_bytes=64_000_000), one_by_one, stream_at_once)
     assert after["mlxpaged_prefix_hit_tokens_total"] > 0
     # Had they run one after the other, there would be at least one step per token.
     assert after["mlxpaged_engine_steps_total"] < after["mlxpaged_generated_tokens_total"] / 4
@@ -102,7 +106,6 @@ def test_a_pool_too_small_for_all_preempts_and_gives_the_same_texts(
         kv_cache_bytes=9 * block_bytes(demo_server),
         prefix_caching=prefix_caching,
         max_num_batched_tokens=64,
-        max_step_ms=0,
     )
     # In one order of arrival, the pool runs out at the same places every time.
     after = check_same_texts(config, one_by_one, stream_in_order)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import itertools
 import json
 import re
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,20 @@ from mlxpaged.registry import Registry
 from tests.api.helpers import (
     DEADLINE,
     Background,
+    EmbeddingGate,
+    FakeClock,
+    StepGate,
     ask,
     bearer,
+    finish_round,
     metrics,
+    queued_commands,
     random_tokens,
     raw,
     raw_post,
     run_on,
     tokens_of,
+    within_one_step,
     write_keys,
 )
 from tests.support import (
@@ -52,6 +58,8 @@ from tests.support import (
 TEXTS = ["blue river", "a passkey", "x", "blue river stone and much else besides"]
 PATH = "/v1/embeddings"
 
+clock = FakeClock()
+
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -63,7 +71,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(path: Path, **options: Any) -> Registry:
     pool = {"kv_cache_bytes": 16_000_000}
-    return with_embeddings(EngineConfig(**(pool | options)), path)
+    return dataclasses.replace(with_embeddings(EngineConfig(**(pool | options)), path), clock=clock)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +133,13 @@ def test_a_text_and_tokens_in_all_their_shapes(client: OpenAI, model_path: Path,
         close([each.embedding for each in answer.data], reference(model_path, inputs))
 
 
-def test_ollamas_endpoints_give_the_same_vectors(server: RunningServer, model_path: Path) -> None:
+def test_ollamas_endpoints_give_the_same_vectors(
+    server: RunningServer, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = server.core_of("vectors").embedder
+    assert embedder is not None
+    step = embedder.step
+    monkeypatch.setattr(embedder, "step", lambda alone: (clock.advance(2), step(alone)))
     expected = reference(model_path, [ended(server, text) for text in TEXTS])
     with raw(server) as client:
         several = client.post("/api/embed", json={"model": "vectors:latest", "input": TEXTS}).json()
@@ -134,7 +148,7 @@ def test_ollamas_endpoints_give_the_same_vectors(server: RunningServer, model_pa
         shown = client.post("/api/show", json={"model": "vectors"}).json()
     close(several["embeddings"], expected)
     assert several["prompt_eval_count"] == sum(len(ended(server, text)) for text in TEXTS)
-    assert several["total_duration"] > 0
+    assert several["total_duration"] == 2 * 10**9
     close(cut["embeddings"], reference(model_path, [ended(server, TEXTS[0])], 16))
     close(one["embedding"], expected[0])
     assert shown["capabilities"] == ["embedding"]
@@ -245,38 +259,58 @@ def test_a_model_that_states_its_pooling_serves_both(tmp_path: Path) -> None:
             assert http.get("/v1/models/both").json()["capabilities"]["embeddings"]
 
 
-def test_streams_go_on_beside_a_large_request_and_it_does_not_starve(server: RunningServer) -> None:
+def beside_a_stream(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, num_tokens: int, inputs: list[list[int]]
+) -> None:
+    """Embed the inputs. The request for them arrives in the first step of a stream. On the server's clock, a step takes
+    a second."""
+    runner = server.core.runner
+    forward = runner.forward
+
+    def timed(*args: Any) -> Any:
+        clock.advance(1)
+        return forward(*args)
+
+    monkeypatch.setattr(runner, "forward", timed)
+    with StepGate(server) as gate:
+        stream = Background.post(server, "/v1/completions", run_on(random_tokens(5, 1), num_tokens, stream=True))
+        gate.wait_held()
+        large = Background.post(server, PATH, {"model": "vectors", "input": inputs})
+        wait_until(lambda: queued_commands(server) == 1)
+        gate.open()
+        assert stream.text
+        assert large.result().status_code == 200
+
+
+def test_streams_go_on_beside_a_large_request_and_it_does_not_starve(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between two of its steps every stream draws a token; none of its steps is longer than it may be."""
     steps: list[str] = []
-    embedder, runner = server.core_of("vectors").embedder, server.core.runner
+    embedder, observe = server.core_of("vectors").embedder, server.core.scheduler.observe
     assert embedder is not None
-    decode, forward = embedder.model.decode, runner.forward
+    decode = embedder.model.decode
 
     def watching_decode(tokens: mx.array, cache: Any) -> mx.array:
         assert tokens.size <= 256 or not server.core.has_work()
         steps.append("embed")
+        clock.advance(0.5)
         return decode(tokens, cache)
 
-    def watching_forward(*args: Any) -> Any:
+    def watching_observe(*args: Any) -> None:
         steps.append("generate")
-        return forward(*args)
+        observe(*args)
 
     object.__setattr__(embedder.model, "decode", watching_decode)
-    runner.forward = watching_forward
+    monkeypatch.setattr(server.core.scheduler, "observe", watching_observe)
     try:
-        body = {"model": "vectors", "input": [random_tokens(400, i) for i in range(12)]}
-        stream = Background.post(server, "/v1/completions", run_on(random_tokens(5, 1), 100, stream=True))
-        wait_until(lambda: "generate" in steps)
-        large = Background.post(server, PATH, body)
-        assert stream.text
-        assert large.result().status_code == 200
+        beside_a_stream(server, monkeypatch, 100, [random_tokens(400, i) for i in range(12)])
     finally:
         object.__setattr__(embedder.model, "decode", decode)
-        runner.forward = forward
     first = steps.index("embed")
     last_generated = len(steps) - 1 - steps[::-1].index("generate")
     beside = steps[first:last_generated]
-    assert beside.count("embed") >= 12
+    assert beside.count("embed") == 24
     assert "embed,embed" not in ",".join(beside)
 
 
@@ -291,32 +325,15 @@ def test_what_embeddings_take_is_not_learned_as_the_time_of_a_step_under_way(
 
     def slow(alone: bool) -> None:
         events.append(None)
-        time.sleep(0.05)
+        clock.advance(3)
         step(alone)
 
     monkeypatch.setattr(embedder, "step", slow)
     monkeypatch.setattr(scheduler, "observe", lambda batch, seconds: events.append(seconds))
-    stream = Background.post(server, "/v1/completions", run_on(random_tokens(5, 1), 300, stream=True))
-    wait_until(lambda: len(events) > 0)
-    body = {"model": "vectors", "input": [random_tokens(400, i) for i in range(5)]}
-    assert Background.post(server, PATH, body).result().status_code == 200
-    assert stream.text
+    beside_a_stream(server, monkeypatch, 60, [random_tokens(400, i) for i in range(5)])
     beside = [after for before, after in itertools.pairwise(events) if before is None and after is not None]
-    assert len(beside) >= 4
-    assert sorted(beside)[len(beside) // 2] < 0.05
-
-
-def hold(server: RunningServer) -> Any:
-    """Make every embedding step take a while. Returns what undoes it."""
-    model = server.core_of("vectors").embedder.model
-    decode = model.decode
-
-    def slow(tokens: mx.array, cache: Any) -> mx.array:
-        time.sleep(0.05)
-        return decode(tokens, cache)
-
-    object.__setattr__(model, "decode", slow)
-    return lambda: object.__setattr__(model, "decode", decode)
+    assert len(beside) >= 9
+    assert max(beside) < 3
 
 
 LARGE = {"model": "vectors", "input": [[7] * 500] * 200}
@@ -335,42 +352,51 @@ def waiting(server: RunningServer) -> int:
 
 
 def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
-    undo = hold(server)
-    try:
+    with EmbeddingGate(server, "vectors") as gate:
         with raw_post(server, PATH, LARGE):
+            gate.allow(1)
+            gate.wait_held()
             wait_until(lambda: 0 < waiting(server) < 200)
         before = vectors(server).stats
-        wait_until(lambda: waiting(server) == 0, 3)
+        wait_until(lambda: vectors(server).num_unfinished == 0)
+        finish_round(server)
+        gate.open()
+        wait_until(lambda: waiting(server) == 0)
         assert before is not None
         assert vectors(server).stats.embeddings.requests_total == before.embeddings.requests_total
-    finally:
-        undo()
 
 
 def test_a_request_is_cancelled_by_its_id_and_by_its_timeout(server: RunningServer) -> None:
-    undo = hold(server)
-    try:
+    with EmbeddingGate(server, "vectors") as gate:
         pending = Background.post(server, PATH, LARGE, X_Request_Id="mine")
-        wait_until(lambda: 0 < waiting(server) < 200)
-        with raw(server) as client:
-            status = client.get("/v1/status").json()["models"][1]["embeddings"]
-            assert status["model"] == "vectors"
-            assert 0 < status["inputs_waiting"] < 200
-            assert client.delete("/v1/requests/mine").json()["cancelled"]
-            assert pending.result().status_code == 499
-            assert pending.result().json()["error"]["code"] == "request_cancelled"
-            late = client.post(PATH, json=LARGE | {"timeout": 0.2})
+        gate.allow(1)
+        gate.wait_held()
+        asked = Background.request(server, "GET", "/v1/status")
+        for _ in server.registry.models:  # one after the other replies between two steps
+            wait_until(lambda: queued_commands(server) == 1)
+            gate.allow(1)
+            gate.wait_held()
+        status = asked.result().json()["models"][1]["embeddings"]
+        assert status["model"] == "vectors"
+        assert 0 < status["inputs_waiting"] < 200
+        assert within_one_step(server, gate, "DELETE", "/v1/requests/mine").json()["cancelled"]
+        assert pending.result().status_code == 499
+        assert pending.result().json()["error"]["code"] == "request_cancelled"
+        timed = Background.post(server, PATH, LARGE | {"timeout": 0.2})
+        gate.wait_held()
+        clock.advance(1)
+        late = timed.result()
         assert (late.status_code, late.json()["error"]["code"]) == (408, "deadline_exceeded")
         assert late.headers["x-should-retry"] == "false"
-    finally:
-        undo()
 
 
 def test_the_time_in_the_tokenizers_queue_counts(server: RunningServer) -> None:
     go_on = threading.Event()
     server.run(server.app.state.server.tokenize(lambda: go_on.wait(DEADLINE)))
     pending = Background.post(server, PATH, {"input": "x", "timeout": 0.2})
-    time.sleep(0.4)
+    wait_until(lambda: not vectors(server).is_idle)
+    finish_round(server)
+    clock.advance(1)
     go_on.set()
     assert pending.result().json()["error"]["code"] == "deadline_exceeded"
 
@@ -404,46 +430,44 @@ def test_keys_and_their_limits_apply(tmp_path: Path, model_path: Path) -> None:
 
 
 def test_a_full_server_refuses_more(model_path: Path) -> None:
-    with running_server(config(model_path, max_num_seqs=1, max_queue=0)) as server:
-        undo = hold(server)
-        try:
-            pending = Background.post(server, PATH, LARGE, X_Request_Id="first")
-            wait_until(lambda: waiting(server) > 0)
-            with raw(server) as client:
-                refused = client.post(PATH, json={"model": "vectors", "input": "x"})
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
-                client.delete("/v1/requests/first")
-            assert pending.result().status_code == 499
-        finally:
-            undo()
+    with (
+        running_server(config(model_path, max_num_seqs=1, max_queue=0)) as server,
+        EmbeddingGate(server, "vectors") as gate,
+        raw(server) as client,
+    ):
+        pending = Background.post(server, PATH, LARGE, X_Request_Id="first")
+        gate.wait_held()
+        refused = client.post(PATH, json={"model": "vectors", "input": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+        within_one_step(server, gate, "DELETE", "/v1/requests/first")
+        assert pending.result().status_code == 499
 
 
 def test_a_stopping_server_ends_its_requests_with_an_error(model_path: Path) -> None:
-    with running_server(config(model_path)) as server:
-        hold(server)
+    with running_server(config(model_path)) as server, EmbeddingGate(server, "vectors") as gate:
         pending = Background.post(server, PATH, LARGE)
-        wait_until(lambda: waiting(server) > 0)
+        gate.wait_held()
         server.registry.end_all("the server is shutting down")
+        gate.open()
         assert pending.result().status_code == 500
         assert "shutting down" in pending.result().json()["error"]["message"]
 
 
 def test_a_draining_server_completes_them_and_takes_no_more(model_path: Path) -> None:
-    with running_server(config(model_path)) as server:
-        undo = hold(server)
+    with running_server(config(model_path)) as server, EmbeddingGate(server, "vectors") as gate:
         pending = Background.post(server, PATH, {"model": "vectors", "input": [[7] * 500] * 8})
-        wait_until(lambda: waiting(server) > 0)
+        gate.wait_held()
         drained = server.run(server.registry.drain(DEADLINE))
         wait_until(lambda: server.registry.state is EngineState.DRAINING)
         with raw(server) as client:
             refused = client.post(PATH, json={"model": "vectors", "input": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        gate.open()
         assert pending.result().status_code == 200
         assert drained.result(DEADLINE)
-        undo()
 
 
 def test_a_second_model_that_makes_none_is_reported_at_the_start() -> None:
     with running_server(with_embeddings(EngineConfig(), DEMO_PATH), wait_loaded=False) as server:
-        wait_until(lambda: vectors(server).state is EngineState.DEAD, 30)
+        wait_until(lambda: vectors(server).state is EngineState.DEAD)
         assert "cannot be used for embeddings: its directory has no modules.json" in (vectors(server).reason or "")

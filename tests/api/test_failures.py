@@ -23,8 +23,8 @@ from tests.api.helpers import (
     random_tokens,
     raw,
     run_on,
+    stream_at_once,
     stream_events,
-    stream_together,
     tokens_of,
 )
 from tests.support import RunningServer, poison_new_blocks, running_server, wait_until
@@ -147,7 +147,7 @@ def test_a_failure_that_does_not_repeat_loses_no_request(server: RunningServer) 
 
     runner.forward = faulty_now_and_then  # type: ignore[method-assign]
     try:
-        assert stream_together(server, bodies) == expected
+        assert stream_at_once(server, bodies) == expected
     finally:
         runner.forward = forward  # type: ignore[method-assign]
     assert len(failures) == 3
@@ -169,7 +169,7 @@ def test_a_failure_after_the_forward_pass_loses_no_request_either(
         return sample(logits, rows)
 
     monkeypatch.setattr(sampler, "sample", faulty_once)
-    assert stream_together(server, bodies) == expected
+    assert stream_at_once(server, bodies) == expected
     assert failures
     server.wait_idle()
 

@@ -468,7 +468,7 @@ def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monk
                 response = kept_alive.getresponse()
                 assert response.status == 200
                 response.read()
-                protocols[0].loop.call_soon_threadsafe(protocols[0]._close_if_silent)  # as if its time were over
+                protocols[0].loop.call_soon_threadsafe(protocols[0].close_if_silent)  # as if its time were over
     for module in (accepted_connection, http_protocol):
         monkeypatch.setattr(module, "HEAD_SECONDS", 0.2)
     for sent in (b"", b"GET /health HTTP/1.1\r\nHost:"):
@@ -529,7 +529,7 @@ def test_a_refused_request_that_waits_for_its_turn_is_answered_once(
         connection: accepted_connection.AcceptedConnection,
         received: bytes,
     ) -> None:
-        if not connection._end_of_wait.cancelled():  # it would be over while the request waits
+        if not connection.end_of_wait.cancelled():  # it would be over while the request waits
             connection.begin(b"")
         connection.begin(received)
 

@@ -14,12 +14,22 @@ import pytest
 from mlxpaged import process_memory
 from mlxpaged.api import body as bodies
 from mlxpaged.api import server as api_server
-from mlxpaged.engine import EngineState, headroom
+from mlxpaged.engine import EngineConfig, EngineState, headroom
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.step_memory import bytes_per_key
 from mlxpaged.process_memory import MARGIN
-from tests.api.helpers import answer_text, ask, post, random_tokens, raw, run_on, stream_events, stream_together
-from tests.support import RunningServer, wait_until
+from tests.api.helpers import (
+    answer_text,
+    ask,
+    post,
+    random_tokens,
+    raw,
+    run_on,
+    stream_at_once,
+    stream_events,
+    stream_together,
+)
+from tests.support import RunningServer, running_server, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SHORT = 3
@@ -27,6 +37,13 @@ SHORT = 3
 
 FAULT = RuntimeError("[malloc] Unable to allocate 8388608 bytes.")
 """MLX's on a GPU."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """Of this file alone: for a while after a failure, the pool does not grow."""
+    with running_server(EngineConfig(kv_cache_bytes=64_000_000)) as server:
+        yield server
 
 
 def check_refused(response: httpx.Response) -> None:
@@ -121,7 +138,7 @@ def test_decoding_requests_lose_no_token(server: RunningServer) -> None:
 
     sampler.sample = faulty  # type: ignore[method-assign]
     try:
-        assert stream_together(server, requests) == expected
+        assert stream_at_once(server, requests) == expected
     finally:
         sampler.sample = sample  # type: ignore[method-assign]
     assert failures

@@ -64,7 +64,7 @@ def test_files_and_batches_belong_to_the_key_that_made_them(clients: dict[str, o
     with pytest.raises(openai.BadRequestError, match="input_file_id"):
         ben.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
     batch = anna.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-    wait_until(lambda: anna.batches.retrieve(batch.id).status == "completed", 30)
+    wait_until(lambda: anna.batches.retrieve(batch.id).status == "completed")
     with pytest.raises(openai.NotFoundError):
         ben.batches.retrieve(batch.id)
     assert ben.files.list().data == ben.batches.list().data == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.engine import EngineConfig
-from tests.api.helpers import block_bytes, metrics, random_tokens, run_on
+from tests.api.helpers import FakeClock, block_bytes, metrics, random_tokens, run_on
 from tests.api.test_concurrency import stream_in_order
 from tests.support import RunningServer, poison_new_blocks, running_server
 
@@ -38,7 +38,7 @@ def test_sixteen_streams_in_a_tiny_pool_are_undisturbed(
         swap_dir=tmp_path if swap == "file" else None,
         prefix_caching=False,
     )
-    with running_server(config) as server:
+    with running_server(config, clock=FakeClock()) as server:  # no request ages
         poison_new_blocks(server.core)
         before = metrics(server)
         # In one order of arrival, the pool runs out at the same places every time.

@@ -11,7 +11,20 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from mlxpaged.api.openai.responses import store as response_store
-from tests.api.helpers import DEADLINE, Background, StepGate, ask, chat_tokens, events, metrics, post, raw, raw_post
+from tests.api.helpers import (
+    DEADLINE,
+    Background,
+    StepGate,
+    ask,
+    chat_tokens,
+    events,
+    metrics,
+    post,
+    queued_commands,
+    raw,
+    raw_post,
+    within_one_step,
+)
 from tests.support import RunningServer, wait_until
 
 QUESTION = "What is 17 + 25?"
@@ -155,16 +168,12 @@ def test_a_stream_that_is_ended_says_why(demo_server: RunningServer) -> None:
     with StepGate(demo_server) as gate:
         body = {"input": QUESTION, "stream": True, "max_output_tokens": 50}
         pending = Background.post(demo_server, PATH, body, X_Request_Id="resp-ended")
-        wait_until(lambda: demo_server.engine.num_unfinished == 1)
-        ended = Background.request(demo_server, "DELETE", "/v1/requests/resp-ended")
-        gate.open()
-        assert ended.result().status_code in (200, 404)
-    if ended.result().status_code == 200:
-        lines = (line for line in pending.result().text.splitlines() if not line.startswith("event: "))
-        last = list(events(iter(lines)))[-1]
-        assert last["type"] == "response.failed"
-        assert last["response"]["status"] == "failed"
-        assert last["response"]["error"]["code"] == "request_cancelled"
+        assert within_one_step(demo_server, gate, "DELETE", "/v1/requests/resp-ended").status_code == 200
+    lines = (line for line in pending.result().text.splitlines() if not line.startswith("event: "))
+    last = list(events(iter(lines)))[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert last["response"]["error"]["code"] == "request_cancelled"
     demo_server.wait_idle()
 
 
@@ -174,9 +183,9 @@ def test_a_client_that_leaves_ends_its_response(demo_server: RunningServer, stre
     before = metrics(demo_server)
     with StepGate(demo_server) as gate:
         leaving = raw_post(demo_server, PATH, {"input": "Repeat: one two three four", "stream": stream})
-        wait_until(lambda: demo_server.engine.num_unfinished == 1)
+        gate.wait_held()
         leaving.close()
-        wait_until(lambda: not list(requests))
+        wait_until(lambda: not list(requests) and queued_commands(demo_server) == 1)
         gate.open()
     demo_server.wait_idle()
     after = metrics(demo_server)

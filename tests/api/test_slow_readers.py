@@ -7,37 +7,49 @@ import contextlib
 import dataclasses
 import os
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from mlxpaged.cli.http_protocol import HttpProtocol
-from tests.api.helpers import DEADLINE, answer_text, ask, run_on
+from mlxpaged.cli.http_protocol import CHECKS, HttpProtocol
+from tests.api.helpers import DEADLINE, StepGate, answer_text, ask, finish_round, run_on
 from tests.support import RunningServer, wait_until
 
 CHAT = "/v1/chat/completions"
 LONG = 3000
-TIMEOUT = 0.6
+END = b"0\r\n\r\n"
 
 
 @pytest.fixture
-def server(demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+def protocols() -> list[HttpProtocol]:
+    """Of the connections since the test began."""
+    return []
+
+
+@pytest.fixture
+def server(
+    demo_server: RunningServer, protocols: list[HttpProtocol], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RunningServer]:
     """The system takes over little of what is sent, so the server notices at once that the client does not read."""
     made = HttpProtocol.connection_made
 
     def narrow(self: HttpProtocol, transport: asyncio.Transport) -> None:
         with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as copy:
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        protocols.append(self)
         made(self, transport)
 
-    state = demo_server.app.state.server
     monkeypatch.setattr(HttpProtocol, "connection_made", narrow)
-    monkeypatch.setattr(state, "http", dataclasses.replace(state.http, write_timeout=TIMEOUT))
+    limit_writes(demo_server, monkeypatch, 0.6)
     yield demo_server
     demo_server.wait_idle()
+
+
+def limit_writes(server: RunningServer, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    state = server.app.state.server
+    monkeypatch.setattr(state, "http", dataclasses.replace(state.http, write_timeout=seconds))
 
 
 @contextlib.contextmanager
@@ -55,45 +67,64 @@ def asking(server: RunningServer, num_tokens: int, stream: bool) -> Iterator[soc
         yield connection
 
 
-def read(connection: socket.socket, pause: float = 0.0) -> bytes:
-    """All that comes, in pieces with a pause between them."""
-    received = b""
+def read(connection: socket.socket, received: bytes = b"", more: int = 2**31) -> bytes:
+    """What was received before, and all that comes, or about so many bytes of it."""
+    most = len(received) + more
     with contextlib.suppress(ConnectionResetError):
-        while piece := connection.recv(32768, socket.MSG_WAITALL if pause else 0):
+        while len(received) < most and not received.endswith(END) and (piece := connection.recv(32768)):
             received += piece
-            if received.endswith(b"0\r\n\r\n"):
-                break
-            time.sleep(pause)
     return received
 
 
-def test_a_stream_that_is_not_read_is_ended_and_its_blocks_are_free(server: RunningServer) -> None:
+def test_a_stream_that_is_not_read_is_ended_and_its_blocks_are_free(
+    server: RunningServer, protocols: list[HttpProtocol]
+) -> None:
     before = server.engine.stats.generated_tokens_total
-    with asking(server, LONG, stream=True) as connection:
-        wait_until(lambda: server.engine.num_unfinished == 1)
+    with StepGate(server) as gate, asking(server, LONG, stream=True) as connection:
+        gate.allow(100)
+        wait_until(lambda: protocols and protocols[0].transport.is_closing())
+        wait_until(lambda: not list(server.app.state.server.open_requests))
+        finish_round(server)
+        gate.open()
         server.wait_idle()
         received = read(connection)
     assert b"200 OK" in received
     assert b"[DONE]" not in received
-    assert 0 < server.engine.stats.generated_tokens_total - before < LONG / 2
+    assert 0 < server.engine.stats.generated_tokens_total - before <= 101
     assert answer_text(server, run_on("Once", 4))
 
 
-def test_an_answer_that_is_not_read_is_dropped(server: RunningServer) -> None:
+def test_an_answer_that_is_not_read_is_dropped(server: RunningServer, protocols: list[HttpProtocol]) -> None:
     with asking(server, 120, stream=False) as connection:
-        wait_until(lambda: server.engine.num_unfinished == 1)
-        server.wait_idle()
-        time.sleep(2 * TIMEOUT)
+        wait_until(lambda: protocols and protocols[0].transport.is_closing())
         received = read(connection)
     head, _, body = received.partition(b"\r\n\r\n")
     length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
     assert length > 100_000 > len(body)
 
 
-def test_a_slow_reader_gets_the_whole_answer(server: RunningServer) -> None:
-    """It takes longer than the limit in all, but never stops reading for so long."""
-    started = time.monotonic()
-    with asking(server, 60, stream=True) as connection:
-        received = read(connection, TIMEOUT / 4)
-    assert time.monotonic() - started > TIMEOUT
+def test_a_slow_reader_gets_the_whole_answer(
+    server: RunningServer, protocols: list[HttpProtocol], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than the limit in all, but never stops reading for so long: the server checks each time that 32
+    KB were read."""
+    limit_writes(server, monkeypatch, CHECKS * DEADLINE)
+    checks, received = 0, b""
+
+    async def check() -> bool:
+        waits = protocols[0].check is not None
+        if waits:
+            protocols[0].end_check()
+            protocols[0].check_reader()
+        return waits
+
+    with asking(server, 200, stream=True) as connection:
+        wait_until(lambda: protocols and protocols[0].check is not None)
+        server.wait_idle()
+        while not received.endswith(END):
+            before = len(received)
+            received = read(connection, received, 32 * 1024)
+            assert len(received) > before
+            checks += server.run(check()).result(DEADLINE)
+    assert checks > CHECKS
     assert b"[DONE]" in received

@@ -16,6 +16,7 @@ from mlxpaged.engine.engine_thread import EngineThread
 from mlxpaged.engine.watchdog import LOAD_SECONDS, StallLimits
 from mlxpaged.registry import Model, registry_of
 from tests.api.helpers import (
+    DEADLINE,
     Background,
     FakeClock,
     StepGate,
@@ -115,13 +116,13 @@ def test_a_stall_is_found_although_the_event_loop_is_blocked(server: RunningServ
 
     async def block() -> None:
         entered.set()
-        go_on.wait(10)
+        go_on.wait(DEADLINE)
 
     with StepGate(server) as gate:
         pending = start(server, run_on("x", 5), "it")
         gate.wait_held()
         server.run(block())
-        assert entered.wait(10)
+        assert entered.wait(DEADLINE)
         stall(server)
         go_on.set()
         wait_until(lambda: health(server)[0] == 503)
@@ -156,7 +157,7 @@ def test_a_load_that_does_not_go_on_ends_the_requests_that_wait_for_it(
 
     def stuck(*args: Any) -> Any:
         args[3].report(1, 2)
-        assert go_on.wait(30)
+        assert go_on.wait(DEADLINE)
         return load_model(*args)
 
     monkeypatch.setattr(builder, "load_model", stuck)

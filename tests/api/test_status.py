@@ -282,15 +282,16 @@ def test_without_a_prefix_cache_there_is_nothing_to_clear() -> None:
 def test_an_engine_that_does_not_reply_is_reported_busy(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxpaged.engine import async_engine
 
-    monkeypatch.setattr(async_engine, "REPLY_SECONDS", 0.05)
     with StepGate(server) as gate, raw(server) as client:
         pending = start(server, run_on("x", 5), "it")
         gate.wait_held()
-        for method, path in (("GET", STATUS), ("POST", CLEAR), ("DELETE", "/v1/requests/it")):
-            response = client.request(method, path)
-            assert response.status_code == 503
-            assert response.json()["error"]["code"] == "engine_busy"
-            assert int(response.headers["retry-after"]) >= 1
+        with monkeypatch.context() as patch:
+            patch.setattr(async_engine, "REPLY_SECONDS", 0.05)
+            for method, path in (("GET", STATUS), ("POST", CLEAR), ("DELETE", "/v1/requests/it")):
+                response = client.request(method, path)
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] == "engine_busy"
+                assert int(response.headers["retry-after"]) >= 1
         gate.allow(1)  # the cancellation was heard all the same
         check_failure(pending, 499, "request_cancelled", "request_cancelled")
     server.wait_idle()

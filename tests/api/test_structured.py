@@ -28,7 +28,7 @@ from tests.api.helpers import (
     random_tokens,
     run_on,
     side_by_side,
-    stream_together,
+    stream_at_once,
 )
 from tests.support import RunningServer, running_server, wait_until
 
@@ -252,7 +252,7 @@ def test_plain_answers_beside_constrained_ones_are_those_alone(demo_server: Runn
         body["temperature"] = i % 2
     alone = [answer_text(demo_server, body) for body in plain]
     held = [run_on("x", 52, guided_json=PERSON, temperature=1, seed=i) for i in range(4)]
-    mixed = stream_together(demo_server, [*plain[:4], *held, *plain[4:]])
+    mixed = stream_at_once(demo_server, [*plain[:4], *held, *plain[4:]])
     assert mixed[:4] + mixed[8:] == alone
     for text in mixed[4:8]:
         assert text.startswith("{")
@@ -270,7 +270,7 @@ def test_constrained_answers_survive_preemption(tmp_path: Any) -> None:
         size = block_bytes(roomy)
     for swap in (0, 20 * size):
         with running_server(EngineConfig(kv_cache_bytes=6 * size, swap_space_bytes=swap)) as tiny:
-            assert stream_together(tiny, bodies) == expected
+            assert stream_at_once(tiny, bodies) == expected
             stats = tiny.engine.stats.scheduler
             assert stats.preemptions_total > 0
             assert (stats.blocks_swapped_out_total > 0) == (swap > 0)
@@ -359,13 +359,13 @@ def test_a_slow_constraint_is_given_up_and_holds_no_other_request_up(
     demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that compile for ever: they are refused, a third gets a 503, plain requests are answered meanwhile."""
-    monkeypatch.setattr(api_server, "COMPILE_SECONDS", 0.3)
-    release = threading.Event()
+    release, compiles = threading.Event(), threading.Semaphore(0)
     grammars = demo_server.core.grammars
     compiling = grammars.compile
 
     def slow(constraint: Any) -> Any:
         if constraint.text.startswith("slow"):
+            compiles.release()
             release.wait(DEADLINE)
         return compiling(constraint)
 
@@ -377,12 +377,22 @@ def test_a_slow_constraint_is_given_up_and_holds_no_other_request_up(
             def send(**fields: Any) -> Any:
                 return asyncio.ensure_future(http.post("/v1/completions", json=run_on("x", 2, **fields)))
 
-            slow = [send(guided_regex=f"slow{i}") for i in range(2)]
-            await asyncio.sleep(0.1)
-            other, plain = send(guided_regex="fast"), send()
-            await plain
+            async def send_slow(first: int) -> list[Any]:
+                slow = [send(guided_regex=f"slow{first + i}") for i in range(2)]
+                for _ in slow:
+                    assert await asyncio.to_thread(compiles.acquire, timeout=DEADLINE)
+                return slow
+
+            slow = await send_slow(0)
+            plain = await send()
             assert not any(request.done() for request in slow)
-            return [*await asyncio.gather(*slow), await other, await plain]
+            release.set()
+            assert [answer.status_code for answer in await asyncio.gather(*slow)] == [200, 200]
+            release.clear()
+            monkeypatch.setattr(api_server, "COMPILE_SECONDS", 0.3)
+            slow = await send_slow(2)
+            other = await send(guided_regex="fast")
+            return [*await asyncio.gather(*slow), other, plain]
 
     try:
         *slow_answers, other, plain = asyncio.run(together())
@@ -410,8 +420,11 @@ def test_what_is_large_and_can_go_on_is_answered(
     assert re.fullmatch(pattern, answer_text(demo_server, run_on("x", 8, **fields)))
 
 
-def test_a_form_that_cannot_go_on_after_the_thinking_is_refused(demo_server: RunningServer) -> None:
+def test_a_form_that_cannot_go_on_after_the_thinking_is_refused(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A whole answer may begin in other ways. So no trial of the whole finds this."""
+    monkeypatch.setattr(grammar, "PARTS_SECONDS", DEADLINE)
     no_end = Constraint("json_schema", '{"$ref": "#"}', "tools.0")
     call = ToolCallForm("<call>", no_end, "</call>")
     form = StructuredOutput("never", "", "", "free", "<call>", (call,))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from mlxpaged.engine import EngineConfig
-from tests.api.helpers import DEADLINE, block_bytes
+from tests.api.helpers import DEADLINE, StepGate, block_bytes
 from tests.api.schemas import random_object, random_schema
 from tests.scripted import demo_with_tools, make_scripted_model
-from tests.support import RunningServer, running_server
+from tests.support import RunningServer, running_server, wait_until
 
 NAMES = ("get", "get_more", "f-1", "a.b", "Z" * 40)
 
@@ -32,7 +33,7 @@ def thinking_model(directory: Path) -> Path:
 def crowded_server(model: Path, blocks: int) -> Iterator[RunningServer]:
     with running_server(EngineConfig(model=str(model), kv_cache_bytes=1_000_000)) as server:
         size = block_bytes(server)
-    limits = {"kv_cache_bytes": blocks * size, "max_num_seqs": 16, "max_step_ms": 0}
+    limits = {"kv_cache_bytes": blocks * size, "max_num_seqs": 16}
     config = EngineConfig(model=str(model), served_model_name="fuzz", **limits)
     with running_server(config) as server:
         yield server
@@ -98,7 +99,11 @@ def answers(server: RunningServer, bodies: dict[int, dict[str, Any]]) -> dict[in
         async with AsyncOpenAI(timeout=5 * DEADLINE, **options) as client:
             return await asyncio.gather(*(answer(client, body) for body in bodies.values()))
 
-    return dict(zip(bodies, asyncio.run(together()), strict=True))
+    with ThreadPoolExecutor(1) as thread, StepGate(server) as gate:
+        found = thread.submit(lambda: asyncio.run(together()))
+        wait_until(lambda: server.engine.num_unfinished == len(bodies) or found.done(), 5 * DEADLINE)
+        gate.open()
+        return dict(zip(bodies, found.result(), strict=True))
 
 
 def check(body: dict[str, Any], got: dict[str, Any]) -> None:

@@ -90,14 +90,16 @@ def test_what_cannot_be_done_is_refused_by_name(
 def test_tokenizing_leaves_the_event_loop_free(demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     info = demo_server.engine.info
     assert info is not None
-    go_on, encode = threading.Event(), info.tokenizer.encode
+    begun, go_on, encode = threading.Event(), threading.Event(), info.tokenizer.encode
 
     def slow(*args: Any) -> list[int]:
+        begun.set()
         assert go_on.wait(60)
         return encode(*args)
 
     monkeypatch.setattr(info.tokenizer, "encode", slow)
     pending = Background.post(demo_server, "/tokenize", {"prompt": "x"})
+    assert begun.wait(60)
     with raw(demo_server) as client:
         assert client.get("/health").status_code == 200
     go_on.set()

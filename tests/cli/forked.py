@@ -6,17 +6,32 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mlxpaged.cli import http_server, main, serve  # noqa: F401  (imported before the fork)
 from mlxpaged.cli.bench import command  # noqa: F401
+from mlxpaged.engine.model_runner import ModelRunner
 
 IS_SUPPORTED = sys.platform == "linux"
 """A Mac's frameworks do not work in a forked process."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
+
+
+def slow_down() -> None:
+    """While there is a file `slow` in the home directory, each step takes a tenth of a second longer."""
+    forward = ModelRunner.forward
+
+    def slow(*args: Any) -> Any:
+        if Path("~/slow").expanduser().exists():
+            time.sleep(0.1)
+        return forward(*args)
+
+    ModelRunner.forward = slow  # type: ignore[method-assign]
 
 
 def run(args: tuple[str, ...], env: dict[str, str], stdout: Path, stderr: Path) -> None:
@@ -27,6 +42,7 @@ def run(args: tuple[str, ...], env: dict[str, str], stdout: Path, stderr: Path) 
         with open(path, "ab") as file:
             os.dup2(file.fileno(), stream.fileno())
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    slow_down()
     sys.exit(main(args))
 
 

@@ -25,6 +25,7 @@ from tests.cli.forked import ForkedProcess
 from tests.support import wait_until
 
 DEADLINE = 60.0
+SLOW = "import sys; from tests.cli.forked import main, slow_down; slow_down(); sys.exit(main(sys.argv[1:]))"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -44,6 +45,10 @@ class Command:
     process: subprocess.Popen[bytes] | ForkedProcess
     stdout_path: Path
     stderr_path: Path
+
+    def go_on(self) -> None:
+        """Steps are as fast as they can be from now on."""
+        (self.stdout_path.parent / "slow").unlink()
 
     @property
     def stdout(self) -> str:
@@ -77,11 +82,16 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def mlxpaged(directory: Path, *args: str, env: Mapping[str, str] | None = None, fork: bool = True) -> Iterator[Command]:
+def mlxpaged(
+    directory: Path, *args: str, env: Mapping[str, str] | None = None, fork: bool = True, slow: bool = False
+) -> Iterator[Command]:
     """fork: save the imports. Without it, or if `env` has variables of libraries, which may read them when they are
-    imported, the process starts as a user's does. Its home is `directory`, so that no other command finds a server."""
+    imported, the process starts as a user's does. slow: each step takes a tenth of a second longer until `go_on`. Its
+    home is `directory`, so that no other command finds a server."""
     forks = fork and forked.IS_SUPPORTED and all(name.startswith(("MLXPAGED_", "HOME")) for name in env or {})
     directory.mkdir(parents=True, exist_ok=True)
+    if slow:
+        (directory / "slow").touch()
     env = {"HOME": str(directory), **(env or {})}
     stdout, stderr = directory / "stdout", directory / "stderr"
     process: subprocess.Popen[bytes] | ForkedProcess
@@ -90,7 +100,7 @@ def mlxpaged(directory: Path, *args: str, env: Mapping[str, str] | None = None, 
             ForkedProcess(args, environment(env), stdout, stderr)
             if forks
             else subprocess.Popen(
-                [sys.executable, "-m", "mlxpaged", *args],
+                [sys.executable, *(("-c", SLOW) if slow else ("-m", "mlxpaged")), *args],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -106,12 +116,12 @@ def mlxpaged(directory: Path, *args: str, env: Mapping[str, str] | None = None, 
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *args: str, env: Mapping[str, str] | None = None, fork: bool = True) -> Iterator[Command]:
-    """`mlxpaged serve` on a free port with a small pool, once its banner is out."""
+def serving(directory: Path, *args: str, **options: Any) -> Iterator[Command]:
+    """`mlxpaged serve` on a free port with a small pool, once its banner is out. options: of `mlxpaged`."""
     flags = ["--port", "0", *args]
     if "--kv-cache-memory" not in flags:
         flags += ["--kv-cache-memory", "16MB"]
-    with mlxpaged(directory, "serve", *flags, env=env, fork=fork) as command:
+    with mlxpaged(directory, "serve", *flags, **options) as command:
         command.wait_started()
         yield command
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,21 +48,19 @@ def batch_of(command: Command, batch_id: str) -> dict[str, Any]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_batch_survives_the_end_of_the_process(tmp_path: Path, number: signal.Signals) -> None:
     flags = ("--data-dir", str(tmp_path / "data"), "--max-num-seqs", "2")
-    with serving(tmp_path / "first", *flags) as command:
+    with serving(tmp_path / "first", *flags, slow=True) as command:
         batch_id = submit(command, [2, 2, 400, 2])
         wait_until(lambda: batch_of(command, batch_id)["request_counts"]["completed"] == 2, DEADLINE)
-        started = time.monotonic()
         command.process.send_signal(number)
-        status, stopping = command.wait_end(), time.monotonic() - started
+        status = command.wait_end()
         if number is signal.SIGTERM:
             assert status == 0
+            assert "are ended now" not in command.stderr
             assert "Traceback" not in command.stderr
     kept = (tmp_path / "data" / "files" / f"file-{batch_id}-output").read_text().splitlines()
-    assert [json.loads(line)["custom_id"] for line in kept] == ["0", "1"]
+    assert [json.loads(line)["custom_id"] for line in kept] == ["0", "1"], "the drain waited for the batch"
     with serving(tmp_path / "second", *flags) as command:
-        started = time.monotonic()
         wait_until(lambda: batch_of(command, batch_id)["status"] == "completed", DEADLINE)
-        assert stopping < (time.monotonic() - started) / 2, "the drain waited for the batch"
         with http(command) as client:
             text = client.get(f"/v1/files/{batch_of(command, batch_id)['output_file_id']}/content").text
     assert text.splitlines()[:2] == kept

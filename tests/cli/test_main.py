@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,9 +52,14 @@ def test_a_closed_standard_stream_is_no_traceback(tmp_path: Path, command: str, 
 
 
 def test_a_reader_that_leaves_is_no_error_message(tmp_path: Path) -> None:
-    for words in ("--help", "completion bash"):
-        done = shell(f"{{ sleep 0.1; mlxpaged {words}; echo $? >&2; }} | true", HOME=str(tmp_path), PYTHONUNBUFFERED="")
-        assert (done.stdout, done.stderr) == ("", "1\n")
+    env = environment({"HOME": str(tmp_path), "PYTHONUNBUFFERED": ""})
+    for words in (["--help"], ["completion", "bash"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        command = [sys.executable, "-m", "mlxpaged", *words]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=env)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_terminal_that_lacks_a_letter_shows_a_question_mark() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from mlxpaged.attention import LayerKVCache
+from mlxpaged.engine import builder
 from mlxpaged.engine.follower import Follower
 
 
@@ -18,6 +19,12 @@ def fail_in_a_step() -> None:
         perform(follower, message)
 
     Follower.perform = failing  # type: ignore[method-assign]
+
+
+def have_little_memory() -> None:
+    """There is room for fewer blocks, checkpoints and slots than rank 0 has."""
+    for name, value in {"kv_blocks": 31, "state_checkpoints": 5, "swap_slots": 7}.items():
+        setattr(builder, name, lambda *_, value=value: value)
 
 
 def lack_memory() -> None:

@@ -75,9 +75,10 @@ class Setup:
 
     @property
     def config(self) -> EngineConfig:
+        steps = {"max_step_ms": 0}  # the same ones, however long they take
         metal = {"attention_backend": "metal", "attention_tuning": "paged"} if self.lazy_metal else {}
         swap = int(self.swap_slots > 0)
-        return EngineConfig(str(self.model), swap_space_bytes=swap, **(metal | self.options))
+        return EngineConfig(str(self.model), swap_space_bytes=swap, **(steps | metal | self.options))
 
     def core(self, ranks: Ranks | None = None) -> EngineCore:
         core = load_core(self.config, time.monotonic, lambda progress: None, ranks)

@@ -131,3 +131,9 @@ def until_a_rank_is_lost(core: EngineCore) -> str:
     except RankLostError as error:
         return str(error)
     return "no rank was lost"
+
+
+def sizes(core: EngineCore) -> tuple[int, int, int]:
+    """Blocks, checkpoints and swap slots."""
+    config = core.scheduler.config
+    return config.num_blocks, config.num_checkpoints, config.num_swap_slots

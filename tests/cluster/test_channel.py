@@ -10,8 +10,17 @@ import pytest
 
 from mlxpaged.cluster import channel
 from mlxpaged.cluster.channel import AuthenticationError, Channel, Listener, connect
+from tests.support import wait_until
 
 SECRET = b"s" * 32
+SECONDS = 60.0
+"""Nothing takes that long."""
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", SECONDS)
+    monkeypatch.setattr(channel, "SEND_SECONDS", SECONDS)
 
 
 class Accepting:
@@ -32,7 +41,7 @@ class Accepting:
 
     def close(self) -> None:
         self.listener.close()
-        self.thread.join(10)
+        self.thread.join(SECONDS)
         assert not self.thread.is_alive()
         for each in self.accepted:
             each.close()
@@ -48,8 +57,7 @@ def accepting() -> Iterator[Accepting]:
 def test_messages_go_both_ways(accepting: Accepting) -> None:
     ours = connect(accepting.listener.address, SECRET)
     ours.send({"large": b"x" * 1_000_000})
-    while not accepting.accepted:
-        pass
+    wait_until(lambda: accepting.accepted)
     theirs = accepting.accepted[0]
     assert theirs.receive() == {"large": b"x" * 1_000_000}
     theirs.send("yes")
@@ -62,16 +70,22 @@ def test_messages_go_both_ways(accepting: Accepting) -> None:
 def test_a_peer_without_the_secret_is_refused_and_delays_no_other(
     accepting: Accepting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.2)
     with pytest.raises((AuthenticationError, EOFError, OSError)):
         connect(accepting.listener.address, b"wrong" * 8)
-    with socket.create_connection(accepting.listener.address) as silent:
+    with socket.create_connection(accepting.listener.address, SECONDS) as silent:
+        assert silent.recv(32)
         connect(accepting.listener.address, SECRET).close()
-        silent.settimeout(10)
-        silent.recv(32)
-        assert silent.recv(1) == b""
+        wait_until(lambda: accepting.accepted)
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):  # its time is not over
+            silent.recv(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(channel, "HANDSHAKE_SECONDS", 0.1)
+        with socket.create_connection(accepting.listener.address, SECONDS) as silent:
+            assert silent.recv(32)
+            assert silent.recv(1) == b""
     with socket.create_connection(accepting.listener.address) as mirror:  # it sends each proof back as its own
-        mirror.settimeout(10)
+        mirror.settimeout(SECONDS)
         while received := mirror.recv(32):
             mirror.sendall(received)
     assert len(accepting.accepted) == 1
@@ -107,5 +121,5 @@ def test_a_thread_that_receives_ends_when_another_one_closes_the_channel(accepti
     thread.start()
     thread.join(0.1)
     ours.close()
-    thread.join(10)
+    thread.join(SECONDS)
     assert ended

@@ -2,77 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from mlxpaged.engine import EngineConfig
+from mlxpaged.models import resolve_model
 from tests.cli.helpers import mlxpaged
 from tests.cluster.servers import LOCAL, START_SECONDS, Cluster, Load, cluster_of, processes_of
-from tests.models.architectures import make_architecture
 from tests.support import wait_until
 
 pytestmark = pytest.mark.cluster
 
 TIMES = int(os.environ.get("MLXPAGED_FAULTS", "2"))
-"""For each fault and rank, with two ranks. With four, a tenth. `make test-cluster` sets 20."""
+"""For each fault and rank. `make test-cluster` sets 20."""
 NUM_RANKS = 2
-EACH_RANK = [pytest.param(size, rank, id=f"{rank} of {size}") for size in (NUM_RANKS,) for rank in range(size)]
 NOTICED_SECONDS = 10.0
 
-
-class Clusters:
-    """Keeps a cluster with `--restart-ranks` until one of another size is asked for."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._stack = contextlib.ExitStack()
-        self._size = 0
-        self._cluster: Cluster | None = None
-
-    def of(self, size: int) -> Cluster:
-        if self._cluster is None or self._size != size:
-            self.close()
-            self._size, self._cluster = size, self._stack.enter_context(self._start(size))
-        return self._cluster
-
-    def _start(self, size: int) -> contextlib.AbstractContextManager[Cluster]:
-        directory, model = self._directory / str(size), "demo"
-        if size > NUM_RANKS:  # the demo model has two KV heads
-            heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-            model = str(make_architecture(directory / "model", "llama", **heads))
-        return cluster_of(directory, "--restart-ranks", model=model, hosts=[LOCAL] * size)
-
-    def close(self) -> None:
-        self._stack.close()
-        self._cluster = None
+each_rank = pytest.mark.parametrize("rank", range(NUM_RANKS))
 
 
 @pytest.fixture(scope="module")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
-    found = Clusters(tmp_path_factory.mktemp("restarting"))
-    yield found
-    found.close()
-
-
-def times(cluster: Cluster) -> int:
-    return TIMES if len(cluster.ranks()) == NUM_RANKS else max(1, TIMES // 10)
+def restarting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Of the four requests of a load, two wait in the queue."""
+    directory = tmp_path_factory.mktemp("restarting")
+    with cluster_of(directory, "--restart-ranks", "--max-num-seqs", "2") as cluster:
+        yield cluster
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize(("size", "rank"), EACH_RANK)
+@each_rank
 def test_the_ranks_start_again_and_every_request_gets_its_whole_answer(
-    clusters: Clusters, size: int, rank: int, number: signal.Signals
+    restarting: Cluster, rank: int, number: signal.Signals
 ) -> None:
-    restarting = clusters.of(size)
     took: list[float] = []
     kept: list[int] = []
-    for i in range(times(restarting)):
+    for i in range(TIMES):
         before, ranks = restarting.processes(), restarting.ranks()
         load = Load(restarting)
         time.sleep(0.1 * (i % 5))  # not always at the first step
@@ -98,11 +70,10 @@ def test_the_ranks_start_again_and_every_request_gets_its_whole_answer(
     assert kept[-1] - kept[0] < max(16, len(kept) // 2)  # pools of threads grow at first
 
 
-@pytest.mark.parametrize(("size", "rank"), EACH_RANK)
-def test_a_slow_rank_only_slows_the_others(clusters: Clusters, size: int, rank: int) -> None:
-    restarting = clusters.of(size)
+@each_rank
+def test_a_slow_rank_only_slows_the_others(restarting: Cluster, rank: int) -> None:
     before = restarting.processes()
-    for _ in range(times(restarting)):
+    for _ in range(TIMES):
         load = Load(restarting)
         pid = restarting.ranks()[rank]
         for _ in range(5):
@@ -115,8 +86,27 @@ def test_a_slow_rank_only_slows_the_others(clusters: Clusters, size: int, rank: 
     assert restarting.processes() == before
 
 
-def test_mlx_launch_takes_no_core_from_the_ranks(clusters: Clusters) -> None:
-    (pid,) = [pid for pid in clusters.of(NUM_RANKS).processes() if b"mlxpaged.cluster.launch" in arguments(pid)]
+def test_the_banner_says_what_the_link_takes_of_each_token(restarting: Cluster) -> None:
+    line = (
+        r"  ranks     rank 0 \(127\.0\.0\.1\), rank 1 \(127\.0\.0\.1\), by ring\n"
+        r"  link      (.+) of one token are added up in (\S+) ms, and (.+) of a full step in (\S+) ms\n"
+        r"            (\d+) sums take (\S+) ms of every token's time\n"
+    )
+    found = re.search(line, restarting.command.stdout)
+    assert found is not None, restarting.command.stdout
+    config = json.loads((Path(resolve_model("demo")) / "config.json").read_text())
+    token_bytes, sums = 4 * config["hidden_size"], 2 * config["num_hidden_layers"]
+    assert (found[1], found[3]) == ("0.5 KB", "1.0 MB")
+    assert (token_bytes, token_bytes * EngineConfig.max_num_batched_tokens) == (512, 2**20)
+    token_ms, step_ms, all_ms = float(found[2]), float(found[4]), float(found[6])
+    assert token_ms > 0
+    assert step_ms > 0
+    assert int(found[5]) == sums
+    assert all_ms == pytest.approx(sums * token_ms, abs=0.05 + 0.005 * sums)  # both are rounded
+
+
+def test_mlx_launch_takes_no_core_from_the_ranks(restarting: Cluster) -> None:
+    (pid,) = [pid for pid in restarting.processes() if b"mlxpaged.cluster.launch" in arguments(pid)]
     before = cpu_seconds(pid)
     time.sleep(2)
     assert cpu_seconds(pid) - before < 0.2
@@ -164,4 +154,30 @@ def test_a_model_that_a_rank_does_not_have_is_named_with_the_rank(tmp_path: Path
     with mlxpaged(tmp_path, *arguments, fork=False) as command:
         assert command.process.wait(START_SECONDS) == 1
         assert "(127.0.0.1): some/model could not be fetched" in command.stderr
+    wait_until(lambda: not processes_of(tmp_path))
+
+
+OTHER_MLX_ON_RANK_1 = """\
+import importlib.metadata, os
+
+def version(name, found=importlib.metadata.version):
+    return "0.1" if name == "mlx" else found(name)
+
+if os.environ.get("MLX_RANK") == "1":
+    importlib.metadata.version = version
+"""
+
+
+def test_a_rank_with_other_versions_is_refused_and_named(tmp_path: Path) -> None:
+    start = tmp_path / "start"  # every interpreter runs its sitecustomize.py
+    start.mkdir()
+    (start / "sitecustomize.py").write_text(OTHER_MLX_ON_RANK_1)
+    hostfile = tmp_path / "hosts.json"
+    hostfile.write_text(json.dumps([LOCAL] * 2))
+    path = os.pathsep.join((str(start), *filter(None, [os.environ.get("PYTHONPATH")])))
+    with mlxpaged(
+        tmp_path, "serve", "demo", "--port", "0", "--hosts", str(hostfile), env={"PYTHONPATH": path}, fork=False
+    ) as command:
+        assert command.process.wait(START_SECONDS) == 1
+        assert f"rank 1 (127.0.0.1) has mlx 0.1, but the server has mlx {version('mlx')}\n" in command.stderr
     wait_until(lambda: not processes_of(tmp_path))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster import faults
 from tests.cluster.ranks import RankFailed, Setup, play, play_alone
-from tests.cluster.scenes import GREEDY, NUM_TOKENS, Outcome, mixed, overlapping, requests, until_a_rank_is_lost
+from tests.cluster.scenes import GREEDY, NUM_TOKENS, Outcome, mixed, overlapping, requests, sizes, until_a_rank_is_lost
 from tests.engine.hybrid import TinyModel
 from tests.models.architectures import QWEN3_5, linear_attention, make_architecture, nested
 from tests.support import make_tiny_model
@@ -85,6 +85,14 @@ def test_steps_of_several_ranks_overlap(count: int, tmp_path: Path) -> None:
     assert got.tokens == expected.tokens
     assert expected.overlapped == 0
     assert got.overlapped > 0.9 * got.model_calls
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("count", [2, 4])
+def test_memory_is_planned_by_the_rank_that_has_least(count: int, tmp_path: Path) -> None:
+    path = make_architecture(tmp_path / "m", "qwen3_5", **KINDS["qwen3_5"])
+    assert play_alone(make_setup(path), sizes) == (54, 24, 40)
+    assert play(count, make_setup(path, fault=faults.have_little_memory), sizes) == (31, 5, 7)
 
 
 @pytest.mark.cluster

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -51,3 +54,21 @@ def finish(core: EngineCore) -> tuple[dict[str, str], dict[str, FinishReason | N
             reasons[output.request_id] = output.finish_reason
     assert core.scheduler.pool.usage().used == 0
     return texts, reasons
+
+
+def lines_run(function: Callable[[], object]) -> int:
+    """How many lines of Python a call runs, with those of all that it calls. It is the same on any machine."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count

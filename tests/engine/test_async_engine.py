@@ -19,8 +19,8 @@ async def answers(engine: AsyncEngine, count: int) -> list[list[int]]:
     tokens = []
     for stream in streams:
         tokens.append([token async for output in stream for token in output.token_ids])
-    await engine.drain(5)
-    assert await engine.stop()
+    await engine.drain(60)
+    assert await engine.stop(60)
     return tokens
 
 

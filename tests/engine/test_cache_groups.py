@@ -14,7 +14,7 @@ from tests.engine.helpers import finish
 from tests.models.architectures import VOCAB_SIZE, make_architecture
 from tests.support import poison_new_blocks
 
-WINDOW, CONTEXT, BLOCK = 512, 8192, 32
+WINDOW, CONTEXT, BLOCK = 128, 2048, 32
 SLIDING, FULL = 5, 1
 
 
@@ -44,7 +44,7 @@ def request(name: str, prompt: list[int], max_tokens: int) -> Request:
 
 def test_three_times_as_many_long_sequences_fit_and_they_hold_what_their_layers_need(served: ServedModel) -> None:
     """The pool has room for one sequence that keeps the keys of all layers."""
-    core = make_engine(served, CONTEXT + 2 * BLOCK, max_step_ms=0)
+    core = make_engine(served, CONTEXT + 2 * BLOCK, max_num_batched_tokens=CONTEXT // 4, max_step_ms=0)
     for number in range(3):
         core.add(request(f"request-{number}", prompt_of(number), 50))
     most = 0

@@ -206,7 +206,7 @@ def test_the_engine_prepares_its_memory_before_it_loads_the_model(monkeypatch: p
 
     thread.load(slot(on_end))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert order == ["wire", "load", "no such model"]
 

@@ -30,7 +30,7 @@ def test_what_does_not_end_in_time_is_cancelled() -> None:
 
 
 def test_a_wait_for_cores_is_added_to_the_limit() -> None:
-    delays = itertools.chain([7.0], itertools.repeat(7.2))
+    delays = itertools.chain([7.0], itertools.repeat(67.0))
     assert asyncio.run(within(0.01, lambda: next(delays), late(0.05))) == "answer"
 
 
@@ -39,7 +39,7 @@ def test_an_error_of_what_is_waited_for_is_raised() -> None:
         raise OSError("refused")
 
     with pytest.raises(OSError, match="refused"):
-        asyncio.run(within(1.0, lambda: 0.0, fail()))
+        asyncio.run(within(60.0, lambda: 0.0, fail()))
 
 
 def test_a_cancel_ends_the_wait() -> None:

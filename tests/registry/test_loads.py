@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.api.batches import runner
+from mlxpaged.api.errors import ApiError, no_room
 from mlxpaged.models.turns import Turns
-from mlxpaged.registry import Limits
-from tests.api.helpers import Background, FakeClock, StepGate, post, raw, run_on
+from mlxpaged.registry import Limits, NoRoomError
+from tests.api.helpers import DEADLINE, Background, FakeClock, StepGate, post, raw, run_on
 from tests.api.test_batches import ended, jsonl, lines_of, submit
 from tests.registry.helpers import hold_loads, models, refusal, states
 from tests.support import RunningServer, running_server, wait_until
@@ -23,15 +25,14 @@ class NotWanted(Exception):
 
 
 def test_a_load_that_is_not_wanted_any_more_does_not_wait_for_its_download() -> None:
-    go_on = threading.Event()
+    go_on, ended_by = threading.Event(), list[bool]()
 
     def report(done: int, total: int) -> None:
         raise NotWanted
 
-    started = time.monotonic()
     with pytest.raises(NotWanted):
-        Turns(report).during(lambda: go_on.wait(20))
-    assert time.monotonic() - started < 10
+        Turns(report).during(lambda: ended_by.append(go_on.wait(DEADLINE)))
+    assert not ended_by
     go_on.set()
 
 
@@ -60,7 +61,7 @@ def test_a_shutdown_refuses_what_waits_for_a_load(paths: dict[str, Path], monkey
         whole = Background.post(server, "/v1/completions", run_on("x", 2, model="small"))
         stream = Background.post(server, "/v1/completions", run_on("x", 2, model="other", stream=True))
         wait_until(lambda: all(server.registry.models[name].loading for name in ("small", "other")))
-        assert server.run(server.registry.drain(5)).result(10)
+        assert server.run(server.registry.drain(DEADLINE)).result(DEADLINE)
         answer = whole.result()
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is shutting down")
         assert "the server is shutting down" in stream.result().text.splitlines()[-2]
@@ -88,12 +89,17 @@ def test_a_model_that_gets_a_request_is_not_unloaded_with_other_idle_ones(paths:
             await unload()
 
         small.unload = unload_slowly  # type: ignore[method-assign]
-        clock.advance(100)
+        server.run(advance(clock)).result(DEADLINE)
         wait_until(lambda: states(server)["small"] == "available")
         time.sleep(0.1)
         assert states(server)["other"] == "loaded"
-        server.run(leave(request)).result(10)
+        server.run(leave(request)).result(DEADLINE)
         wait_until(lambda: states(server)["other"] == "available")
+
+
+async def advance(clock: FakeClock) -> None:
+    """On the event loop, so not while it looks at one model after the other."""
+    clock.advance(100)
 
 
 async def leave(context: Any) -> None:
@@ -121,13 +127,22 @@ def one_at_a_time(paths: dict[str, Path], tmp_path: Path) -> Iterator[RunningSer
         yield server
 
 
-def test_lines_of_a_batch_may_name_models_that_are_not_loaded_together(one_at_a_time: RunningServer) -> None:
-    server = one_at_a_time
+def test_lines_of_a_batch_may_name_models_that_are_not_loaded_together(
+    one_at_a_time: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, refused = one_at_a_time, list[str]()
+
+    def noting(name: str, error: NoRoomError) -> ApiError:
+        refused.append(name)
+        return no_room(name, error)
+
+    monkeypatch.setattr("mlxpaged.api.server.no_room", noting)
+    monkeypatch.setattr(runner, "NO_ROOM_SECONDS", 0.05)
     bodies = [run_on("x", 3, model=name) for name in ("demo", "small", "demo")]
     with server.client() as client, StepGate(server) as gate:
         batch = submit(client, jsonl(bodies))
         gate.wait_held()
-        time.sleep(0.3)  # the second line is refused meanwhile, because the first one runs
+        wait_until(lambda: "small" in refused)  # because the first line runs
         gate.open()
         found = ended(client, batch)
         assert found.request_counts is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import shutil
 import threading
@@ -90,7 +91,7 @@ def test_a_stream_says_how_far_its_load_is(paths: dict[str, Path], monkeypatch: 
             assert response.status_code == 200
             lines = response.iter_lines()
             if path != "/api/chat":  # lines of JSON have no comments
-                assert ": loading 1.2 of 3.4 GB" in (next(lines), next(lines), next(lines))
+                assert ": loading 1.2 of 3.4 GB" in itertools.islice(lines, 100)
             assert answer_text(server, ask("What is 17 + 25?")) == "42"  # while the other one loads
             go_on.set()
             rest = [line for line in lines if line and not line.startswith(":")]
@@ -187,9 +188,11 @@ def test_models_take_turns_by_the_device_time_that_they_have_used(
     keys = write_keys(tmp_path / "keys.json", anna={"tier": priority}, otto={})
     http = HttpConfig(api_keys=tmp_path / "keys.json")
     turns: list[str] = []
+    all_queued = threading.Event()
 
     def timed(name: str, seconds: float, forward: Any, *args: Any) -> Any:
         turns.append(name)
+        all_queued.wait(DEADLINE)
         clock.advance(seconds)
         return forward(*args)
 
@@ -205,6 +208,9 @@ def test_models_take_turns_by_the_device_time_that_they_have_used(
         ]
         wait_until(lambda: "demo" in turns)
         one = Background.post(server, "/v1/completions", run_on("x", 120, model="small"), **bearer(keys["anna"]))
+        wait_until(lambda: server.registry.num_unfinished == 4)
+        server.run(asyncio.sleep(0)).result(DEADLINE)  # the event loop has submitted the last one
+        all_queued.set()
         assert one.text
         assert [pending.text for pending in queue]
     first, last = turns.index("small"), len(turns) - turns[::-1].index("small")
@@ -289,8 +295,10 @@ def test_a_model_that_runs_requests_is_not_unloaded(paths: dict[str, Path]) -> N
 
 def test_an_idle_model_is_unloaded_after_a_time_and_comes_back(paths: dict[str, Path]) -> None:
     with running_server(models(paths, "small", limits=Limits(idle_unload=0.3), pinned=["demo"])) as server:
+        before = mx.get_active_memory()
         expected = answer_text(server, run_on("x", 3, model="small"))
         wait_until(lambda: states(server) == {"demo": "loaded", "small": "available"})
+        wait_until(lambda: mx.get_active_memory() <= before + 100_000)  # its weights alone take more
         assert answer_text(server, run_on("x", 3, model="small")) == expected
         assert answer_text(server, ask("What is 17 + 25?")) == "42"
 
@@ -373,5 +381,5 @@ def test_switching_between_models_leaks_nothing(paths: dict[str, Path], count: i
         switch(server, 3, names)
         memory, threads, files = held()
         switch(server, count, names)
-        wait_until(lambda: held()[1] <= threads and held()[2] <= files)
-        assert held()[0] <= memory + 100_000
+        limits = (memory + 100_000, threads, files)
+        wait_until(lambda: all(now <= limit for now, limit in zip(held(), limits, strict=True)))

@@ -108,7 +108,7 @@ async def with_server(pieces: Sequence[bytes], ask: Callable[[Connection], Await
         finally:
             connection.close()
             left.set()
-            await asyncio.wait_for(ended.wait(), 10)
+            await asyncio.wait_for(ended.wait(), 60)
 
 
 def answered_with(*pieces: bytes) -> Answer:
