@@ -41,8 +41,9 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
-from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.sample_utils import make_sampler
 
+GREEDY = make_sampler(temp=0)
 LAYERS, HEADS, KV_HEADS = 28, 16, 8
 """Of Qwen3-0.6B."""
 
@@ -138,7 +139,7 @@ class MlxLm:
                     self._cache,
                     [[] for _ in range(batch)],
                     None,
-                    greedy_sampler,
+                    GREEDY,
                     [[] for _ in range(batch)],
                     [NoStop()] * batch,  # type: ignore[list-item]
                     [10**9] * batch,
@@ -172,7 +173,7 @@ class MlxLm:
         """What `_step` of `generate_step` does without logits processors."""
         logits = self._model(self._tokens[None], cache=self._cache)[:, -1, :]
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        results = greedy_sampler(logprobs), logprobs.squeeze(0)
+        results = GREEDY(logprobs), logprobs.squeeze(0)
         mx.async_eval(results)
         return results
 

@@ -100,7 +100,8 @@ class HostMetadata:
     def distinct(self) -> IntArray:
         """For each sequence of a tile, the index of the first one that is the same."""
         count = len(self.host_query_lens)
-        return np.minimum(np.arange(count), count - (self.num_repeats or 0) - 1).astype(np.int32)
+        first: IntArray = np.minimum(np.arange(count), count - (self.num_repeats or 0) - 1).astype(np.int32)
+        return first
 
 
 @dataclass(frozen=True)

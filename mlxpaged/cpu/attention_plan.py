@@ -193,6 +193,8 @@ def plan_decode(
     owner, column = (indices.astype(np.int32) for indices in np.nonzero(paired))
     position = column[:, None] * size + np.arange(size)
     visible = (position < context[owner, None]) & (position >= first[owner, None])
+    queries: IntArray
+    matrices: IntArray
     queries, matrices = (by_head(each, num_kv_heads).reshape(-1) for each in (owner, tables[owner, column]))
     order = np.argsort(queries, kind="stable")
     queries, matrices = queries[order], matrices[order]

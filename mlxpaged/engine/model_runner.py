@@ -268,8 +268,7 @@ class ModelRunner:
 
     def _replays(self, count: int) -> bool:
         """Whether a replayed step of so many sequences gives the logits of one that is not."""
-        tables = np.arange(count, dtype=np.int32).reshape(1, count, 1)
-        tables = np.repeat(tables, self._num_groups, axis=0)
+        tables = np.repeat(np.arange(count, dtype=np.int32).reshape(1, count, 1), self._num_groups, axis=0)
         sequences = [Sequence(i, [PENDING] * (TRACE_AT + 1), 1) for i in range(count)]
         for position in range(TRACE_AT + 1):
             batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))

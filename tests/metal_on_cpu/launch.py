@@ -282,7 +282,7 @@ def _check_poison(kernel: str, argument: Argument) -> None:
     """clang fills uninitialised locals with a NaN of all ones, and arithmetic hands it on to here."""
     if argument.dtype not in (mx.float32, mx.float16, mx.bfloat16):
         return
-    bits = argument.memory.reshape(-1).view(np.uint32 if argument.dtype == mx.float32 else np.uint16)
+    bits: npt.NDArray[Any] = argument.memory.reshape(-1).view(np.uint32 if argument.dtype == mx.float32 else np.uint16)
     ones = np.iinfo(bits.dtype).max >> 1
     found = np.flatnonzero((bits & ones) == ones)
     if found.size:
