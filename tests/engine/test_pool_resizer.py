@@ -54,6 +54,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return TinyModel(make_architecture(path, request.param, sliding_window=5))
 
 
+@pytest.fixture
+def no_cached_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arrays of other tests may be collected at any time. MLX then keeps their buffers."""
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 0)
+
+
 def rest(core: EngineCore) -> None:
     """As the engine thread does when no command arrives."""
     core.rest(device_is_idle=True)
@@ -233,6 +239,7 @@ def test_the_pool_does_not_grow_into_memory_that_others_use(llama: TinyModel, mo
     assert_balanced(core)
 
 
+@pytest.mark.usefixtures("no_cached_buffers")
 def test_a_request_that_waits_for_memory_ends_at_its_deadline(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +288,7 @@ def fill(core: EngineCore) -> int:
     return core.runner.kv_cache_bytes
 
 
+@pytest.mark.usefixtures("no_cached_buffers")
 def test_an_idle_pool_is_halved_and_halved_again_down_to_its_size_at_the_start(llama: TinyModel) -> None:
     clock = Clock()
     core = llama.engine(num_blocks=64, start_tokens=64, clock=clock)
