@@ -138,7 +138,7 @@ class MlxLm:
                     self._tokens,
                     self._cache,
                     [[] for _ in range(batch)],
-                    None,
+                    [None] * batch,  # type: ignore[list-item]  # 0.31.3 takes no None for all of them
                     GREEDY,
                     [[] for _ in range(batch)],
                     [NoStop()] * batch,  # type: ignore[list-item]
@@ -179,13 +179,19 @@ class MlxLm:
 
 
 class NoStop:
-    """Stop sequences that never match."""
+    """Stop sequences that never match, for mlx-lm 0.32, and its state machine without states, for 0.31.3."""
 
     def matcher(self) -> NoStop:
         return self
 
     def advance(self, _token: int) -> bool:
         return False
+
+    def make_state(self) -> None:
+        return None
+
+    def match(self, _state: None, _token: int) -> tuple[None, None, str]:
+        return None, None, "normal"
 
 
 class Ours(ExitStack):

@@ -69,9 +69,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"again: .venv/bin/python -m pytest{seed} {shlex.quote(file if seed else node)}")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Twice as many workers as cores: a test often waits for a process, or for the end of a server."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 2 * cores
+
+
 def stay_on_a_core() -> None:
-    """On Linux, each worker stays on one core if there are as many workers as cores: the threads of a test's client and
-    server wait for each other, and on two cores they would wake each other up all the time."""
+    """On Linux, each worker stays on one core if there are not fewer workers than cores: the threads of a test's client
+    and server wait for each other, and on two cores they would wake each other up all the time."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

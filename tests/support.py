@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,8 @@ from mlxpaged.registry import Model, Registry
 from mlxpaged.scheduler import BlockMoves
 
 Result = TypeVar("Result")
+
+since_mlx_lm_0_32 = pytest.mark.skipif(version("mlx-lm") == "0.31.3", reason="needs mlx-lm 0.32, so Python 3.11")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

@@ -125,6 +125,10 @@ def reason_of(error: Exception) -> str:
 def load_adapter(model: Module, name: str, path: Path, base: Reference) -> LoadedAdapter:
     before = dict(model.named_modules())
     stored: Any = mx.load(str(path / WEIGHTS))
+    rank = read_object(path / CONFIG)["lora_parameters"].get("rank")
+    for key, array in stored.items():
+        if key.endswith(".lora_a") and rank not in array.shape:  # mlx-lm refuses it since 0.32
+            raise UnsupportedModelError(f"its {CONFIG} says rank {rank}, and {key} has the shape {array.shape}")
     load_with_mlx_lm(model, str(path))
     model.eval()  # no dropout
     after = dict(model.named_modules())

@@ -6,7 +6,6 @@ import importlib
 import itertools
 import json
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from mlxpaged.api.generation.deltas import CallArguments, CallEnd, CallStart, De
 from mlxpaged.api.generation.tool_calls import AROUND_ARGUMENTS
 from mlxpaged.engine import Constraint, StructuredOutput
 from mlxpaged.models import Tags, ToolFormat
+from tests.support import since_mlx_lm_0_32
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"city": {}}}}}
@@ -119,7 +119,7 @@ def test_the_deltas_do_not_depend_on_the_cuts(
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'),
         pytest.param(
             *("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]'),
-            marks=pytest.mark.skipif(version("mlx-lm") == "0.31.3", reason="mlx-lm reads it since 0.32"),
+            marks=since_mlx_lm_0_32,
         ),
         (
             "qwen3_coder",

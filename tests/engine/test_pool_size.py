@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -44,8 +45,8 @@ def test_a_step_walks_over_no_pool(served: ServedModel) -> None:
     counts = []
     for num_blocks in (SMALL, LARGE):
         core = decoding(served, num_blocks)
-        counts.append([lines_run(core.step) for _ in range(20)])
-    assert max(counts[1]) < min(counts[0]) + LARGE // 4  # steps differ a little, as what they learn of their times
+        counts.append(median(lines_run(core.step) for _ in range(19)))  # a garbage collection may run lines in any step
+    assert counts[1] < counts[0] + LARGE // 4
 
 
 def test_the_memory_of_a_step_does_not_grow_with_the_pools(served: ServedModel) -> None:

@@ -23,7 +23,7 @@ from mlxpaged.models.probe import probe
 from mlxpaged.models.reference import make_reference
 from mlxpaged.models.states import RecurrentLayer
 from tests.models.architectures import make_architecture
-from tests.support import cast, make_tiny_model, quantize
+from tests.support import cast, make_tiny_model, quantize, since_mlx_lm_0_32
 
 CONTEXT = 512
 
@@ -279,7 +279,9 @@ def test_neither_a_window_over_1024_nor_one_near_the_context_length_is_passed(
     assert length == probe_steps.SHORT_PROMPT
 
 
-@pytest.mark.parametrize("architecture", ["llama4", "deepseek_v32", "minimax_m3_vl", "plamo2"])
+@pytest.mark.parametrize(
+    "architecture", ["llama4", "deepseek_v32", pytest.param("minimax_m3_vl", marks=since_mlx_lm_0_32), "plamo2"]
+)
 def test_chunks_and_selections_are_found(architecture: str, tmp_path: Path) -> None:
     """Of local attention, an indexer, one that selects blocks, and a layer that masks by itself."""
     found = probe_steps.windows(plain_model(make_architecture(tmp_path / "m", architecture)))
