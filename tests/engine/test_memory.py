@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from mlxpaged import process_memory
 from mlxpaged.engine import EngineConfig, build_engine, builder, engine_thread, memory
 from mlxpaged.engine.embedder import Embedder
+from mlxpaged.engine.engine_thread import free_garbage
 from mlxpaged.engine.memory import kv_blocks, swap_slots
 from mlxpaged.models import ModelNotFoundError, load_embedding_model, load_model
 from mlxpaged.models.device_memory import free_device_memory
@@ -265,3 +268,17 @@ def test_the_limits_of_a_services_own_control_group_and_its_parents_count(
     assert system_free_memory() == 1600
     (group / names[0]).write_text("7500")
     assert system_free_memory() == 600
+
+
+def test_a_model_that_was_frozen_after_the_start_is_freed_after_its_end() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.parts = [self]
+
+    model = Model()
+    reference = weakref.ref(model)
+    gc.freeze()
+    del model
+    free_garbage()
+    assert reference() is None
+    assert gc.get_freeze_count() > 0, "the others are still frozen"
