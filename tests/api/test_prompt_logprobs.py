@@ -11,7 +11,7 @@ from openai import OpenAI
 from pydantic_core import to_json
 
 from mlxpaged.api.openai.renderer import completion_logprobs, prompt_logprobs
-from mlxpaged.engine import PromptLogprobs, TokenLogprobs
+from mlxpaged.engine import EngineConfig, PromptLogprobs, TokenLogprobs
 from tests.api.helpers import (
     ask,
     legacy_logprobs,
@@ -23,7 +23,7 @@ from tests.api.helpers import (
     text_of,
     tokens_of,
 )
-from tests.support import RunningServer
+from tests.support import RunningServer, running_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -150,8 +150,8 @@ def test_an_answer_may_have_no_token(client: OpenAI, demo_server: RunningServer)
         assert text_of(chunks) == ""
         assert chunks[-2]["usage"]["completion_tokens"] == 0
         assert [c["choices"][0]["finish_reason"] for c in chunks[:-2]][-1] == "length"
-    prompt = random_tokens(4096, 5)  # all of the context
-    [filled] = post(demo_server, run_on(prompt, 0))["choices"]
+    with running_server(EngineConfig(kv_cache_bytes=8_000_000, max_model_len=100)) as server:
+        [filled] = post(server, run_on(random_tokens(100, 5), 0))["choices"]
     assert filled["text"] == ""
 
 
