@@ -12,7 +12,7 @@ from demo_model import tasks
 from mlxpaged.models.loader import DEMO_PATH
 from tests.support import RunningServer
 
-CASES, ALL_CASES = 20, 60
+CASES, ALL_CASES = 12, 60
 
 LEAST_ACCURACY = {"repeat": 0.95, "passkey": 0.92, "add": 0.95, "reverse": 0.95, "identity": 0.95}
 """A little under the README's figures, which are over 200 cases each."""

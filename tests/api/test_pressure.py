@@ -1,4 +1,5 @@
-"""Sixteen streams in a pool for three of them: preempted and swapped many times, and the texts do not show it."""
+"""Sixteen streams in a pool for three of them: preempted and swapped many times, and the texts do not show it. Other
+sizes and kinds of swap space: tests/engine/test_pressure.py."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ def undisturbed(demo_server: RunningServer) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("swap", ["none", "memory", "file", "too small"])
+@pytest.mark.parametrize("swap", ["none", "file"])
 def test_sixteen_streams_in_a_tiny_pool_are_undisturbed(
     demo_server: RunningServer, undisturbed: list[str], swap: str, tmp_path: Path
 ) -> None:
     block = block_bytes(demo_server)
     config = EngineConfig(
         kv_cache_bytes=BLOCKS * block,
-        swap_space_bytes={"none": 0, "too small": 4}.get(swap, 100) * block,
+        swap_space_bytes=100 * block if swap == "file" else 0,
         swap_dir=tmp_path if swap == "file" else None,
         prefix_caching=False,
     )
@@ -51,6 +52,4 @@ def test_sixteen_streams_in_a_tiny_pool_are_undisturbed(
     assert after["mlxpaged_preemptions_total"] >= 10
     out, back = (after[f"mlxpaged_kv_blocks_swapped_{way}_total"] for way in ("out", "in"))
     assert out == back
-    assert (out > 0) == (swap != "none")
-    if swap in ("memory", "file"):
-        assert out >= 30
+    assert out >= 30 if swap == "file" else out == 0
