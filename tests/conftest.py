@@ -7,6 +7,7 @@ import os
 import random
 import secrets
 import shlex
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Without --seed, every run does the same."""
     gc.disable()  # until all tests are collected: what is made until then stays
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
     if config.option.seed == "random":
         config.option.seed = str(secrets.randbelow(2**32))
     seed: str | None = config.option.seed

@@ -101,7 +101,9 @@ def _zig() -> str:
 
 
 def run_zig(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([_zig(), *arguments], capture_output=True, text=True, check=False)
+    """zig's own cache is in the home by default, which may be read-only."""
+    cache = {"ZIG_GLOBAL_CACHE_DIR": str(default_cache() / "zig")}
+    return subprocess.run([_zig(), *arguments], capture_output=True, text=True, check=False, env=cache | os.environ)
 
 
 @functools.cache
