@@ -153,10 +153,12 @@ def _no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_config_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Commands do not read the configuration file of the user who runs the tests."""
+def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands neither read nor write files of the user who runs the tests, such as the configuration."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("no-config")))
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+            patch.delenv(name, raising=False)
         yield
 
 

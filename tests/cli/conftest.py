@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ from tests.cli.helpers import Result
 from tests.metal_on_cpu.fixtures import copied_kernels, unchecked
 
 __all__ = ["copied_kernels", "unchecked"]
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_stays() -> Iterator[None]:
+    """A command that ran in this process has logged to a stream that pytest closes."""
+    yield
+    for handler in [each for each in logging.root.handlers if type(each) is logging.StreamHandler]:
+        logging.root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -136,7 +136,6 @@ def test_another_file_can_be_named(write: Write, run: Run, tmp_path: Path, monke
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CONFIG_HOME")
     usual, mac = (
         tmp_path / ".config/mlxpaged/config.toml",
         tmp_path / "Library/Application Support/mlxpaged/config.toml",
