@@ -411,6 +411,7 @@ def test_an_interrupt_ends_any_load_at_once_and_its_threads_with_the_server(
     """Requests in flight would take minutes, and the later ones are never sent."""
     long = Sizes(a_output=8000, a_concurrent=(2,), c_stream_output=8000, d_output=8000)
     stopped: list[Server] = []
+    asking: set[threading.Thread] = set()
 
     def interrupt_load(letter: str, client: Client) -> None:
         """When text arrives, or when all requests of E wait for their time."""
@@ -419,6 +420,7 @@ def test_an_interrupt_ends_any_load_at_once_and_its_threads_with_the_server(
         calls, function, begun = itertools.count(1), getattr(owner, name), threading.Event()
 
         def noting(*args: Any) -> None:
+            asking.add(threading.current_thread())
             if next(calls) >= (long.e_requests if letter == "E" else 2):  # the first event has no text
                 begun.set()
             function(*args)
@@ -440,10 +442,11 @@ def test_an_interrupt_ends_any_load_at_once_and_its_threads_with_the_server(
     with pytest.raises(KeyboardInterrupt):
         measure_until_interrupted()
     assert stopped[0].process.poll() is not None
-    for thread in threading.enumerate():
-        if thread.name.startswith("load"):
-            thread.join(60)
-            assert not thread.is_alive()
+    asking.discard(threading.current_thread())
+    assert len(asking) >= long.e_requests
+    for thread in asking:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_an_interrupt_while_a_server_is_stopped_kills_it(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ class Threads(ThreadPoolExecutor):
     with the server."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(count, thread_name_prefix="load")
+        super().__init__(count)
         self._left = threading.Event()
 
     def sleep_until(self, moment: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -45,8 +44,8 @@ def test_a_step_walks_over_no_pool(served: ServedModel) -> None:
     counts = []
     for num_blocks in (SMALL, LARGE):
         core = decoding(served, num_blocks)
-        counts.append(median(lines_run(core.step) for _ in range(19)))  # a garbage collection may run lines in any step
-    assert counts[1] < counts[0] + LARGE // 4
+        counts.append(sorted(lines_run(core.step) for _ in range(20)))
+    assert counts[1][-4] < counts[0][0] + LARGE // 4  # in a few steps, a garbage collection may run others' lines
 
 
 def test_the_memory_of_a_step_does_not_grow_with_the_pools(served: ServedModel) -> None:
