@@ -9,6 +9,7 @@ import secrets
 import shlex
 import signal
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -76,6 +77,11 @@ def pytest_xdist_auto_num_workers() -> int:
     """Twice as many workers as cores: a test often waits for a process, or for the end of a server."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 2 * cores
+
+
+def pytest_xdist_setupnodes() -> None:
+    """The workers start at the same moment, and each would compile the largest package that the tests import."""
+    import_module("anthropic")
 
 
 def stay_on_a_core() -> None:
