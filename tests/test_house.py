@@ -16,13 +16,14 @@ import mlxpaged
 PACKAGE = Path(mlxpaged.__file__).parent
 
 MAY_IMPORT = {
-    "cli": {"registry", "cluster", "api", "engine", "scheduler", "models", "attention", "cache"},
-    "api": {"registry", "engine", "models", "scheduler"},
+    "cli": {"registry", "cluster", "api", "engine", "scheduler", "models", "attention", "cache", "formats"},
+    "api": {"registry", "engine", "models", "scheduler", "formats"},
     "registry": {"engine", "models"},
     "cluster": {"engine", "models"},
-    "engine": {"scheduler", "attention", "models", "cache"},
+    "engine": {"scheduler", "attention", "models", "cache", "formats"},
     "scheduler": {"cache"},
-    "models": {"attention", "cache"},
+    "models": {"attention", "cache", "formats"},
+    "formats": set(),
     "attention": {"cache"},
     "cache": set(),
     "cpu": {"attention"},

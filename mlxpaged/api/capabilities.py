@@ -15,5 +15,5 @@ def capabilities(info: EngineInfo | EmbeddingInfo) -> dict[str, bool]:
         "rerank": isinstance(info, EngineInfo) and info.reranker is not None,
         "embeddings": info.embedding_model is not None,
         "tools": chats and (info.tokenizer.shows_tools or info.tokenizer.takes_system),
-        "thinking": chats and bool(info.tokenizer.tags.think_start),
+        "thinking": chats and info.tokenizer.tags.thinks,
     }

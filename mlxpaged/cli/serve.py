@@ -24,7 +24,8 @@ from mlxpaged.cli.flags import size
 from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.cli.running_servers import registered
-from mlxpaged.models import AdapterPath, tool_parsers
+from mlxpaged.formats import FORMATS
+from mlxpaged.models import AdapterPath
 from mlxpaged.models.generation_config import LIMITS
 
 if TYPE_CHECKING:
@@ -53,9 +54,8 @@ def add_parser(commands: Any) -> None:
 
     model = groups.group("model", DEFAULTS)
     model.field("--served-model-name", str, "name of the first model in the API", "MODEL as given")
-    parsers = tool_parsers()
-    formats = f"tool call format: {', '.join(parsers)}"
-    model.field("--tool-parser", flags.one_of(*parsers), formats, "by the chat template")
+    formats = f"tool call format: {', '.join(sorted(FORMATS))}"
+    model.field("--tool-parser", flags.one_of(*sorted(FORMATS)), formats, "by the chat template")
     model.switch("--reranker", "MODEL is a reranker like Qwen3-Reranker, for /v1/rerank, whatever its name is")
     adapter = "LoRA adapter, as NAME=DIR for the first model, or MODEL:NAME=DIR; requests name it MODEL:NAME"
     model.values("--adapter", adapter_path, adapter, "adapter_paths")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.models import DEMO_MODEL, AdapterPath, tool_parsers
+from mlxpaged.formats import FORMATS
+from mlxpaged.models import DEMO_MODEL, AdapterPath
 from mlxpaged.models.generation_config import LIMITS
 from mlxpaged.scheduler import Priority, SchedulerConfig
 
@@ -23,7 +24,7 @@ class EngineConfig:
 
     model: str = DEMO_MODEL  # directory, hub repository or "demo"
     served_model_name: str | None = None  # name in the API; None: same as `model`
-    tool_parser: str | None = None  # one of mlx-lm's; None: mlx-lm finds it in the chat template
+    tool_parser: str | None = None  # one of FORMATS; None: by the chat template or the vocabulary
     reranker: bool = False  # whether `model` is a reranker like Qwen3-Reranker, also if its name does not say so
     adapters: tuple[AdapterPath, ...] = ()  # LoRA adapters that are served beside the model
     only_embeds: bool = False  # whether `model` is used for embeddings only
@@ -68,8 +69,8 @@ class EngineConfig:
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
         self.scheduler_config(num_blocks=1)  # checks the scheduler's fields
-        if self.tool_parser not in (None, *tool_parsers()):
-            raise ValueError(f"tool_parser must be one of {', '.join(tool_parsers())}, got {self.tool_parser!r}")
+        if self.tool_parser not in (None, *FORMATS):
+            raise ValueError(f"tool_parser must be one of {', '.join(FORMATS)}, got {self.tool_parser!r}")
         self._check_adapters()
         for name in ("embedding_max_model_len", "max_model_len", "kv_cache_bytes", "request_timeout", "ttft_timeout"):
             limit = getattr(self, name)

@@ -19,15 +19,13 @@ if TYPE_CHECKING:
     )
     from mlxpaged.models.preflight import Reserved
     from mlxpaged.models.short_names import DEMO_MODEL
-    from mlxpaged.models.tokenizer import PLAIN_CALLS, Tags, Tokenizer, ToolFormat
-    from mlxpaged.models.tool_formats import tool_parsers
+    from mlxpaged.models.tokenizer import Tags, Tokenizer
     from mlxpaged.models.turns import Turns
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "DEMO_MODEL",
-    "PLAIN_CALLS",
     "AdapterPath",
     "EmbeddingFacts",
     "EmbeddingModel",
@@ -37,7 +35,6 @@ __all__ = [
     "ServedModel",
     "Tags",
     "Tokenizer",
-    "ToolFormat",
     "Turns",
     "UnsupportedModelError",
     "load_embedding_model",
@@ -46,5 +43,4 @@ __all__ = [
     "read_tokenizer",
     "resolve_model",
     "synchronize",
-    "tool_parsers",
 ]

@@ -188,7 +188,7 @@ def load_model(
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
-    tool_parser: one of `tool_parsers`; None for the one that mlx-lm finds in the chat template, if any. turns: of other
+    tool_parser: one of FORMATS; None for the one that the chat template or the vocabulary shows. turns: of other
     models; they get the bytes of weights that are loaded, and of all. max_model_len: None for the context length.
     reserved: memory that is needed beside the weights. is_reranker: True if the user says so, False if the name
     decides. adapters: to be loaded beside it. group: ranks that each load their share of it, all at the same time. Call
@@ -261,10 +261,9 @@ def load_model(
 
 def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int]) -> Tokenizer:
     """The tokenizer of a model's directory. end_tokens: of its generation_config.json. Raises any exception."""
-    extra = {"tool_parser_type": tool_parser} if tool_parser else None
     # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
     ends = end_tokens or read_object(path / "config.json").get("eos_token_id")
-    return Tokenizer(load_tokenizer(path, extra, eos_token_ids=ends))
+    return Tokenizer(load_tokenizer(path, eos_token_ids=ends), tool_parser)
 
 
 def read_tokenizer(name: str, tool_parser: str | None = None) -> Tokenizer:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.tool_parsers import json_tools
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from mlxpaged.formats import FORMATS, HARMONY, HERMES, Format, format_of, thought_tags
 from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, unmarked
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.template_environment import LimitedEnvironment
@@ -39,38 +39,28 @@ class ChatTemplateError(ValueError):
 
 
 @dataclass(frozen=True)
-class ToolFormat:
-    """How a model writes a tool call. name: of mlx-lm's parser. start, end: the tags around a call. If `end` is empty,
-    the next start or the end of the answer closes the call. parse: (text between the tags, OpenAI's tools) -> {"name",
-    "arguments"} or a list of them; it may raise any type for malformed text."""
-
-    name: str
-    start: str
-    end: str
-    parse: Callable[[str, Any], Any]
-
-
-PLAIN_CALLS = ToolFormat("json_tools", json_tools.tool_call_start, json_tools.tool_call_end, json_tools.parse_tool_call)
-"""How a model without a format of its own is asked to write calls. It is the format of Hermes (NousResearch, Hermes 2
-Pro), which many models saw in training."""
-
-
-@dataclass(frozen=True)
 class Tags:
-    """The tags that divide an answer, as mlx-lm finds them in a model's vocabulary and chat template. think_start,
-    think_end: empty if the model does not think. tools: PLAIN_CALLS if the chat template does not show tools."""
+    """The tags that divide an answer. think_start, think_end: around a thought; empty if there are none.
+    think_anywhere: whether a thought may begin after text. tools: HERMES if the chat template does not show tools."""
 
     think_start: str = ""
     think_end: str = ""
-    tools: ToolFormat = PLAIN_CALLS
+    tools: Format = HERMES
+    think_anywhere: bool = False
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model can think. In Harmony, thoughts are messages of their own."""
+        return bool(self.think_start) or self.tools is HARMONY
 
 
 class Tokenizer:
     """A model's tokenizer, used by several threads. Decoding only reads. Encoding may change the settings of a fast
     tokenizer while it runs, so `encode` and `apply_chat_template` use a copy of their own, on one thread only."""
 
-    def __init__(self, wrapped: Any) -> None:
-        """Raises UnsupportedModelError if the tokenizer has no vocabulary. transformers makes one of any directory."""
+    def __init__(self, wrapped: Any, tool_format: str | None = None) -> None:
+        """tool_format: one of FORMATS; None for the one that the chat template or the vocabulary shows. Raises
+        UnsupportedModelError if the tokenizer has no vocabulary. transformers makes one of any directory."""
         self._encoder = wrapped
         if not set(self.encode(SAMPLE, add_special_tokens=False)) - {wrapped.unk_token_id}:
             raise UnsupportedModelError("its tokenizer has no tokens for text, because its vocabulary is missing")
@@ -81,18 +71,16 @@ class Tokenizer:
         special = {*self._decoder.all_special_ids, *(i for i, token in added.items() if token.special)}
         self._special_ids = frozenset(special)
         self.has_chat_template = bool(wrapped.has_chat_template)
-        # Whether the chat template shows tools and calls, and the format of the calls is known.
-        reads_tools = self.template_reads("tools") and self.template_reads("tool_calls")
-        self.shows_tools = bool(wrapped.has_tool_calling) and reads_tools
-        tools = PLAIN_CALLS
-        if self.shows_tools:
-            name = wrapped.tool_parser.__module__.rpartition(".")[2]
-            tools = ToolFormat(name, wrapped.tool_call_start, wrapped.tool_call_end, wrapped.tool_parser)
-        self.tags = Tags(wrapped.think_start or "", wrapped.think_end or "", tools)
+        vocabulary = self._decoder.get_vocab()
+        found = FORMATS[tool_format] if tool_format else format_of(self.template_source, vocabulary)
+        # Whether the chat template shows tools, and the format of the calls is known.
+        self.shows_tools = found is not None and self.template_reads("tools")
+        self.shows_calls = self.shows_tools and self.template_reads("tool_calls")
+        tools = found if found is not None and (self.shows_tools or found is HARMONY) else HERMES
+        thoughts = thought_tags(vocabulary)
+        self.tags = Tags(thoughts.start, thoughts.end, tools, thoughts.anywhere)
         self.think_start_ids = self._tag_ids(self.tags.think_start)
         self.think_end_ids = self._tag_ids(self.tags.think_end)
-        self._call_start_ids = self._tag_ids(tools.start)
-        self._call_end_ids = self._tag_ids(tools.end)
         self._control = self._control_tokens()
         self.takes_system = self._shows_last_system("system", "user")
         self.takes_late_system = self._shows_last_system("system", "user", "system")
@@ -101,7 +89,7 @@ class Tokenizer:
         """Control tokens are those that the tokenizer marks as special, and added tokens in the template's text or in
         the tags of thinking and calls. Other added tokens are common texts, like several line feeds."""
         added = self._decoder.added_tokens_decoder
-        tags = (self.tags.think_start, self.tags.think_end, self.tags.tools.start, self.tags.tools.end)
+        tags = (self.tags.think_start, self.tags.think_end, *self.tags.tools.tags)
         markup = "\n".join((self.template_source, *tags))
         special = self._special_ids | self.eos_token_ids
         ids = {
@@ -251,10 +239,16 @@ class Tokenizer:
     def detokenizer(self, think_tags: bool = False, tool_tags: bool = False) -> Detokenizer:
         """think_tags, tool_tags: whether to show special tokens that are part of these tags; tool_tags also shows all
         special tokens inside a call."""
-        shown = {*self.think_start_ids, *self.think_end_ids} if think_tags else NO_IDS
-        opening = self._special_ids.intersection(self._call_start_ids) if tool_tags else NO_IDS
-        closing = self._special_ids.intersection(self._call_end_ids) if tool_tags else NO_IDS
-        return Detokenizer(self, self._special_ids - shown - opening - closing, opening, closing)
+        tools = self.tags.tools
+        shown = {*self.think_start_ids, *self.think_end_ids} if think_tags else set()
+        if tool_tags or (think_tags and tools is HARMONY):
+            shown |= self._special_in(tools.tags)
+        opening = self._special_in(tools.starts) if tool_tags else NO_IDS
+        closing = self._special_in(tools.ends) if tool_tags else NO_IDS
+        return Detokenizer(self, self._special_ids - shown, opening, closing)
+
+    def _special_in(self, tags: Sequence[str]) -> frozenset[int]:
+        return self._special_ids.intersection(token for tag in tags for token in self._tag_ids(tag))
 
     def _tag_ids(self, tag: str) -> list[int]:
         return list(self._encoder.encode(tag, add_special_tokens=False)) if tag else []

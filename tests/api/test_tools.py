@@ -104,11 +104,11 @@ Rome?<|im_end|>
     assert answer.usage.prompt_tokens == len(tokenizer.encode(rendered))
 
 
-def test_arguments_are_streamed_as_they_are_written(client: OpenAI) -> None:
+def test_a_call_is_streamed_when_it_is_complete(client: OpenAI) -> None:
+    """First its id and name, then its arguments as they are written. Until then, it may turn out to be text."""
     message = streamed(client, question("Rome?"))
     (call,) = message["calls"]
-    assert (call["name"], "".join(call["pieces"])) == ("weather", ROME)
-    assert len(call["pieces"]) > 10
+    assert (call["name"], call["pieces"]) == ("weather", ["", ROME])
     assert (message["finish_reason"], message["content"]) == ("tool_calls", "")
 
 
@@ -139,7 +139,7 @@ def test_what_is_no_call_comes_as_text(client: OpenAI, text: str) -> None:
     assert (choice.message.content, choice.finish_reason) == (SCRIPT[text], "stop")
     assert choice.message.tool_calls is None
     message = streamed(client, question(text))
-    assert message["content"].endswith(SCRIPT[text].removeprefix("I try. "))
+    assert message["content"] == SCRIPT[text]
     assert message["finish_reason"] == "stop"
 
 
@@ -240,7 +240,6 @@ def test_special_tokens_of_a_format_reach_its_parser_only(tmp_path: Any) -> None
         message = streamed(client, question("Rome?"))
         (call,) = message["calls"]
         assert (call["name"], "".join(call["pieces"]), message["content"]) == ("weather", ROME, "")
-        assert len(call["pieces"]) > 10
         choice = client.chat.completions.create(**question("Both?")).choices[0]
         assert (choice.message.content, choice.finish_reason) == ("Wait.", "tool_calls")
         assert [call.function.name for call in choice.message.tool_calls or ()] == ["clock", "weather"]
@@ -249,7 +248,7 @@ def test_special_tokens_of_a_format_reach_its_parser_only(tmp_path: Any) -> None
 
 
 def test_the_parser_can_be_chosen(tmp_path: Any) -> None:
-    """A template that mlx-lm knows nothing by; --tool-parser says what its calls look like."""
+    """A template that shows another format; --tool-parser says what the calls look like."""
     with (
         scripted_server(tmp_path, "qwen3_coder", GEMMA, tool_parser="function_gemma") as server,
         server.client(timeout=DEADLINE) as client,

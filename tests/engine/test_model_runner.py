@@ -302,6 +302,8 @@ def test_a_step_that_fails_after_sampling_is_repeated_with_the_same_penalties(se
 
         core.runner.finish_step = finish_step  # type: ignore[method-assign]
         prompts = [[i + 1] * 5 for i in range(4)]
-        return run_requests(core, prompts, temperature=0.9, seed=5, frequency_penalty=2.0, repetition_penalty=1.5)
+        made = run_requests(core, prompts, temperature=0.9, seed=5, frequency_penalty=2.0, repetition_penalty=1.5)
+        assert left == 0
+        return made
 
     assert answers(failures=2) == answers(failures=0)

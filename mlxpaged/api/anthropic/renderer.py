@@ -67,7 +67,7 @@ class MessageRenderer(Renderer):
 
     def _add(self, delta: deltas.Delta) -> Iterator[dict[str, Any]]:
         match delta:
-            case deltas.Text(text) | deltas.CallBroken(_, text):
+            case deltas.Text(text):
                 yield from self._start("text", {"text": ""})
                 yield self._delta({"type": "text_delta", "text": text})
             case deltas.Thinking(text):

@@ -54,7 +54,7 @@ def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> Generati
 
 def thinking_budget(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> int | None:
     """Returns the limit of the thinking. Clients send an effort to every model; models that do not think ignore it."""
-    thinks = tokenizer.tags.think_start and not isinstance(body.thinking, schema.ThinkingDisabled)
+    thinks = tokenizer.tags.thinks and not isinstance(body.thinking, schema.ThinkingDisabled)
     effort = body.output_config.effort if body.output_config is not None else None
     limits = [EFFORT_TOKENS.get(effort or "high") if thinks else None, getattr(body.thinking, "budget_tokens", None)]
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,14 +1,17 @@
-"""Divides the text of an answer into deltas as it comes. The result does not depend on how the text was cut."""
+"""Divides the text of an answer into deltas as it comes. The result does not depend on how the text was cut, and
+nothing is said that later turns out to be something else: where a call may have begun, the text waits until it is one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from mlxpaged.api.generation.deltas import CallEnd, Delta, Text, Thinking
-from mlxpaged.api.generation.tool_calls import CallReader
+from mlxpaged.api.generation.deltas import CallArguments, CallEnd, CallStart, Delta, Text, Thinking
 from mlxpaged.engine import Constraint, StructuredOutput
+from mlxpaged.formats import HARMONY, Call, Format, NotACall, Source, Tools, harmony
 from mlxpaged.models import Tags
 
 
@@ -18,19 +21,125 @@ class Section(Enum):
     VERBATIM = auto()
     TEXT = auto()
     THINKING = auto()
-    CALL = auto()
     DONE = auto()
     """The only allowed call is complete. What follows is dropped."""
 
 
-class AnswerParser:
+class AnswerParser(ABC):
     """Parses one answer.
 
     White space at a tag is dropped, unless it separates one text from the next.
 
-    thinking: whether the answer begins inside a think block. tools: the tools that may be called, in OpenAI's form;
-    without any, the parser does not look for calls. one_call: whether to drop what follows the first call. form: the
-    answer's structured output, if any. A tag inside a string of its JSON is part of the string.
+    tools: the tools that may be called, in OpenAI's form; without any, the parser does not look for calls. one_call:
+    whether to drop what follows the first call.
+    """
+
+    def __init__(self, form: Format, tools: Sequence[Mapping[str, Any]], one_call: bool, begin: Section) -> None:
+        self.calls_made = 0
+        """The number of complete calls."""
+        self._format = form
+        self._tools = Tools(tools)
+        self._one_call = one_call
+        self._section = begin
+        self._buffer = ""
+        self._space = ""  # white space that is held back until something follows it in this section
+        self._trim = begin is Section.THINKING  # only white space has come since a tag
+        self._said = False  # whether there was text, which white space separates from text after a tag
+        self._source = Source()  # the buffer, while it may be a call
+        self._reading: Generator[None, None, Any] | None = None
+        self._ids: set[str] = set()
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is inside a think block, as far as is known."""
+        return self._section is Section.THINKING
+
+    def feed(self, text: str) -> list[Delta]:
+        """Returns the deltas that no further text can change."""
+        self._buffer += text
+        return self._parse(ended=False)
+
+    def finish(self) -> list[Delta]:
+        """Ends the answer. Returns the deltas of the text that was held back."""
+        deltas = self._parse(ended=True)
+        if self._section is Section.TEXT and self._space and not self._trim:
+            deltas.append(Text(self._space))
+        return deltas
+
+    def _parse(self, ended: bool) -> list[Delta]:
+        deltas: list[Delta] = []
+        while self._step(ended, deltas) if self._reading is None else self._read(self._reading, ended, deltas):
+            pass
+        return deltas
+
+    @abstractmethod
+    def _step(self, ended: bool, deltas: list[Delta]) -> bool:
+        """Take the buffer to the next tag. Returns False if no tag is in it, and all that is certain was taken."""
+
+    def _to_next(self, marks: Sequence[str], ended: bool, deltas: list[Delta]) -> str | None:
+        """Take the buffer to the first of these tags, or as far as it is none. Returns the tag."""
+        places = ((at, -len(mark), mark) for mark in marks if (at := self._buffer.find(mark)) >= 0)
+        found = min(places, default=None)
+        keep = 0 if ended else max((overlap(self._buffer, mark) for mark in marks), default=0)
+        at = len(self._buffer) - keep if found is None else found[0]
+        before, self._buffer = self._buffer[:at], self._buffer[at:]
+        self._take(before, deltas)
+        return None if found is None else found[2]
+
+    def _begin(self, section: Section) -> None:
+        self._section, self._space, self._trim = section, "", True
+
+    def _read(self, reading: Generator[None, None, Any], ended: bool, deltas: list[Delta]) -> bool:
+        """Read on in what may be a call. Returns False if it waits for more text."""
+        source = self._source
+        source.text, source.ended = self._buffer, ended
+        try:
+            next(reading)
+            return False
+        except StopIteration as result:
+            found = result.value
+            end = source.at
+        except NotACall:
+            found, end = source.complete if ended and not source.thinking else ([], 0)
+        self._reading = None
+        if found:
+            self._buffer = self._buffer[end:]
+            self._found(found, deltas)
+        else:
+            first, self._buffer = self._buffer[:1], self._buffer[1:]
+            self._take(first, deltas)
+        return True
+
+    def _found(self, calls: Sequence[Call], deltas: list[Delta]) -> None:
+        for call in calls[:1] if self._one_call else calls:
+            call_id = call.id if call.id and call.id not in self._ids else self._format.new_id()
+            self._ids.add(call_id)
+            index = self.calls_made
+            deltas += [CallStart(index, call_id, call.name), CallArguments(index, call.arguments), CallEnd(index)]
+            self.calls_made += 1
+        self._begin(Section.DONE if self._one_call else Section.TEXT)
+
+    def _take(self, text: str, deltas: list[Delta]) -> None:
+        """Add text of this section."""
+        if self._section in (Section.OPENING, Section.VERBATIM):
+            deltas += [Text(text)] if text else []
+        elif self._section is not Section.DONE:
+            text = self._space + text
+            if self._trim and not (self._said and self._section is Section.TEXT):
+                text = text.lstrip()
+            said = text.rstrip()
+            self._space = text[len(said) :]
+            if said:
+                self._trim = False
+                self._said |= self._section is Section.TEXT
+                deltas.append(Thinking(said) if self._section is Section.THINKING else Text(said))
+
+
+class TagParser(AnswerParser):
+    """Parses an answer in which tags are around thoughts and calls.
+
+    thinking: whether the answer begins inside a think block. form: the answer's structured output, if any. A tag inside
+    a string of its JSON is part of the string.
     """
 
     def __init__(
@@ -41,120 +150,104 @@ class AnswerParser:
         one_call: bool,
         form: StructuredOutput | None = None,
     ) -> None:
-        self.calls_made = 0
-        """The number of complete calls."""
+        self._text = Section.OPENING if form is not None and isinstance(form.text, Constraint) else Section.TEXT
+        super().__init__(tags.tools, tools, one_call, Section.THINKING if thinking else self._text)
         self._tags = tags
-        self._tools = tools
-        self._one_call = one_call
-        self._form = tags.tools if tools else None
-        self._held = form is not None
+        self._starts = tags.tools.starts if tools else ()
+        self._first = tags.tools.first if tools and form is None else ()
         self._spaced = form is not None and form.spaced
         self._may_think = form is not None and form.thinking == "may"
-        self._text = Section.OPENING if form is not None and isinstance(form.text, Constraint) else Section.TEXT
-        self._section = Section.THINKING if thinking else self._text
-        self._buffer = ""
-        self._space = ""  # white space that is held back until something follows it in this section
-        self._trim = thinking  # only white space has come since a tag
-        self._texts = False  # whether there was text, which white space separates from text after a tag
-        self._call: CallReader | None = None
-        self._next_index = 0
-
-    @property
-    def thinks(self) -> bool:
-        """Whether what comes next is inside a think block, as far as is known."""
-        return self._section is Section.THINKING
 
     def feed(self, text: str) -> list[Delta]:
-        """Returns the deltas that no further text can change."""
-        if not self._tags.think_start and self._form is None:
+        if not self._tags.think_start and not self._starts:
             return [Text(text)] if text else []
-        self._buffer += text
-        deltas: list[Delta] = []
-        while True:
-            marks = self._marks()
-            if self._section is Section.OPENING:
-                self._buffer = self._buffer.lstrip("\n") if self._spaced else self._buffer
-                if self._buffer and not any(alike(self._buffer, mark) for mark in marks):
-                    self._section, marks = Section.VERBATIM, []
-            start = self._call.ahead(self._buffer) if self._call is not None and self._held else 0
-            found = min(((at, mark) for mark in marks if (at := self._buffer.find(mark, start)) >= 0), default=None)
-            if found is None:
-                break
-            at, mark = found
-            before, self._buffer = self._buffer[:at], self._buffer[at + len(mark) :]
-            self._take(before, deltas)
-            self._pass(mark, deltas)
-        keep = max((overlap(self._buffer, mark) for mark in marks), default=0)
-        certain = self._buffer[: len(self._buffer) - keep]
-        self._buffer = self._buffer[len(certain) :]
-        self._take(certain, deltas)
-        return deltas
+        return super().feed(text)
 
-    def finish(self) -> list[Delta]:
-        """Ends the answer. Returns the deltas of the text that was held back."""
-        deltas: list[Delta] = []
-        self._take(self._buffer, deltas)
-        if self._call is not None and self._form is not None:
-            self._end_call(self._call, "", not self._form.end, deltas)
-        elif self._section is Section.TEXT and not self._trim:
-            deltas += [Text(self._space)] if self._space else []
-        return deltas
-
-    def _marks(self) -> list[str]:
-        """Returns the tags that end this section."""
-        think_start, call_start = self._tags.think_start, self._form.start if self._form else ""
-        marks = {
-            Section.TEXT: [think_start, call_start],
-            Section.OPENING: [think_start if self._may_think else "", call_start],
-            Section.THINKING: [self._tags.think_end],
-            Section.CALL: [self._form.end or call_start] if self._form else [],
-        }
-        return [mark for mark in marks.get(self._section, ()) if mark]
-
-    def _pass(self, mark: str, deltas: list[Delta]) -> None:
-        """Enter the section that follows a tag."""
-        form = self._form
-        if self._call is not None and form is not None:
-            self._end_call(self._call, form.end, True, deltas)
-        elif self._section is Section.THINKING:
+    def _step(self, ended: bool, deltas: list[Delta]) -> bool:
+        marks = self._marks()
+        if self._section is Section.OPENING:
+            self._buffer = self._buffer.lstrip("\n") if self._spaced else self._buffer
+            if self._buffer and not any(alike(self._buffer, mark) for mark in marks):
+                self._section, marks = Section.VERBATIM, []
+        elif self._section is Section.TEXT and self._first and not self._said and not self.calls_made:
+            said = self._buffer.lstrip()
+            if said.startswith(self._first):
+                self._begin_call(self._buffer[: len(self._buffer) - len(said)])
+                return True
+            if not ended and any(first.startswith(said) for first in self._first):
+                return False
+        mark = self._to_next(marks, ended, deltas)
+        if mark is None:
+            return False
+        if mark in self._starts:
+            self._begin_call("")
+            return True
+        self._buffer = self._buffer[len(mark) :]
+        if self._section is Section.THINKING:
             self._may_think = False
             self._begin(self._text)
         elif mark == self._tags.think_start:
             self._begin(Section.THINKING)
-        if form is not None and mark == form.start and self._section in (Section.TEXT, Section.OPENING):
-            limit = 1 if self._one_call else None
-            self._call = CallReader(form, self._tools, self._space + mark, self._next_index, limit)
-            self._begin(Section.CALL)
+        return True
 
-    def _begin(self, section: Section) -> None:
-        self._section, self._space, self._trim = section, "", True
+    def _marks(self) -> list[str]:
+        """Returns the tags that divide this section from the next."""
+        tags, dropped = self._tags, self._tags.tools.dropped
+        begins = not self._said and alike(self._buffer.lstrip(), tags.think_start)
+        think_start = tags.think_start if begins or tags.think_anywhere else ""
+        marks: dict[Section, tuple[str, ...]] = {
+            Section.TEXT: (think_start, *self._starts, *dropped),
+            Section.OPENING: (think_start if self._may_think else "", *self._starts),
+            Section.THINKING: (tags.think_end, *self._starts),
+        }
+        return [mark for mark in marks.get(self._section, ()) if mark]
 
-    def _end_call(self, call: CallReader, end: str, closed: bool, deltas: list[Delta]) -> None:
-        last = call.finish(end, closed)
-        deltas += last
-        made = sum(isinstance(delta, CallEnd) for delta in last)
-        self._call = None
-        self._next_index = call.next_index
-        self.calls_made += made
-        self._begin(Section.DONE if self._one_call and made else Section.TEXT)
-        self._trim = made > 0  # a broken call is text like that around it
+    def _begin_call(self, space: str) -> None:
+        """space: before it, in the buffer."""
+        self._space += space
+        self._buffer = self._buffer[len(space) :]
+        self._source = Source(thinking=self._section is Section.THINKING)
+        read = self._in_thought if self._source.thinking else self._tags.tools.read
+        self._reading = read(self._source, self._tools)
 
-    def _take(self, text: str, deltas: list[Delta]) -> None:
-        """Add text of this section."""
-        if self._call is not None:
-            deltas += self._call.feed(text)
-        elif self._section in (Section.OPENING, Section.VERBATIM):
-            deltas += [Text(text)] if text else []
-        elif self._section is not Section.DONE:
-            text = self._space + text
-            if self._trim and not (self._texts and self._section is Section.TEXT):
-                text = text.lstrip()
-            said = text.rstrip()
-            self._space = text[len(said) :]
-            if said:
-                self._trim = False
-                self._texts |= self._section is Section.TEXT
-                deltas.append(Thinking(said) if self._section is Section.THINKING else Text(said))
+    def _in_thought(self, source: Source, tools: Tools) -> Generator[None, None, list[Call]]:
+        """Reads calls in a thought that is not closed. They count if they fit, and if nothing comes after them."""
+        calls: list[Call] = []
+        while True:
+            calls += yield from self._tags.tools.read(source, tools)
+            yield from source.space()
+            if not all(map(tools.fit, calls)):
+                raise NotACall
+            if (yield from source.is_at_end()):
+                return calls
+            if not (yield from source.ahead(*self._starts)):
+                raise NotACall
+
+
+class HarmonyParser(AnswerParser):
+    """Parses the messages of an answer in Harmony. Text outside of a message, or with a malformed header, is text."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]], one_call: bool) -> None:
+        super().__init__(HARMONY, tools, one_call, Section.TEXT)
+
+    def _step(self, ended: bool, deltas: list[Delta]) -> bool:
+        mark = None if self._section is Section.DONE else self._to_next(harmony.MARKS, ended, deltas)
+        if mark is None:
+            return False
+        if mark in harmony.ENDS:
+            self._buffer = self._buffer[len(mark) :]
+            self._begin(Section.TEXT)
+        else:
+            self._source = Source()
+            self._reading = harmony.read(self._source, self._tools)
+        return True
+
+    def _found(self, calls: Any, deltas: list[Delta]) -> None:
+        if isinstance(calls, harmony.Header):
+            self._begin(Section.THINKING if calls.channel == harmony.THOUGHTS else Section.TEXT)
+            self._space = "\n\n" if self._said and not self.thinks else ""  # a message is a paragraph of its own
+        else:
+            super()._found(calls, deltas)
 
 
 def overlap(text: str, mark: str) -> int:

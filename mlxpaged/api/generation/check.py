@@ -66,17 +66,17 @@ def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> 
         param = f"{name('chat_template_kwargs')}.{variable}"
         if variable in RENDERING_OPTIONS:
             raise bad_parameter(param, "is an option of the renderer, not a variable of the chat template")
-        kept_from_thinking = variable == "enable_thinking" and value is False and not tokenizer.tags.think_start
+        kept_from_thinking = variable == "enable_thinking" and value is False and not tokenizer.tags.thinks
         if not (tokenizer.template_reads(variable) or kept_from_thinking):
             raise bad_parameter(param, "this model's chat template has no such variable")
-    if chat.needs_thinking and not tokenizer.tags.think_start:
+    if chat.needs_thinking and not tokenizer.tags.thinks:
         raise request.refusal("thinking", "this model does not think: its vocabulary has no thinking tags")
 
 
 def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) -> dict[str, Any]:
     """Returns the template's variable for `enable_thinking`, {} if there is no switch. Raises ApiError if the model
     cannot be kept from thinking."""
-    if chat.enable_thinking is None or not info.tokenizer.tags.think_start:
+    if chat.enable_thinking is None or not info.tokenizer.tags.thinks:
         return {}
     switchable = info.tokenizer.template_reads("enable_thinking")
     if not chat.enable_thinking:

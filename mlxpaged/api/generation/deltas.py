@@ -21,7 +21,7 @@ class Thinking:
 
 @dataclass(frozen=True)
 class CallStart:
-    """index: counts the calls of an answer from 0, the broken ones included."""
+    """index: counts the calls of an answer from 0."""
 
     index: int
     call_id: str
@@ -43,15 +43,7 @@ class CallEnd:
     index: int
 
 
-@dataclass(frozen=True)
-class CallBroken:
-    """What began as a call turned out to be text. text: all of it, as the model wrote it."""
-
-    index: int
-    text: str
-
-
-Delta = Text | Thinking | CallStart | CallArguments | CallEnd | CallBroken
+Delta = Text | Thinking | CallStart | CallArguments | CallEnd
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,7 @@ class Part:
 
 
 def joined(deltas: Iterable[Delta]) -> list[Part]:
-    """Returns a whole answer in the order in which the model wrote it. Broken calls are part of its text."""
+    """Returns a whole answer in the order in which the model wrote it."""
     parts: list[Part] = []
     calls: dict[int, Part] = {}
 
@@ -121,7 +113,4 @@ def joined(deltas: Iterable[Delta]) -> list[Part]:
                 parts.append(calls[index])
             case CallArguments(index, text):
                 calls[index].pieces.append(text)
-            case CallBroken(index, text):
-                parts.remove(calls.pop(index))
-                add(Text, text)
     return parts

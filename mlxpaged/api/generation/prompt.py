@@ -11,12 +11,13 @@ from starlette.requests import Request
 
 from mlxpaged.api.errors import NOT_RENDERED
 from mlxpaged.api.generation import check
-from mlxpaged.api.generation.answer_parser import AnswerParser
+from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
-from mlxpaged.api.generation.tool_prompt import in_plain_text, tool_prompt
+from mlxpaged.api.generation.tool_prompt import in_plain_text, tool_prompt, with_calls_as_text
 from mlxpaged.api.server import server_of
 from mlxpaged.engine import EngineInfo, SamplingParams, Thinking
+from mlxpaged.formats import HARMONY
 from mlxpaged.models.control_tokens import ControlTokenError
 from mlxpaged.models.tokenizer import ChatTemplateError
 
@@ -57,7 +58,13 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     params = dataclasses.replace(
         request.params, think_tags=True, tool_tags=bool(tools), begins_thinking=opened, constraint=form
     )
-    return Prompts(param, [tokens], params, new_parser=lambda: AnswerParser(tags, opened, tools, chat.one_call, form))
+
+    def new_parser() -> AnswerParser:
+        if tags.tools is HARMONY:
+            return HarmonyParser(tools, chat.one_call)
+        return TagParser(tags, opened, tools, chat.one_call, form)
+
+    return Prompts(param, [tokens], params, new_parser=new_parser)
 
 
 async def of_texts(http: Request, request: GenerationRequest, info: EngineInfo) -> Prompts:
@@ -149,7 +156,9 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
     if not info.tokenizer.shows_tools:
         messages = in_plain_text(messages, tools)
-    elif tools:
+    elif not info.tokenizer.shows_calls:
+        messages = [with_calls_as_text(message, info.tokenizer.tags.tools) for message in messages]
+    if tools and info.tokenizer.shows_tools:
         options["tools"] = tools
     if chat.continue_final_message:
         options["continue_final_message"] = True

@@ -25,7 +25,7 @@ class Tool:
     param: str
 
     def for_template(self) -> dict[str, Any]:
-        """Returns OpenAI's form without missing fields, which chat templates and mlx-lm's parsers expect."""
+        """Returns OpenAI's form without missing fields, which chat templates expect."""
         fields = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
         given = {name: value for name, value in fields.items() if value is not None}
         return {"type": "function", "function": {"name": self.name} | given}

@@ -7,9 +7,13 @@ import json
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
-from mlxpaged.api.generation.tool_calls import AROUND_ARGUMENTS
 from mlxpaged.engine import Constraint, StructuredOutput, Thinking, ToolCallForm
-from mlxpaged.models import Tags, ToolFormat
+from mlxpaged.formats import Format
+from mlxpaged.models import Tags
+
+AROUND_ARGUMENTS = {"json_tools": ('\n{{"name": "{}", "arguments": ', "}\n"), "mistral": ("{}[ARGS]", "")}
+"""By format, the text between a call's opening tag and its arguments, with the name in it, and the text between the
+arguments and the closing tag. Only these formats can be enforced: in others, arguments are not JSON."""
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a tool without parameters, as OpenAI defines it."""
@@ -48,14 +52,14 @@ def structured_output(
         think_start=tags.think_start,
         think_end=tags.think_end,
         text=None if required else text or "free",
-        call_start=tags.tools.start,
+        call_start=tags.tools.starts[0],
         calls=calls,
         one_call=choice.named is not None or chat.one_call,
         param=param,
     )
 
 
-def call_form(form: ToolFormat, tool: Tool, enforced: bool) -> ToolCallForm:
+def call_form(form: Format, tool: Tool, enforced: bool) -> ToolCallForm:
     before, after = AROUND_ARGUMENTS[form.name]
     schema = NO_ARGUMENTS if tool.parameters is None else tool.parameters
     given = schema.get("type", "object")
@@ -63,4 +67,4 @@ def call_form(form: ToolFormat, tool: Tool, enforced: bool) -> ToolCallForm:
         raise bad_parameter(tool.param, f"the type of the parameters must be 'object', got {given!r}")
     schema = {**schema, "type": "object"} if enforced else {"type": "object"}
     arguments = Constraint("json_schema", json.dumps(schema), tool.param)
-    return ToolCallForm(before.format(tool.name), arguments, after + form.end)
+    return ToolCallForm(before.format(tool.name), arguments, "".join((after, *form.ends)))

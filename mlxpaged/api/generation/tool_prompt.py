@@ -1,6 +1,6 @@
 """Shows tools, calls and results as plain text, for models whose chat template has no place for them.
 
-Calls have the format of PLAIN_CALLS, so the parsers and the grammars of that format apply. The text depends on the
+Calls have Hermes' format, so the parsers and the grammars of that format apply. The text depends on the
 request alone: the prompt of the next turn begins with the same tokens, which are in the prefix cache.
 """
 
@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxpaged.models import PLAIN_CALLS
+from mlxpaged.formats import HERMES, Format
+from mlxpaged.formats.hermes import END, START
 
 RESULT_START, RESULT_END = "<tool_response>", "</tool_response>"
 
@@ -30,9 +31,9 @@ You can call these tools. Each line is one tool in JSON: its name, what it does,
 
 To call a tool, write its name and its arguments as JSON between two tags. Then end your answer:
 
-{PLAIN_CALLS.start}
+{START}
 {example}
-{PLAIN_CALLS.end}
+{END}
 
 For several calls, write several such blocks. The next message has the results, each between {RESULT_START} and
 {RESULT_END}. If you need no tool, answer without these tags."""
@@ -57,7 +58,7 @@ def in_plain_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
             results.append(message["content"])
         else:
             results = None
-            shown.append(with_calls_as_text(message))
+            shown.append(with_calls_as_text(message, HERMES))
     for message in shown:
         if isinstance(message["content"], list):
             message["content"] = "\n".join(message["content"])
@@ -68,11 +69,10 @@ def in_plain_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
     return [system | {"content": content}, *shown]
 
 
-def with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_calls_as_text(message: Mapping[str, Any], form: Format) -> dict[str, Any]:
     texts = [message["content"]] if message["content"] else []
     for call in message.get("tool_calls", ()):
-        function = {name: call["function"][name] for name in ("name", "arguments")}
-        texts.append(f"{PLAIN_CALLS.start}\n{as_json(function)}\n{PLAIN_CALLS.end}")
+        texts.append(form.show(call["function"]["name"], as_json(call["function"]["arguments"])))
     others = {name: value for name, value in message.items() if name != "tool_calls"}
     return others | {"content": "\n".join(texts)}
 

@@ -78,9 +78,6 @@ class OllamaRenderer(Renderer):
                 self._calls[index] = delta, []
             case deltas.CallArguments(index, text):
                 self._calls[index][1].append(text)
-            case deltas.CallBroken(index, text):
-                del self._calls[index]
-                return text, {}
             case deltas.CallEnd(index):
                 start, arguments = self._calls.pop(index)
                 return "", {"tool_calls": [call(start, call_arguments("".join(arguments)))]}

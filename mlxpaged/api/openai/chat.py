@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxpaged.api.generation.answers import Answer, Answers, reply
-from mlxpaged.api.generation.deltas import CallArguments, CallBroken, CallStart, Delta, Finish, Text, Thinking, Update
+from mlxpaged.api.generation.deltas import CallArguments, CallStart, Delta, Finish, Text, Thinking, Update
 from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, sampling_params
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.renderer import CompletionsRenderer, chat_logprobs
@@ -114,7 +114,7 @@ class ChatRenderer(CompletionsRenderer):
 def delta_fields(delta: Delta) -> dict[str, Any]:
     """Returns the fields that a delta adds to a message, {} for none."""
     match delta:
-        case Text(text) | CallBroken(_, text):
+        case Text(text):
             return {"content": text}
         case Thinking(text):
             return {"reasoning_content": text}

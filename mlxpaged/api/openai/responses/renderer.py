@@ -171,12 +171,6 @@ class OutputItems:
                 case deltas.CallEnd():
                     self._logprobs = []
                     yield from self._end("completed")
-                case deltas.CallBroken(_, text):
-                    # The announced item cannot be taken back: it ends incomplete, and the response does not have it.
-                    self._open["status"] = "incomplete"
-                    yield "output_item.done", {"output_index": self._index, "item": self._open}
-                    self._open = {}
-                    yield from self._add_text(text)
 
     def finish(self, complete: bool) -> Iterator[Event]:
         """complete: whether the answer came to its end. An answer without items is an empty message."""

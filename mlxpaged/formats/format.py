@@ -1,0 +1,61 @@
+"""What a format of tool calls is."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+from mlxpaged.formats.source import Reading, Source
+from mlxpaged.formats.tools import Call, Tools
+
+
+def new_call_id() -> str:
+    """Returns an id in OpenAI's form."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a model writes tool calls.
+
+    models: who writes them, for the documentation. starts: texts with which a call may begin, anywhere in an answer.
+    first: those with which one may begin where no text has come before it. read: reads calls from the beginning of such
+    a text. ends: tags that close calls. dropped: tags around text, which are no part of it. tokens: all other tags; of
+    all these, special tokens count as text. in_template: each is several texts; a chat template that has all of them
+    shows calls in this format. in_vocabulary: tokens that only models of this format have. new_id: makes an id of a
+    call that has none. shown: writes a call, from its name and the JSON of its arguments, into a prompt whose template
+    does not show calls; None for Hermes' JSON between the first of the starts and of the ends.
+    """
+
+    name: str
+    models: str
+    starts: tuple[str, ...]
+    read: Callable[[Source, Tools], Reading[list[Call]]]
+    ends: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    in_template: tuple[tuple[str, ...], ...] = ()
+    in_vocabulary: tuple[str, ...] = ()
+    new_id: Callable[[], str] = new_call_id
+    shown: Callable[[str, str], str] | None = None
+
+    def show(self, name: str, arguments: str) -> str:
+        """Returns a call as the model writes it. arguments: JSON."""
+        if self.shown is not None:
+            return self.shown(name, arguments)
+        call = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
+        return "\n".join((self.starts[0], call, *self.ends[:1]))
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return (*self.starts, *self.ends, *self.tokens, *self.dropped)
+
+    def is_of(self, template: str, vocabulary: Container[str]) -> bool:
+        """template: the text of the chat template."""
+        written = template.replace("\\n", "\n").replace('\\"', '"')
+        if any(all(text in written for text in texts) for texts in self.in_template):
+            return True
+        return bool(self.in_vocabulary) and all(token in vocabulary for token in self.in_vocabulary)

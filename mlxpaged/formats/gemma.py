@@ -1,0 +1,36 @@
+"""Google's Gemma 4 and FunctionGemma: a call with keys without quotes, and strings between tags."""
+
+from __future__ import annotations
+
+from mlxpaged.formats.format import Format
+from mlxpaged.formats.literals import Notation
+from mlxpaged.formats.source import NotACall, Reading, Source
+from mlxpaged.formats.tools import Call, Tools
+
+MAX_NAME = 256
+
+
+def gemma(name: str, models: str, start: str, end: str, quote: str) -> Format:
+    notation = Notation(quote, bare_keys=True)
+
+    def read(source: Source, tools: Tools) -> Reading[list[Call]]:
+        yield from source.maybe(start)
+        yield from source.space()
+        yield from source.literal("call:")
+        called = (yield from source.before("{", end, most=MAX_NAME)).strip()
+        tools.schema(called)
+        if not (yield from source.maybe("{")):
+            raise NotACall
+        arguments = yield from notation.object(source)
+        yield from source.close(end)
+        if not source.thinking:
+            rest = yield from source.rest()
+            if rest.count(end) > rest.count(start):  # this was the end of an example in a string
+                raise NotACall
+        return [tools.call(called, arguments)]
+
+    return Format(name, models, (start,), read, ends=(end,), tokens=(quote,), in_template=((start, end),))
+
+
+GEMMA_4 = gemma("gemma4", "Gemma 4", "<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = gemma("function_gemma", "FunctionGemma", "<start_function_call>", "<end_function_call>", "<escape>")

@@ -1,0 +1,42 @@
+"""Tencent's Hunyuan: a section of calls, each a name and pairs of tags; older models write a list of JSON objects."""
+
+from __future__ import annotations
+
+from mlxpaged.formats.format import Format
+from mlxpaged.formats.json_calls import json_calls
+from mlxpaged.formats.markup import Markup
+from mlxpaged.formats.source import NotACall, Reading, Source
+from mlxpaged.formats.tools import Call, Tools
+
+START, END, SEPARATOR = "<tool_calls>", "</tool_calls>", "<tool_sep>"
+MARKUP = Markup(
+    opening=(),
+    call=("<tool_call>", SEPARATOR),
+    key=("<arg_key>", "</arg_key>"),
+    value="<arg_value>",
+    value_end="</arg_value>",
+    end="</tool_call>",
+    closing=(END,),
+)
+
+
+def read(source: Source, tools: Tools) -> Reading[list[Call]]:
+    yield from source.literal(START)
+    yield from source.space()
+    start = source.at
+    try:
+        return (yield from MARKUP.read(source, tools))
+    except NotACall:
+        source.at = start
+    return (yield from json_calls(source, tools, END))
+
+
+HUNYUAN = Format(
+    name="hunyuan",
+    models="Hunyuan",
+    starts=(START,),
+    ends=(END,),
+    tokens=("<tool_call>", "</tool_call>", SEPARATOR, *MARKUP.key, MARKUP.value, MARKUP.value_end),
+    read=read,
+    in_template=((START, SEPARATOR), (START, "</tool_calls>")),
+)

@@ -1,0 +1,56 @@
+"""Lists of JSON objects between two tags: the same in several families, with tags of their own."""
+
+from __future__ import annotations
+
+from mlxpaged.formats.format import Format
+from mlxpaged.formats.json_calls import json_calls
+from mlxpaged.formats.source import NotACall, Reading, Source
+from mlxpaged.formats.tools import Call, Tools
+
+
+def between(name: str, models: str, start: str, end: str, *others: str) -> Format:
+    def read(source: Source, tools: Tools) -> Reading[list[Call]]:
+        yield from source.literal(start)
+        return (yield from json_calls(source, tools, *filter(None, (end,))))
+
+    ends = (end,) if end else ()
+    return Format(name, models, (start,), read, ends=ends, in_template=((start, *filter(None, (end,)), *others),))
+
+
+PHI_4_MINI = between("phi4_mini", "Phi-4-mini", "<|tool_call|>", "<|/tool_call|>")
+GRANITE_3 = between("granite3", "Granite 3", "<|tool_call|>", "")
+NEMOTRON_NANO = between("nemotron_nano", "Nemotron Nano v2", "<TOOLCALL>", "</TOOLCALL>")
+COMMAND_R = between("command_r", "Command R7B, Command A", "<|START_ACTION|>", "<|END_ACTION|>")
+
+
+def read_apertus(source: Source, tools: Tools) -> Reading[list[Call]]:
+    """Reads a list of objects that have the tool's name as their only key."""
+    yield from source.literal("<|tools_prefix|>")
+    yield from source.space()
+    yield from source.literal("[")
+    calls: list[Call] = []
+    while True:
+        yield from source.space()
+        if (yield from source.maybe("]")):
+            break
+        members = yield from source.members()
+        if len(members) != 1:
+            raise NotACall
+        calls.append(tools.call(*members[0]))
+        source.keep(calls)
+        yield from source.space()
+        yield from source.maybe(",")
+    yield from source.close("<|tools_suffix|>")
+    if not calls:
+        raise NotACall
+    return calls
+
+
+APERTUS = Format(
+    name="apertus",
+    models="Apertus",
+    starts=("<|tools_prefix|>",),
+    ends=("<|tools_suffix|>",),
+    read=read_apertus,
+    in_template=(("<|tools_prefix|>",),),
+)

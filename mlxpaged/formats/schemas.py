@@ -1,0 +1,142 @@
+"""Strict JSON, and what a JSON schema says about a value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from mlxpaged.formats.source import NotACall
+
+MAX_DEPTH = 20
+"""References and unions that are followed, one in another."""
+
+TYPES: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+
+Schema = Mapping[str, Any]
+
+
+def refuse(*_: object) -> NoReturn:
+    raise ValueError
+
+
+def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object. Raises ValueError for a key that is there twice: one of its values would be lost."""
+    made = dict(pairs)
+    return made if len(made) == len(pairs) else refuse()
+
+
+def loads(text: str) -> Any:
+    """Reads strict JSON. Raises NotACall, also for NaN, half a surrogate pair and a key that is there twice."""
+    try:
+        value = json.loads(text, parse_constant=refuse, object_pairs_hook=once)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise NotACall from None
+    return value
+
+
+def resolved(schema: Any, root: Schema) -> Schema:
+    """Follows references within the schema."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, Mapping):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return schema
+        schema = root
+        for part in filter(None, reference[1:].split("/")):
+            schema = schema.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+    return {}
+
+
+def choices(schema: Schema) -> list[Any]:
+    return [each for word in ("anyOf", "oneOf") for each in (schema.get(word) or ()) if isinstance(schema[word], list)]
+
+
+def member(schema: Any, key: str) -> Any:
+    """Returns the schema of an object's member; {} if the schema says nothing about it."""
+    root = schema
+    schema = resolved(schema, root)
+    for each in (schema, *(resolved(one, root) for one in (*choices(schema), *(schema.get("allOf") or ())))):
+        properties = each.get("properties")
+        if isinstance(properties, Mapping) and key in properties:
+            return properties[key]
+    others = schema.get("additionalProperties")
+    return others if isinstance(others, Mapping) else {}
+
+
+def types_of(schema: Any, root: Schema, depth: int = 0) -> set[str] | None:
+    """Returns the types that a value may have; None if the schema does not tell."""
+    schema = resolved(schema, root)
+    if depth > MAX_DEPTH:
+        return None
+    given = schema.get("type")
+    if isinstance(given, str):
+        return {given}
+    if isinstance(given, list):
+        return set(given)
+    for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        if isinstance(values, list):
+            return {TYPES.get(type(value), "object") for value in values}
+    found: set[str] = set()
+    for each in choices(schema):
+        types = types_of(each, root, depth + 1)
+        if types is None:
+            return None
+        found |= types
+    for each in schema.get("allOf") or ():
+        found |= types_of(each, root, depth + 1) or set()
+    if "properties" in schema:
+        found.add("object")
+    return found or None
+
+
+def enumerated(schema: Any, root: Schema, depth: int = 0) -> list[Any] | None:
+    """Returns the values that are listed, also in the parts of a union; None if others are possible."""
+    schema = resolved(schema, root)
+    if depth > MAX_DEPTH:
+        return None
+    if isinstance(schema.get("enum"), list):
+        return list(schema["enum"])
+    if "const" in schema:
+        return [schema["const"]]
+    if schema.get("type") == "null":
+        return [None]
+    parts = [enumerated(each, root, depth + 1) for each in choices(schema)]
+    return [value for part in parts for value in part or ()] if parts and None not in parts else None
+
+
+def as_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def fits(value: Any, schema: Any, root: Schema, depth: int = 0) -> bool:
+    schema = resolved(schema, root)
+    if depth > MAX_DEPTH:
+        return True
+    types, own = types_of(schema, root), TYPES[type(value)]
+    if types is not None and own not in types and not (own == "integer" and "number" in types):
+        return False
+    values = enumerated(schema, root)
+    if values is not None and value not in values:
+        return False
+    if isinstance(value, list):
+        return "items" not in schema or all(fits(item, schema["items"], root, depth + 1) for item in value)
+    if not isinstance(value, dict):
+        return True
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    if schema.get("additionalProperties") is False and not value.keys() <= known.keys():
+        return False
+    return all(key in value for key in schema.get("required") or ()) and all(
+        fits(value[key], known[key], root, depth + 1) for key in value.keys() & known.keys()
+    )
