@@ -17,7 +17,9 @@ from mlx_lm.utils import _get_classes
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlxpaged.engine import EngineConfig
+from mlxpaged.formats import FORMATS
 from mlxpaged.models.loader import DEMO_PATH
+from tests.formats.written import TEMPLATES
 from tests.support import SMALL, RunningServer, running_server
 
 END = "<|im_end|>"
@@ -40,7 +42,9 @@ CALLS = {
     "function_gemma": "<start_function_call>call:{{ tool_call.name }}{}<end_function_call>",
     "qwen3_coder": "<tool_call>\n<function={{ tool_call.name }}>\n</function>\n</tool_call>",
 }
-"""What a chat template writes calls like, by mlx-lm's name of the format."""
+"""What a chat template writes calls like, by format. That of another format only has its tags, in a comment."""
+
+CALL = "{{ tool_call | tojson }}"
 
 TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
 {{- '<|im_end|>\\n' }}{% endif %}
@@ -56,16 +60,18 @@ TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %
 
 def make_scripted_model(directory: Path, tool_format: str, context_length: int = 8192) -> Path:
     """A tiny model with a token for every byte and for every tag; its chat template writes calls in `tool_format`."""
+    special = [tag for tag in FORMATS[tool_format].tags if tag.startswith(("<|", "[", "<｜"))]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in dict.fromkeys((*SPECIAL, *special))])
     tokenizer.add_tokens([AddedToken(text, special=False) for text in PLAIN])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("CALL", CALLS[tool_format]))
+    call = CALLS.get(tool_format) or f"{{# {TEMPLATES.get(tool_format, tool_format)} #}}{CALL}"
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("CALL", call))
     sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": context_length}
     sizes["num_hidden_layers"] = 1  # what the model computes hardly matters
     config = {"model_type": "llama", "eos_token_id": tokenizer.token_to_id(END)} | SMALL | sizes

@@ -88,8 +88,9 @@ def line(data: Any) -> str:
 
 
 def comment(text: str) -> str:
-    """Returns a line that every reader of server-sent events skips."""
-    return f": {text}\n\n"
+    """Returns a line that every reader of server-sent events skips. It is part of the event after it: an empty line
+    would end an event without data, which some readers take for one."""
+    return f": {text}\n"
 
 
 def named_event(data: dict[str, Any]) -> str:

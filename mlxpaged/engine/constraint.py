@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from mlxpaged.formats.pieces import Json, Listed, Piece
 
 ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 
@@ -24,12 +27,10 @@ Thinking = Literal["never", "may", "open"]
 
 @dataclass(frozen=True)
 class ToolCallForm:
-    """How a model writes the calls of one tool. before: the text between the opening tag and the arguments. arguments:
-    their JSON schema. after: the text from the arguments to the end of the call."""
+    """How a model writes the calls of one tool, after the tag that opens them. param: as in `Constraint`."""
 
-    before: str
-    arguments: Constraint
-    after: str
+    pieces: tuple[Piece, ...]
+    param: str = field(default="constraint", compare=False)
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class StructuredOutput:
 
     think_start, think_end: the tags of a think block; empty if the model has none. text: the constraint of an answer
     without calls; "free" for any text, which calls may follow; None if the answer must be a call. calls: the allowed
-    calls. one_call: whether only one of them may be made. call_start: the tag that opens a call. param: as in
-    `Constraint`.
+    calls. one_call: whether only one of them may be made. call_start: the tag that opens a call. text_start: the tag
+    before the text of an answer without calls, if there is one. param: as in `Constraint`.
     """
 
     thinking: Thinking
@@ -49,16 +50,29 @@ class StructuredOutput:
     call_start: str = ""
     calls: tuple[ToolCallForm, ...] = ()
     one_call: bool = False
+    text_start: str = ""
     param: str = field(default="constraint", compare=False)
 
     @property
     def parts(self) -> tuple[Constraint, ...]:
-        arguments = tuple(call.arguments for call in self.calls)
-        return (*arguments, self.text) if isinstance(self.text, Constraint) else arguments
+        """The constraints in it, each once. Those of calls are JSON schemas."""
+        schemas = (
+            Constraint("json_schema", each, call.param) for call in self.calls for each in schemas_in(call.pieces)
+        )
+        return tuple(dict.fromkeys((*schemas, self.text) if isinstance(self.text, Constraint) else schemas))
 
     @property
     def spaced(self) -> bool:
         """Whether line breaks may come before the answer, as models write them after thinking. They may not if they
         could be part of the text."""
         is_json = isinstance(self.text, Constraint) and self.text.kind == "json_schema"
-        return self.thinking != "never" and (self.text is None or is_json)
+        return self.thinking != "never" and not self.text_start and (self.text is None or is_json)
+
+
+def schemas_in(pieces: Iterable[Piece]) -> Iterator[str]:
+    for piece in pieces:
+        if isinstance(piece, Json):
+            yield piece.schema
+        elif isinstance(piece, Listed):
+            for _, item in piece.items:
+                yield from schemas_in(item)

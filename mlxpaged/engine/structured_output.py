@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from mlxpaged.engine.constraint import StructuredOutput
+from mlxpaged.engine.constraint import Constraint, StructuredOutput, ToolCallForm
+from mlxpaged.formats.pieces import Json, Listed, Piece, Raw
 
 Pieces = Callable[[str], Sequence[str | int]]
 """Splits a text into special tokens, as ids, and the texts between them."""
@@ -30,25 +31,99 @@ def lark(form: StructuredOutput, pieces: Pieces) -> str:
         upto = f"/(?s:.*){in_regex(first)}/" + "".join(f" & {text_without(text)}" for text in absent)
         return [f"{name}: {name}_head {rest}", f"{name}_head[lazy]: {name.upper()}", f"{name.upper()}: {upto}"]
 
+    rules: list[str] = []
+    parts = form.parts
+
+    def rule(prefix: str, *lines: str) -> str:
+        """Adds a rule under a new name."""
+        name = f"{prefix}_{len(rules)}"
+        rules.extend(line.replace("NAME", name) for line in lines)
+        return name
+
+    def pieces_of(call: ToolCallForm, items: Iterable[Piece]) -> str:
+        return " ".join(filter(None, (piece_of(call, piece) for piece in items)))
+
+    def piece_of(call: ToolCallForm, piece: Piece) -> str:
+        if isinstance(piece, str):
+            return written(piece)
+        if isinstance(piece, Json):
+            return f"@part_{parts.index(Constraint('json_schema', piece.schema))}"
+        if isinstance(piece, Listed):
+            return listed(call, piece)
+        return raw(piece)
+
+    def raw(piece: Raw) -> str:
+        if piece.choices is not None:
+            return f"({' | '.join(map(json.dumps, piece.choices))}) {written(piece.end)}"
+        name = f"raw_{len(rules)}"
+        least, most = piece.lengths
+        if (least, most, piece.pattern) == (0, None, ""):
+            rules.extend(until(name, piece.end))
+            return name
+        first, *_ = pieces(piece.end)
+        tag = "" if isinstance(first, int) else in_regex(piece.end)
+        count = f"(?s:.){{{least},{'' if most is None else most}}}"
+        text = f"/{count}{tag}/"
+        if piece.pattern:
+            text += f" & /{search(piece.pattern)}{tag}/"
+        rules.append(f"{name}: {name.upper()}{'' if tag else ' ' + written(piece.end)}")
+        rules.append(f"{name.upper()}: {text} & {once(piece.end) if tag else text_without(piece.end)}")
+        return name
+
+    def listed(call: ToolCallForm, piece: Listed) -> str:
+        """In `more_i`, an item comes before item i; in `none_i`, there is none yet."""
+        more = none = ""
+        for must, item in reversed(piece.items):
+            this = f"{pieces_of(call, item)} {more}".strip()
+            later = f"{written(piece.separator)} {this}" if piece.separator else this
+            more, none = rule("more", either(must, later, more)), rule("none", either(must, this, none))
+        return none
+
     thought = {"never": "", "may": f"({written(form.think_start)} thought)? ", "open": "thought "}[form.thinking]
-    rules = [f"start: {thought}answer"]
+    rules.append(f"start: {thought}answer")
     if form.thinking != "never":
         rules += until("thought", form.think_end)
     if form.calls:
         more = "" if form.one_call else f' ("\\n"? {written(form.call_start)} call)*'
         rules += [f"calls: call{more}", "call: " + " | ".join(f"call_{i}" for i in range(len(form.calls)))]
         for i, call in enumerate(form.calls):
-            rules.append(f"call_{i}: {written(call.before)} @part_{i} {written(call.after)}")
-    if form.text == "free":
+            body = pieces_of(call, call.pieces)  # it adds the rules that it needs
+            rules.append(f"call_{i}: {body}")
+    text_start = f"{written(form.text_start)} " if form.text_start else ""
+    if form.text == "free" and text_start:
+        rules += [
+            f"answer: {text_start}TEXT | {written(form.call_start)} calls",
+            f"TEXT: {text_without(form.text_start)}",
+        ]
+    elif form.text == "free":
         absent = [tag for tag in [form.think_start] if tag]
         rules += ["answer: TEXT | upto_call calls", f"TEXT: {text_without(form.call_start, *absent)}"]
         rules += until("upto_call", form.call_start, *absent)
     else:
         space = '("\\n" "\\n"?)? ' if form.spaced else ""
-        text = f"@part_{len(form.calls)}" if form.text is not None else ""
+        text = f"{text_start}@part_{parts.index(form.text)}" if form.text is not None else ""
         called = f"{written(form.call_start)} calls" if form.calls else ""
         rules.append(f"answer: {space}({' | '.join(filter(None, [text, called]))})")
     return "\n".join(rules) + "\n"
+
+
+def either(must: bool, item: str, others: str) -> str:
+    """A rule for an item, or, unless it must be there, for what comes instead of it."""
+    return f"NAME: {item}" if must else f"NAME: {item} | {others}" if others else f"NAME: ({item})?"
+
+
+def once(tag: str) -> str:
+    """A terminal for any text that has a tag at its end and nowhere else."""
+    return f"~/(?s:.*){in_regex(tag)}(?s:.+)/"
+
+
+def search(pattern: str) -> str:
+    """A regular expression for the texts in which another one finds something."""
+    begin = "" if pattern.startswith("^") else "(?s:.*)"
+    end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
+    inside = pattern.removeprefix("^")
+    inside = inside if end else inside[:-1]
+    return f"{begin}({inside.replace('/', chr(92) + '/')}){end}"
 
 
 def text_without(*texts: str) -> str:
@@ -57,4 +132,4 @@ def text_without(*texts: str) -> str:
 
 
 def in_regex(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")

@@ -4,6 +4,7 @@ block. V3.2 and later are in dsml.py."""
 from __future__ import annotations
 
 from mlxpaged.formats.format import Format
+from mlxpaged.formats.json_calls import written_after
 from mlxpaged.formats.source import Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -48,4 +49,5 @@ DEEPSEEK_V3 = Format(
     tokens=(SEPARATOR,),
     read=read,
     in_template=((START,), (CALL,)),
+    written=written_after(f"{CALL}{{name}}{SEPARATOR}", f"{CALL_END}{END}"),
 )

@@ -28,6 +28,9 @@ DSML = Markup(
     end=f"</{MARK}invoke>",
     closing=tuple(f"</{MARK}{section}>" for section in SECTIONS),
     typed=typed,
+    is_told=True,
+    write_name=lambda name: f'"{name}"',
+    write_key=lambda key, is_string: f'"{key}" string="{"true" if is_string else "false"}"',
 )
 
 DEEPSEEK_V32 = Format(
@@ -37,6 +40,7 @@ DEEPSEEK_V32 = Format(
     ends=DSML.closing,
     tokens=(MARK,),
     read=DSML.read,
+    written=DSML.written,
     in_template=((MARK,),),
     in_vocabulary=(MARK,),
 )

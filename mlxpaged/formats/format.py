@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
+from mlxpaged.formats.pieces import Piece
+from mlxpaged.formats.schemas import Schema
 from mlxpaged.formats.source import Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -24,9 +26,14 @@ class Format:
     first: those with which one may begin where no text has come before it. read: reads calls from the beginning of such
     a text. ends: tags that close calls. dropped: tags around text, which are no part of it. tokens: all other tags; of
     all these, special tokens count as text. in_template: each is several texts; a chat template that has all of them
-    shows calls in this format. in_vocabulary: tokens that only models of this format have. new_id: makes an id of a
-    call that has none. shown: writes a call, from its name and the JSON of its arguments, into a prompt whose template
-    does not show calls; None for Hermes' JSON between the first of the starts and of the ends.
+    shows calls in this format. in_vocabulary: tokens that only models of this format have.
+
+    new_id: makes an id of a call that has none. fit_id: turns an id of another server into one that the chat template
+    takes. shown: writes a call, from its name and the JSON of its arguments, into a prompt whose template does not show
+    calls; None for Hermes' JSON between the first of the starts and of the ends. written: says how the calls of a tool
+    are written after `call_start`, from the tool's name and the schema of its arguments; without a schema,
+    they may be anything. It raises InexpressibleError. None if calls cannot be enforced. begin_call: what calls begin
+    with if it is more than the first of the starts. begin_text: the tag before a text.
     """
 
     name: str
@@ -40,7 +47,11 @@ class Format:
     in_template: tuple[tuple[str, ...], ...] = ()
     in_vocabulary: tuple[str, ...] = ()
     new_id: Callable[[], str] = new_call_id
+    fit_id: Callable[[str], str] = lambda given: given
     shown: Callable[[str, str], str] | None = None
+    written: Callable[[str, Schema | None], tuple[Piece, ...]] | None = None
+    begin_call: str = ""
+    begin_text: str = ""
 
     def show(self, name: str, arguments: str) -> str:
         """Returns a call as the model writes it. arguments: JSON."""
@@ -48,6 +59,10 @@ class Format:
             return self.shown(name, arguments)
         call = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
         return "\n".join((self.starts[0], call, *self.ends[:1]))
+
+    @property
+    def call_start(self) -> str:
+        return self.begin_call or self.starts[0]
 
     @property
     def tags(self) -> tuple[str, ...]:

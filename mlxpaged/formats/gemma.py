@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.literals import Notation
+from mlxpaged.formats.pieces import Listed, Piece, argument, object_of, properties
+from mlxpaged.formats.schemas import Schema
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -29,7 +31,28 @@ def gemma(name: str, models: str, start: str, end: str, quote: str) -> Format:
                 raise NotACall
         return [tools.call(called, arguments)]
 
-    return Format(name, models, (start,), read, ends=(end,), tokens=(quote,), in_template=((start, end),))
+    def written(name: str, schema: Schema | None) -> tuple[Piece, ...]:
+        """Strings in lists and objects are in JSON, which is read too."""
+        if schema is None:
+            return f"call:{name}", object_of(None), end
+        items = []
+        for key, (each, must) in properties(schema).items():
+            is_string, value = argument(each, schema, quote, is_told=True)
+            if not is_string:
+                value = (object_of(each | {"$defs": schema.get("$defs", {})}),)
+            items.append((must, (f"{key}:{quote}" if is_string else f"{key}:", *value)))
+        return f"call:{name}{{", Listed(tuple(items), ","), f"}}{end}"
+
+    return Format(
+        name,
+        models,
+        (start,),
+        read,
+        ends=(end,),
+        tokens=(quote,),
+        in_template=((start, end),),
+        written=written,
+    )
 
 
 GEMMA_4 = gemma("gemma4", "Gemma 4", "<|tool_call>", "<tool_call|>", '<|"|>')

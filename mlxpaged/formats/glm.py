@@ -17,6 +17,7 @@ MARKUP = Markup(
     end="",
     closing=("</tool_call>",),
     bare_name=True,
+    gap="",
 )
 
 
@@ -36,5 +37,6 @@ GLM = Format(
     ends=MARKUP.closing,
     tokens=(*MARKUP.key, MARKUP.value, MARKUP.value_end),
     read=read,
+    written=MARKUP.written,
     in_template=(("<arg_key>", "<tool_call>"),),
 )

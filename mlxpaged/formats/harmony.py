@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from mlxpaged.formats.format import Format
+from mlxpaged.formats.json_calls import written_after
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -18,6 +19,8 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (START, CHANNEL, *ENDS)
 THOUGHTS = "analysis"
+BEGIN_THOUGHT, END_THOUGHT = f"{CHANNEL}{THOUGHTS}{MESSAGE}", f"{ENDS[0]}{START}assistant"
+"""Around a thought that is the first message of an answer."""
 MAX_HEADER = 400
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 NAMESPACE = "functions."
@@ -72,6 +75,9 @@ HARMONY = Format(
     ends=ENDS,
     tokens=(MESSAGE, CONSTRAIN),
     read=read_calls,
+    written=written_after(f"{{name}} {CONSTRAIN}json{MESSAGE}", ""),
+    begin_call=f"{CHANNEL}commentary to={NAMESPACE}",
+    begin_text=f"{CHANNEL}final{MESSAGE}",
     in_template=((CHANNEL, MESSAGE), (START, MESSAGE, "analysis")),
     in_vocabulary=(START, CHANNEL, MESSAGE, "<|call|>", CONSTRAIN),
 )

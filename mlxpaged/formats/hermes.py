@@ -4,7 +4,7 @@ without a format of their own are asked to write it."""
 from __future__ import annotations
 
 from mlxpaged.formats.format import Format
-from mlxpaged.formats.json_calls import json_calls
+from mlxpaged.formats.json_calls import json_calls, written_json
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -33,4 +33,5 @@ HERMES = Format(
     ends=(END,),
     read=read,
     in_template=((START, "tool_call"),),
+    written=written_json("\n", f"\n{END}"),
 )

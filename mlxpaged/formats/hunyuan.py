@@ -5,6 +5,8 @@ from __future__ import annotations
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.json_calls import json_calls
 from mlxpaged.formats.markup import Markup
+from mlxpaged.formats.pieces import Piece
+from mlxpaged.formats.schemas import Schema
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -31,6 +33,11 @@ def read(source: Source, tools: Tools) -> Reading[list[Call]]:
     return (yield from json_calls(source, tools, END))
 
 
+def written(name: str, schema: Schema | None) -> tuple[Piece, ...]:
+    first, *rest = MARKUP.written(name, schema)
+    return f"\n<tool_call>{first}", *rest
+
+
 HUNYUAN = Format(
     name="hunyuan",
     models="Hunyuan",
@@ -38,5 +45,6 @@ HUNYUAN = Format(
     ends=(END,),
     tokens=("<tool_call>", "</tool_call>", SEPARATOR, *MARKUP.key, MARKUP.value, MARKUP.value_end),
     read=read,
+    written=written,
     in_template=((START, SEPARATOR), (START, "</tool_calls>")),
 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
+from mlxpaged.formats.pieces import Piece, object_of
+from mlxpaged.formats.schemas import Schema
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -37,6 +40,24 @@ def json_call(source: Source, tools: Tools) -> Reading[Call]:
         found[given[0]] if given else "{}",
         text_of(call_id) if call_id.startswith('"') else None,
     )
+
+
+def written_json(before: str, after: str, key: str = "arguments") -> Callable[[str, Schema | None], tuple[Piece, ...]]:
+    """Returns how calls are written as {"name": ..., "arguments": ...} with these texts around them."""
+
+    def written(name: str, schema: Schema | None) -> tuple[Piece, ...]:
+        return f'{before}{{"name": {json.dumps(name)}, "{key}": ', object_of(schema), f"}}{after}"
+
+    return written
+
+
+def written_after(before: str, after: str) -> Callable[[str, Schema | None], tuple[Piece, ...]]:
+    """The same for JSON after a text with the tool's name in it, as {name}."""
+
+    def written(name: str, schema: Schema | None) -> tuple[Piece, ...]:
+        return tuple(filter(None, (before.format(name=name), object_of(schema), after)))
+
+    return written
 
 
 def text_of(written: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxpaged.formats.format import Format
-from mlxpaged.formats.json_calls import json_calls
+from mlxpaged.formats.json_calls import json_calls, written_after, written_json
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -14,7 +14,15 @@ def between(name: str, models: str, start: str, end: str, *others: str) -> Forma
         return (yield from json_calls(source, tools, *filter(None, (end,))))
 
     ends = (end,) if end else ()
-    return Format(name, models, (start,), read, ends=ends, in_template=((start, *filter(None, (end,)), *others),))
+    return Format(
+        name,
+        models,
+        (start,),
+        read,
+        ends=ends,
+        in_template=((start, *filter(None, (end,)), *others),),
+        written=written_json("[", f"]{end}"),
+    )
 
 
 PHI_4_MINI = between("phi4_mini", "Phi-4-mini", "<|tool_call|>", "<|/tool_call|>")
@@ -53,4 +61,5 @@ APERTUS = Format(
     ends=("<|tools_suffix|>",),
     read=read_apertus,
     in_template=(("<|tools_prefix|>",),),
+    written=written_after('[{{"{name}": ', "}]<|tools_suffix|>"),
 )

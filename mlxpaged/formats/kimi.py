@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from mlxpaged.formats.format import Format
+from mlxpaged.formats.json_calls import written_after
 from mlxpaged.formats.markup import Markup
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
@@ -53,6 +54,7 @@ KIMI_K2 = Format(
     tokens=(ARGUMENTS,),
     read=read_k2,
     in_template=((STARTS[0],), (CALL,)),
+    written=written_after(f"{CALL}functions.{{name}}:0{ARGUMENTS}", f"{CALL_END}{ENDS[0]}"),
 )
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
@@ -78,6 +80,10 @@ K3 = Markup(
     closing=(f"{CLOSE}tools{SEPARATOR}",),
     named=lambda written: attributes(written).get("tool", ""),
     typed=argument,
+    is_told=True,
+    gap="",
+    write_name=lambda name: f' tool="{name}" index="1"',
+    write_key=lambda key, is_string: f' key="{key}" type="{"string" if is_string else "object"}"',
 )
 
 
@@ -114,5 +120,6 @@ KIMI_K3 = Format(
     tokens=(OPEN, CLOSE, SEPARATOR),
     dropped=(f"{OPEN}response{SEPARATOR}", f"{CLOSE}response{SEPARATOR}", f"{CLOSE}message{SEPARATOR}"),
     read=read_k3,
+    written=K3.written,
     in_vocabulary=(OPEN, CLOSE, SEPARATOR, "<|end_of_msg|>"),
 )

@@ -4,7 +4,7 @@ also writes calls in Python."""
 from __future__ import annotations
 
 from mlxpaged.formats.format import Format
-from mlxpaged.formats.json_calls import json_calls
+from mlxpaged.formats.json_calls import json_calls, written_json
 from mlxpaged.formats.pythonic import python_calls
 from mlxpaged.formats.source import Reading, Source
 from mlxpaged.formats.tools import Call, Tools
@@ -28,4 +28,5 @@ LLAMA_3 = Format(
     read=read,
     in_template=((START,), ("<|start_header_id|>", '"parameters"')),
     in_vocabulary=("<|start_header_id|>", START),
+    written=written_json("", "", "parameters"),
 )

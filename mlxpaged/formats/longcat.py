@@ -17,6 +17,7 @@ MARKUP = Markup(
     end="",
     closing=("</longcat_tool_call>",),
     bare_name=True,
+    gap="",
 )
 
 
@@ -37,5 +38,6 @@ LONGCAT = Format(
     ends=MARKUP.closing,
     tokens=(*MARKUP.key, MARKUP.value, MARKUP.value_end),
     read=read,
+    written=MARKUP.written,
     in_template=(MARKUP.opening,),
 )

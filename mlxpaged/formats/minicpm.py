@@ -14,6 +14,9 @@ MARKUP = Markup(
     closing=(),
     typed=lambda written: (written.strip("\"'"), None),
     cdata=True,
+    gap="",
+    write_name=lambda name: f'"{name}"',
+    write_key=lambda key, is_string: f'"{key}"',
 )
 
 MINICPM5 = Format(
@@ -22,5 +25,6 @@ MINICPM5 = Format(
     starts=MARKUP.starts,
     ends=(MARKUP.end,),
     read=MARKUP.read,
+    written=MARKUP.written,
     in_template=(('<function name="', '<param name="'),),
 )

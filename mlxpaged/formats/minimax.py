@@ -13,6 +13,8 @@ M2 = Markup(
     end="</invoke>",
     closing=("</minimax:tool_call>",),
     typed=lambda written: (written.strip("\"'"), None),
+    write_name=lambda name: f'"{name}"',
+    write_key=lambda key, is_string: f'"{key}"',
 )
 MARK = "]<]minimax[>["
 M3 = Markup(
@@ -22,6 +24,7 @@ M3 = Markup(
     value_end=MARK + "</{key}>",
     end=f"{MARK}</invoke>",
     closing=(f"{MARK}</tool_call>",),
+    write_name=lambda name: f'"{name}"',
 )
 
 MINIMAX_M2 = Format(
@@ -30,6 +33,7 @@ MINIMAX_M2 = Format(
     starts=M2.opening,
     ends=M2.closing,
     read=M2.read,
+    written=M2.written,
     in_template=(M2.opening,),
 )
 MINIMAX_M3 = Format(
@@ -39,5 +43,6 @@ MINIMAX_M3 = Format(
     ends=M3.closing,
     tokens=(MARK,),
     read=M3.read,
+    written=M3.written,
     in_template=((MARK, "<invoke name="),),
 )

@@ -3,11 +3,13 @@ Magistral), and an id between them (Small 3.2). Their templates accept only ids 
 
 from __future__ import annotations
 
+import hashlib
+import re
 import secrets
 import string
 
 from mlxpaged.formats.format import Format
-from mlxpaged.formats.json_calls import json_calls
+from mlxpaged.formats.json_calls import json_calls, written_after
 from mlxpaged.formats.source import Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -18,6 +20,16 @@ MAX_NAME = 256
 
 def new_id() -> str:
     return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
+
+
+def fit_id(given: str) -> str:
+    """Returns the same id for the same one."""
+    if re.fullmatch(f"[a-zA-Z0-9]{{{ID_LENGTH}}}", given):
+        return given
+    number = int.from_bytes(hashlib.sha256(given.encode()).digest(), "big")
+    return "".join(
+        ID_CHARACTERS[number // len(ID_CHARACTERS) ** place % len(ID_CHARACTERS)] for place in range(ID_LENGTH)
+    )
 
 
 def read(source: Source, tools: Tools) -> Reading[list[Call]]:
@@ -44,4 +56,6 @@ MISTRAL = Format(
     read=read,
     in_template=((START,),),
     new_id=new_id,
+    fit_id=fit_id,
+    written=written_after(f"{{name}}{ARGUMENTS}", ""),
 )

@@ -26,6 +26,8 @@ MARKUP = Markup(
     end="</atem:invoke>",
     closing=("</atem:function_calls>",),
     typed=named,
+    write_name=lambda name: f'"{name}"',
+    write_key=lambda key, is_string: f'name="{key}"',
 )
 
 MUSE_SPARK = Format(
@@ -34,5 +36,6 @@ MUSE_SPARK = Format(
     starts=MARKUP.opening,
     ends=MARKUP.closing,
     read=MARKUP.read,
+    written=MARKUP.written,
     in_template=(MARKUP.opening,),
 )

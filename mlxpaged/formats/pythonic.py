@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.literals import PYTHON
+from mlxpaged.formats.pieces import InexpressibleError, Listed, Piece, object_of, properties
+from mlxpaged.formats.schemas import Schema
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -70,6 +73,20 @@ def show_python(name: str, arguments: str) -> str:
     return f"<|tool_call_start|>[{name}({values})]<|tool_call_end|>"
 
 
+def written(end: str) -> Callable[[str, Schema | None], tuple[Piece, ...]]:
+    """Returns how a list with one call is written, to the tag `end`. Values are in JSON, which is read too."""
+
+    def in_python(name: str, schema: Schema | None) -> tuple[Piece, ...]:
+        if schema is None:
+            raise InexpressibleError("arguments with any names cannot be listed")
+        shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+        given = properties(schema).items()
+        items = [(must, (f"{key}=", object_of({**shared, **each}))) for key, (each, must) in given]
+        return f"[{name}(", Listed(tuple(items), ", "), f")]{end}"
+
+    return in_python
+
+
 LFM2_TAGS = ("<|tool_call_start|>",), ("<|tool_call_end|>",)
 LFM2 = Format(
     name="pythonic",
@@ -80,6 +97,7 @@ LFM2 = Format(
     in_template=(("<|tool_list_start|>",), ("<|tool_call_start|>",)),
     in_vocabulary=("<|tool_call_start|>", "<|tool_call_end|>"),
     shown=show_python,
+    written=written(*LFM2_TAGS[1]),
 )
 
 LLAMA_4_TAGS = ("<|python_start|>",), ("<|python_end|>",)
@@ -91,4 +109,5 @@ LLAMA_4 = Format(
     ends=LLAMA_4_TAGS[1],
     read=functools.partial(tagged, *LLAMA_4_TAGS),
     in_template=(("<|python_start|>",), ("<|header_start|>", "python")),
+    written=written(*LLAMA_4_TAGS[1]),
 )

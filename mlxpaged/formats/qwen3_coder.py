@@ -35,5 +35,6 @@ QWEN3_CODER = Format(
     starts=MARKUP.starts,
     ends=MARKUP.closing,
     read=read,
+    written=MARKUP.written,
     in_template=(("<tool_call>\n<function=",), ("<tool_call>", "<function=", "<parameter=")),
 )

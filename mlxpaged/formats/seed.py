@@ -20,5 +20,6 @@ SEED_OSS = Format(
     starts=MARKUP.opening,
     ends=MARKUP.closing,
     read=MARKUP.read,
+    written=MARKUP.written,
     in_template=(MARKUP.opening,),
 )

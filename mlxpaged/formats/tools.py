@@ -67,7 +67,9 @@ class Tools:
         """Returns the keys that the arguments may have; None if they may have any."""
         schema = self.schema(name)
         properties = schema.get("properties")
-        if not isinstance(properties, Mapping) or schema.get("additionalProperties") or "patternProperties" in schema:
+        if not isinstance(properties, Mapping) or "patternProperties" in schema:
+            return None
+        if schema.get("additionalProperties", False) is not False:
             return None
         if any(word in schema for word in ("$ref", "anyOf", "oneOf", "allOf")):
             return None

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from mlxpaged.formats import FORMATS, HARMONY, HERMES, Format, format_of, thought_tags
+from mlxpaged.formats import FORMATS, HARMONY, HERMES, Format, format_of, harmony, thought_tags
 from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, unmarked
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.template_environment import LimitedEnvironment
@@ -79,8 +79,9 @@ class Tokenizer:
         tools = found if found is not None and (self.shows_tools or found is HARMONY) else HERMES
         thoughts = thought_tags(vocabulary)
         self.tags = Tags(thoughts.start, thoughts.end, tools, thoughts.anywhere)
-        self.think_start_ids = self._tag_ids(self.tags.think_start)
-        self.think_end_ids = self._tag_ids(self.tags.think_end)
+        in_messages = tools is HARMONY
+        self.think_start_ids = self._tag_ids(harmony.BEGIN_THOUGHT if in_messages else thoughts.start)
+        self.think_end_ids = self._tag_ids(harmony.END_THOUGHT if in_messages else thoughts.end)
         self._control = self._control_tokens()
         self.takes_system = self._shows_last_system("system", "user")
         self.takes_late_system = self._shows_last_system("system", "user", "system")

@@ -16,7 +16,8 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from mlxpaged.api import server as api_server
-from mlxpaged.engine import Constraint, EngineConfig, GrammarError, StructuredOutput, ToolCallForm, grammar
+from mlxpaged.engine import EngineConfig, GrammarError, StructuredOutput, ToolCallForm, grammar
+from mlxpaged.formats.pieces import Json
 from tests.api.helpers import (
     DEADLINE,
     Background,
@@ -425,8 +426,7 @@ def test_a_form_that_cannot_go_on_after_the_thinking_is_refused(
 ) -> None:
     """A whole answer may begin in other ways. So no trial of the whole finds this."""
     monkeypatch.setattr(grammar, "PARTS_SECONDS", DEADLINE)
-    no_end = Constraint("json_schema", '{"$ref": "#"}', "tools.0")
-    call = ToolCallForm("<call>", no_end, "</call>")
+    call = ToolCallForm(("<call>", Json('{"$ref": "#"}'), "</call>"), "tools.0")
     form = StructuredOutput("never", "", "", "free", "<call>", (call,))
     with pytest.raises(GrammarError, match="no text matches it") as refusal:
         demo_server.core.grammars.compile(form)

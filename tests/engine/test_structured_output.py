@@ -22,14 +22,14 @@ from mlxpaged.engine import (
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.structured_output import lark
+from mlxpaged.formats.pieces import Json
 from mlxpaged.models import ServedModel, load_model
 from mlxpaged.scheduler import FinishReason
 from tests.engine.helpers import finish, let_steps_fail, make_core
 from tests.scripted import make_scripted_model
 
 OBJECT = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
-SCHEMA = Constraint("json_schema", json.dumps(OBJECT), "tools.0")
-CALLS = (ToolCallForm("\nf ", SCHEMA, "\n</tool_call>"), ToolCallForm("\ng ", SCHEMA, "\n</tool_call>"))
+CALLS = tuple(ToolCallForm((f"\n{name} ", Json(json.dumps(OBJECT)), "\n</tool_call>"), "tools.0") for name in "fg")
 THINK, TOOL = ("<think>", "</think>"), "<tool_call>"
 WORDS = Constraint("regex", "([a-z]{3} ){1,9}", "guided_regex")
 
@@ -111,7 +111,7 @@ def test_answers_do_not_depend_on_overlap_preemption_forks_or_failures(
 
 def test_the_part_that_cannot_be_enforced_is_named(served: ServedModel) -> None:
     grammars = Grammars(served.tokenizer, served.vocab_size)
-    wrong = ToolCallForm("", Constraint("json_schema", '{"not": {}}', "tools.1"), "")
+    wrong = ToolCallForm((Json('{"not": {}}'),), "tools.1")
     for form, param in (
         (StructuredOutput("may", *THINK, WORDS, TOOL, (CALLS[0], wrong), param="mine"), "tools.1"),
         (

@@ -6,38 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxpaged.api.generation.structured_output import AROUND_ARGUMENTS
 from mlxpaged.formats import FORMATS, Tools, format_of, thought_tags
+from tests.formats.written import TEMPLATES
 
 DOCS = Path(__file__).parents[2] / "docs/structured-output.md"
-
-TEMPLATES = {
-    "json_tools": "{% if tools %}<tool_call>\\n{{ tool_call | tojson }}\\n</tool_call>{% endif %}",
-    "qwen3_coder": "<tool_call>\\n<function={{ name }}>\\n<parameter={{ key }}>",
-    "glm47": "<tool_call>{{ tc.name }}<arg_key>{{ k }}</arg_key><arg_value>",
-    "hunyuan": "<tool_calls><tool_call>{{ name }}<tool_sep><arg_key>",
-    "minimax_m2": '<minimax:tool_call>\\n<invoke name=\\"',
-    "minimax_m3": "]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=",
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
-    "deepseek_v32": "<｜DSML｜function_calls>",
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>",
-    "mistral": "[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS][TOOL_CALLS]",
-    "gemma4": "<|tool_call>call:{{ name }}<tool_call|>",
-    "function_gemma": "<start_function_call>call:{{ name }}<end_function_call>",
-    "pythonic": "<|tool_list_start|>{{ tools }}<|tool_list_end|>",
-    "harmony": "<|start|>assistant<|channel|>analysis<|message|>",
-    "phi4_mini": "<|tool_call|>{{ calls }}<|/tool_call|>",
-    "granite3": "<|tool_call|>{{ calls }}",
-    "nemotron_nano": "<TOOLCALL>[{{ calls }}]</TOOLCALL>",
-    "command_r": "<|START_ACTION|>{{ calls }}<|END_ACTION|>",
-    "apertus": "<|tools_prefix|>[{{ calls }}]<|tools_suffix|>",
-    "llama3": "<|start_header_id|>ipython {{ '<|python_tag|>' + call }}",
-    "llama4": "<|header_start|>assistant<|python_start|>{{ calls }}<|python_end|>",
-    "seed_oss": "<seed:tool_call>\\n<function=name>",
-    "longcat": "<longcat_tool_call>{{ name }}",
-    "minicpm5": '<function name="{{ name }}"><param name="{{ key }}">',
-    "muse_spark": "<atem:function_calls>",
-}
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
@@ -86,10 +58,6 @@ def test_arguments_fit_a_schema_or_do_not(schema: dict[str, object], fitting: st
 
 
 def test_the_documentation_lists_every_format() -> None:
-    rows = [f"| `{each.name}` | {each.models} | {enforced(each.name)} |" for each in FORMATS.values()]
-    table = "\n".join(["| Format (`--tool-parser`) | Models | Calls enforced |", "|---|---|---|", *sorted(rows)])
+    rows = [f"| `{each.name}` | {each.models} |" for each in FORMATS.values()]
+    table = "\n".join(["| Format (`--tool-parser`) | Models |", "|---|---|", *sorted(rows)])
     assert table in DOCS.read_text(), table
-
-
-def enforced(name: str) -> str:
-    return "yes" if name in AROUND_ARGUMENTS else "no"

@@ -154,3 +154,32 @@ WRITTEN: dict[str, Callable[[str, Arguments], str]] = {
     "glm47": glm,
 }
 """By format."""
+
+TEMPLATES = {
+    "json_tools": "{% if tools %}<tool_call>\\n{{ tool_call | tojson }}\\n</tool_call>{% endif %}",
+    "qwen3_coder": "<tool_call>\\n<function={{ name }}>\\n<parameter={{ key }}>",
+    "glm47": "<tool_call>{{ tc.name }}<arg_key>{{ k }}</arg_key><arg_value>",
+    "hunyuan": "<tool_calls><tool_call>{{ name }}<tool_sep><arg_key>",
+    "minimax_m2": '<minimax:tool_call>\\n<invoke name=\\"',
+    "minimax_m3": "]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "deepseek_v32": "<｜DSML｜function_calls>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>",
+    "mistral": "[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS][TOOL_CALLS]",
+    "gemma4": "<|tool_call>call:{{ name }}<tool_call|>",
+    "function_gemma": "<start_function_call>call:{{ name }}<end_function_call>",
+    "pythonic": "<|tool_list_start|>{{ tools }}<|tool_list_end|>",
+    "harmony": "<|start|>assistant<|channel|>analysis<|message|>",
+    "phi4_mini": "<|tool_call|>{{ calls }}<|/tool_call|>",
+    "granite3": "<|tool_call|>{{ calls }}",
+    "nemotron_nano": "<TOOLCALL>[{{ calls }}]</TOOLCALL>",
+    "command_r": "<|START_ACTION|>{{ calls }}<|END_ACTION|>",
+    "apertus": "<|tools_prefix|>[{{ calls }}]<|tools_suffix|>",
+    "llama3": "<|start_header_id|>ipython {{ '<|python_tag|>' + call }}",
+    "llama4": "<|header_start|>assistant<|python_start|>{{ calls }}<|python_end|>",
+    "seed_oss": "<seed:tool_call>\\n<function=name>",
+    "longcat": "<longcat_tool_call>{{ name }}",
+    "minicpm5": '<function name="{{ name }}"><param name="{{ key }}">',
+    "muse_spark": "<atem:function_calls>",
+}
+"""By format: what its chat templates have."""

@@ -29,7 +29,7 @@ def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> Generati
     thinking = body.thinking
     form = body.output_config and body.output_config.format
     chat = Chat(
-        messages=messages_of(body, tokenizer),
+        messages=messages_of(body),
         tools=[
             Tool(tool.name, tool.description, tool.input_schema, tool.strict, f"tools.{index}")
             for index, tool in body.offered_tools()
@@ -60,7 +60,7 @@ def thinking_budget(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> in
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def messages_of(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def messages_of(body: schema.CountTokensRequest) -> list[dict[str, Any]]:
     """Returns the messages for the chat template."""
     messages: list[dict[str, Any]] = []
     if body.system is not None:
@@ -69,7 +69,7 @@ def messages_of(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> list[d
         if isinstance(message, schema.UserMessage):
             add_user(messages, message.content)
         elif isinstance(message, schema.SystemMessage):
-            add_system(messages, message, tokenizer)
+            messages.append({"role": "system", "content": text_of(message.content)})
         else:
             messages.append(assistant(message))
     for said in messages:
@@ -89,15 +89,6 @@ def text_of(content: str | Iterable[schema.TextBlock | schema.ToolReference] | N
 
 def system_text(system: str | list[schema.TextBlock]) -> str:
     return system if isinstance(system, str) else text_of(b for b in system if not b.text.startswith(BILLING))
-
-
-def add_system(messages: list[dict[str, Any]], message: schema.SystemMessage, tokenizer: Tokenizer) -> None:
-    """Add it as it is if the chat template shows system messages after the first message; else as text of the user."""
-    text = text_of(message.content)
-    if tokenizer.takes_late_system:
-        messages.append({"role": "system", "content": text})
-    else:
-        add_user(messages, f"<system>\n{text}\n</system>")
 
 
 def add_user(messages: list[dict[str, Any]], content: str | Sequence[schema.UserBlock]) -> None:

@@ -43,7 +43,7 @@ PROMPT: tuple[Row, ...] = (
     label(
         "messages.content.citations", [{"role": "user", "content": [{"type": "text", "text": "x", "citations": []}]}]
     ),
-    label("tools.eager_input_streaming", [], "arguments are always streamed as they come"),
+    label("tools.eager_input_streaming", [], "a call is sent when it is complete"),
     ignored(
         "context_management",
         {"edits": [{"type": "clear_tool_uses_20250919"}]},

@@ -59,6 +59,10 @@ def adapter_of(request: GenerationRequest, of_model: str | None, info: EngineInf
     return asked
 
 
+EFFORTS: dict[str | None, str] = {"minimal": "low", "xhigh": "high", "max": "high"}
+"""Templates know `low`, `medium` and `high`."""
+
+
 def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> None:
     """Raises ApiError for fields that this model's chat template would ignore, or whose effect nothing could read."""
     tokenizer, name = info.tokenizer, request.client_name
@@ -74,10 +78,13 @@ def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> 
 
 
 def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) -> dict[str, Any]:
-    """Returns the template's variable for `enable_thinking`, {} if there is no switch. Raises ApiError if the model
-    cannot be kept from thinking."""
+    """Returns the template's variables for `enable_thinking` and the effort, as far as it knows them. Raises ApiError
+    if the model cannot be kept from thinking."""
+    variables: dict[str, Any] = {}
+    if chat.effort not in (None, "none") and info.tokenizer.template_reads("reasoning_effort"):
+        variables["reasoning_effort"] = EFFORTS.get(chat.effort, chat.effort)
     if chat.enable_thinking is None or not info.tokenizer.tags.thinks:
-        return {}
+        return variables
     switchable = info.tokenizer.template_reads("enable_thinking")
     if not chat.enable_thinking:
         if not switchable:
@@ -85,7 +92,7 @@ def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) ->
             raise request.refusal("thinking", message)
         if chat.chat_template_kwargs.get("enable_thinking"):
             raise request.refusal("thinking", "is 'none', but chat_template_kwargs.enable_thinking is true")
-    return {"enable_thinking": chat.enable_thinking} if switchable else {}
+    return variables | ({"enable_thinking": chat.enable_thinking} if switchable else {})
 
 
 def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from mlxpaged.api.errors import NOT_RENDERED
 from mlxpaged.api.generation import check
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
+from mlxpaged.api.generation.history import adapted
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
 from mlxpaged.api.generation.tool_prompt import in_plain_text, tool_prompt, with_calls_as_text
@@ -151,7 +152,7 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
 
     check_length(num_chars)
     try:
-        marker, messages, tools, options = info.tokenizer.mark(chat.messages, tools, options)
+        marker, messages, tools, options = info.tokenizer.mark(adapted(chat.messages, info.tokenizer), tools, options)
     except ChatTemplateError as error:
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
     if not info.tokenizer.shows_tools:

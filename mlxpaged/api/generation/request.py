@@ -46,7 +46,8 @@ class Chat:
     """A conversation to be answered.
 
     messages: as chat templates expect them. enable_thinking: the template's switch; None leaves it as it is.
-    needs_thinking: refuse a model that does not think. one_call: end the answer after its first call.
+    needs_thinking: refuse a model that does not think. effort: of the thinking, for templates that know it. one_call:
+    end the answer after its first call.
     """
 
     messages: list[dict[str, Any]]
@@ -55,6 +56,7 @@ class Chat:
     one_call: bool = False
     enable_thinking: bool | None = None
     needs_thinking: bool = False
+    effort: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -122,13 +124,19 @@ def function_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> d
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def parsed(arguments: str) -> str | dict[str, Any]:
-    """Returns the arguments of a call, as an object if their text is one."""
+def parsed(arguments: str | dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the arguments of an earlier call as an object, which chat templates expect. Nothing and `null` are no
+    arguments. A text that is no object is the only argument of it. Half a surrogate pair becomes U+FFFD."""
     try:
-        value = json.loads(arguments or "{}")
+        value = json.loads(arguments or "{}") if not isinstance(arguments, dict) else arguments
+        value = json.loads(
+            json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        )
     except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+        value = arguments
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 ENGINE_TYPES: dict[str, Callable[[Any], Any]] = {

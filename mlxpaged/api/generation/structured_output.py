@@ -3,17 +3,12 @@ of strict tools, and text of a given form. Thinking comes first, and nothing con
 
 from __future__ import annotations
 
-import json
-
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
-from mlxpaged.engine import Constraint, StructuredOutput, Thinking, ToolCallForm
-from mlxpaged.formats import Format
+from mlxpaged.engine import StructuredOutput, Thinking, ToolCallForm
+from mlxpaged.formats import HARMONY, Format, harmony
+from mlxpaged.formats.pieces import InexpressibleError
 from mlxpaged.models import Tags
-
-AROUND_ARGUMENTS = {"json_tools": ('\n{{"name": "{}", "arguments": ', "}\n"), "mistral": ("{}[ARGS]", "")}
-"""By format, the text between a call's opening tag and its arguments, with the name in it, and the text between the
-arguments and the closing tag. Only these formats can be enforced: in others, arguments are not JSON."""
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a tool without parameters, as OpenAI defines it."""
@@ -38,33 +33,36 @@ def structured_output(
     if text and not (required or strict):
         param = text.param
     if tools:
-        if tags.tools.name not in AROUND_ARGUMENTS:
-            known = " and ".join(AROUND_ARGUMENTS)
-            message = f"tool calls in this model's format, {tags.tools.name}, cannot be enforced; only {known} can"
-            raise bad_parameter(param, message)
         calls = tuple(
-            call_form(tags.tools, tool, enforced=required or bool(tool.strict))
+            call_form(tags.tools, tool, enforced=required or bool(tool.strict), param=param)
             for tool in tools
             if choice.named in (None, tool.name)
         )
+    in_messages = tags.tools is HARMONY
     return StructuredOutput(
-        thinking=thinking,
-        think_start=tags.think_start,
-        think_end=tags.think_end,
+        thinking="may" if in_messages else thinking,
+        think_start=harmony.BEGIN_THOUGHT if in_messages else tags.think_start,
+        think_end=harmony.END_THOUGHT if in_messages else tags.think_end,
         text=None if required else text or "free",
-        call_start=tags.tools.starts[0],
+        text_start=tags.tools.begin_text,
+        call_start=tags.tools.call_start,
         calls=calls,
         one_call=choice.named is not None or chat.one_call,
         param=param,
     )
 
 
-def call_form(form: Format, tool: Tool, enforced: bool) -> ToolCallForm:
-    before, after = AROUND_ARGUMENTS[form.name]
+def call_form(form: Format, tool: Tool, enforced: bool, param: str) -> ToolCallForm:
+    """Raises ApiError, for a format whose calls cannot be enforced with the field `param`."""
+    if form.written is None:
+        raise bad_parameter(param, f"tool calls in this model's format, {form.name}, cannot be enforced")
     schema = NO_ARGUMENTS if tool.parameters is None else tool.parameters
     given = schema.get("type", "object")
     if enforced and given != "object":
         raise bad_parameter(tool.param, f"the type of the parameters must be 'object', got {given!r}")
-    schema = {**schema, "type": "object"} if enforced else {"type": "object"}
-    arguments = Constraint("json_schema", json.dumps(schema), tool.param)
-    return ToolCallForm(before.format(tool.name), arguments, "".join((after, *form.ends)))
+    try:
+        pieces = form.written(tool.name, {**schema, "type": "object"} if enforced else None)
+    except InexpressibleError as error:
+        reason = f"calls of {tool.name!r} cannot be enforced in this model's format, {form.name}: {error}"
+        raise bad_parameter(tool.param, reason) from None
+    return ToolCallForm(pieces, tool.param)

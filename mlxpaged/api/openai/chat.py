@@ -32,6 +32,7 @@ def translate(body: ChatRequest) -> GenerationRequest:
         tool_choice=translated_choice(body.tool_choice),
         one_call=body.parallel_tool_calls is False,
         enable_thinking=False if body.reasoning_effort == "none" else None,
+        effort=body.reasoning_effort,
         needs_thinking=body.thinking_budget is not None or body.reasoning_effort not in (None, "none"),
         chat_template_kwargs=body.chat_template_kwargs or {},
         add_generation_prompt=body.add_generation_prompt,

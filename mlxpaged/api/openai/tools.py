@@ -60,7 +60,7 @@ def translated_choice(choice: ToolChoice | None) -> request.ToolChoice:
 
 class CalledFunction(Body):
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class Call(Body):

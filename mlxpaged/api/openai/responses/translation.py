@@ -29,6 +29,7 @@ def translate(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> 
         tool_choice=translated_choice(body.tool_choice),
         one_call=body.parallel_tool_calls is False,
         enable_thinking=False if effort == "none" else None,
+        effort=effort,
         needs_thinking=effort not in (None, "none"),
     )
     answered = body if isinstance(body, schema.ResponseRequest) else None

@@ -1,0 +1,56 @@
+"""Makes a conversation one that the model's chat template takes, whatever server its earlier turns came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxpaged.formats import HARMONY
+from mlxpaged.models import Tokenizer
+
+
+def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Returns the messages as the chat template expects them: system messages where it shows them, ids of calls in its
+    form, and thoughts under its name. Equal messages become equal prompts."""
+    fitting = tokenizer.tags.tools.fit_id
+    adapted_messages = []
+    for message in messages if tokenizer.takes_late_system else with_early_system(messages):
+        changed = dict(message)
+        if "tool_calls" in message:
+            changed["tool_calls"] = [call | {"id": fitting(call["id"])} for call in message["tool_calls"]]
+            if tokenizer.tags.tools is HARMONY and message.get("reasoning_content") and not message["content"]:
+                changed["thinking"] = message["reasoning_content"]
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = fitting(message["tool_call_id"])
+        adapted_messages.append(changed)
+    return adapted_messages
+
+
+def with_early_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Joins the system messages at the beginning. Later ones become text of the user, together with what the user says
+    before and after them."""
+    shown: list[dict[str, Any]] = []
+    turned = False  # whether the last message has such a text
+    for message in messages:
+        last = shown[-1] if shown else {"role": ""}
+        if message["role"] == "system":
+            if all(each["role"] == "system" for each in shown):
+                join(shown, message, "\n\n")
+            else:
+                text = f"<system>\n{message['content']}\n</system>"
+                join(shown, {"role": "user", "content": text}, "\n")
+                turned = True
+        elif message["role"] == "user" and turned and last["role"] == "user":
+            join(shown, message, "\n")
+        else:
+            shown.append(dict(message))
+            turned = False
+    return list(shown)
+
+
+def join(messages: list[dict[str, Any]], message: Mapping[str, Any], separator: str) -> None:
+    """Adds a message's text to the last message, if that has the same role."""
+    if messages and messages[-1]["role"] == message["role"]:
+        messages[-1]["content"] = separator.join((messages[-1]["content"], message["content"]))
+    else:
+        messages.append(dict(message))

@@ -1,0 +1,89 @@
+"""What the calls of a tool are made of, for the grammar that enforces them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlxpaged.formats.schemas import Schema, enumerated, resolved, types_of
+
+ANY_OBJECT: Schema = {"type": "object"}
+OF_STRINGS = {"pattern", "format", "minLength", "maxLength"}
+OF_UNIONS = ("anyOf", "oneOf", "allOf")
+
+
+class InexpressibleError(ValueError):
+    """A schema cannot be enforced in a format."""
+
+
+@dataclass(frozen=True)
+class Json:
+    """schema: as JSON."""
+
+    schema: str
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Text as it is, and the tag after it. choices: the only texts; None for any without the tag. lengths: characters;
+    None for any number of them. pattern: a regular expression of which a part of the text is an example."""
+
+    end: str
+    choices: tuple[str, ...] | None = None
+    lengths: tuple[int, int | None] = (0, None)
+    pattern: str = ""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Items in this order, with separators between them. items: each with whether it must be there."""
+
+    items: tuple[tuple[bool, tuple[Piece, ...]], ...]
+    separator: str = ""
+
+
+Piece = str | Json | Raw | Listed
+
+
+def object_of(schema: Schema | None) -> Json:
+    return Json(json.dumps(ANY_OBJECT if schema is None else schema))
+
+
+def properties(schema: Schema) -> dict[str, tuple[Any, bool]]:
+    """Returns the schema of each argument, and whether it is required. Raises InexpressibleError if they cannot be
+    listed."""
+    given = schema.get("properties", {})
+    others = [word for word in ("$ref", *OF_UNIONS, "patternProperties", "if", "not") if word in schema]
+    required = schema.get("required") or []
+    if others or not isinstance(given, Mapping):
+        raise InexpressibleError(f"arguments cannot be listed, because of {', '.join(others) or 'properties'}")
+    if unknown := [key for key in required if key not in given]:
+        raise InexpressibleError(f"the required argument {unknown[0]!r} is not among the properties")
+    if not given and schema.get("additionalProperties", False) is not False:
+        raise InexpressibleError("arguments with any names cannot be listed")
+    return {key: (each, key in required) for key, each in given.items()}
+
+
+def argument(schema: Any, root: Schema, end: str, is_told: bool = False) -> tuple[bool, tuple[Piece, ...]]:
+    """Returns whether an argument is written as a string, and its pieces, to the tag `end`. What may be a string is
+    one, because that is how it is read. is_told: whether the tag says whether it is a string."""
+    if schema is False:
+        raise InexpressibleError("no value fits one of the properties")
+    values, types = enumerated(schema, root), types_of(schema, root)
+    if values is not None:
+        is_string = all(isinstance(value, str) for value in values)
+        raw = is_string or not is_told
+        texts = tuple(value if raw and isinstance(value, str) else json.dumps(value) for value in values)
+        return is_string, (Raw(end, texts),)
+    if types is not None and "string" not in types:
+        shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
+        return False, (Json(json.dumps({**shared, **schema})), end)
+    own = resolved(schema, root)
+    if any(OF_STRINGS & resolved(each, root).keys() for word in OF_UNIONS for each in own.get(word) or ()):
+        raise InexpressibleError("limits of a string in a union")
+    if "format" in own:
+        raise InexpressibleError(f"the format {own['format']!r} of a string without quotes")
+    lengths = (own.get("minLength", 0), own.get("maxLength"))
+    return True, (Raw(end, lengths=lengths, pattern=own.get("pattern", "")),)

@@ -1,0 +1,192 @@
+"""Calls in every format, on every API, whole and streamed; and earlier turns as clients send them back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpaged.formats import FORMATS
+from tests.api.helpers import raw, stream_events
+from tests.api.test_tools import CLOCK, WEATHER
+from tests.formats.written import WRITTEN
+from tests.scripted import follow, scripted_server
+from tests.support import RunningServer
+
+CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
+ROME = {"city": "Rome"}
+TALK = "I would rather talk."
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", {"21 degrees": "Warm."}) as server:
+        yield server
+
+
+def chat(question: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return {"model": "scripted", "messages": messages, "tools": [WEATHER, CLOCK]} | fields
+
+
+def post(server: RunningServer, body: dict[str, Any], path: str = CHAT) -> dict[str, Any]:
+    with raw(server) as client:
+        response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def chat_calls(answer: dict[str, Any]) -> list[tuple[str, Any]]:
+    calls = answer["choices"][0]["message"].get("tool_calls") or ()
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+def by_api(server: RunningServer, question: str) -> dict[str, list[tuple[str, Any]]]:
+    """The calls that each API has for a question."""
+    function = WEATHER["function"]
+    found = {"chat": chat_calls(post(server, chat(question)))}
+    pieces = []
+    for chunk in stream_events(server, CHAT, chat(question)):
+        for choice in chunk["choices"] if chunk != "[DONE]" else ():
+            pieces += [call["function"] for call in choice["delta"].get("tool_calls") or ()]
+    found["streamed"] = [(pieces[0]["name"], json.loads("".join(piece["arguments"] for piece in pieces)))]
+    tool = {"type": "function", **function}  # type: ignore[dict-item]
+    items = post(server, {"model": "scripted", "input": question, "tools": [tool]}, RESPONSES)["output"]
+    found["responses"] = [(i["name"], json.loads(i["arguments"])) for i in items if i["type"] == "function_call"]
+    claude = {"name": "weather", "input_schema": function["parameters"]}  # type: ignore[index]
+    body = chat(question, tools=[claude], max_tokens=500)
+    blocks = post(server, body, MESSAGES)["content"]
+    found["messages"] = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
+    message = post(server, chat(question, stream=False), OLLAMA)["message"]
+    found["ollama"] = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
+    return found
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_api_has_the_call_and_can_enforce_one(tmp_path: Path, form: str) -> None:
+    script = {"Rome?": WRITTEN[form]("weather", ROME), "Talk?": TALK}
+    with scripted_server(tmp_path, form, script, tool_parser="kimi_k3" if form == "kimi_k3" else None) as server:
+        calls = by_api(server, "Rome?")
+        assert calls == {api: [("weather", ROME)] for api in ("chat", "streamed", "responses", "messages", "ollama")}
+        limited = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+        tool = {"type": "function", "function": {"name": "weather", "parameters": limited, "strict": True}}
+        forced = post(server, chat("Talk?", tools=[tool], tool_choice="required", max_tokens=400))
+        [(name, arguments)] = chat_calls(forced)[:1]
+        assert name == "weather"
+        assert arguments["city"] in ("Rome", "Oslo")
+        assert forced["choices"][0]["message"]["content"] in (None, "")
+        free = post(server, chat("Talk?", tools=[tool]))["choices"][0]
+        assert (free["finish_reason"], free["message"].get("tool_calls")) == ("stop", None) or form == "harmony"
+
+
+HARMONY = {
+    "Rome?": "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant" + WRITTEN["harmony"]("weather", ROME),
+    "Why?": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>",
+}
+
+
+def test_harmonys_channels_are_thoughts_calls_and_text(tmp_path: Path) -> None:
+    with scripted_server(tmp_path, "harmony", HARMONY) as server:
+        message = post(server, chat("Why?", tools=[], reasoning_effort="low"))["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "So.")
+        answer = post(server, chat("Rome?"))
+        assert answer["choices"][0]["message"]["reasoning_content"] == "I look."
+        schema = {
+            "type": "object",
+            "properties": {"a": {"enum": [1]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+        message = post(server, chat("Why?", tools=[], response_format=form))["choices"][0]["message"]
+        assert (message["reasoning_content"], json.loads(message["content"])) == ("Hm.", {"a": 1})
+        usage = post(server, {"model": "scripted", "input": "Why?"}, RESPONSES)["usage"]
+        assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+        blocks = post(server, chat("Why?", tools=[], max_tokens=100), MESSAGES)["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text"]
+
+
+# -- earlier turns -----------------------------------------------------------------------------------------------------
+
+
+def earlier(arguments: Any, call_id: str = "call_1", **fields: Any) -> list[dict[str, Any]]:
+    call = {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]} | fields,
+        {"role": "tool", "tool_call_id": call_id, "content": "21 degrees"},
+    ]
+
+
+def prompt_of(server: RunningServer, messages: list[dict[str, Any]]) -> str:
+    """What the model is shown of a conversation."""
+    shown: list[str] = []
+    tokenizer = server.core.served.tokenizer
+    forward = server.core.runner.forward
+
+    def watched(batch: Any, *args: Any) -> Any:
+        for row in batch.rows:
+            shown.append(tokenizer.text_with_specials(row.sequence.token_ids[: row.sequence.num_prompt_tokens]))
+        return forward(batch, *args)
+
+    server.core.runner.forward = watched  # type: ignore[method-assign]
+    try:
+        post(server, chat("", messages=messages, max_tokens=1))
+    finally:
+        server.core.runner.forward = forward  # type: ignore[method-assign]
+    return shown[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ('{"city": "Rome"}', '{"city": "Rome"}'),
+        ({"city": "Rome"}, '{"city": "Rome"}'),
+        ("", "{}"),
+        ("null", "{}"),
+        (None, "{}"),
+        ("{bad", '{"arguments": "{bad"}'),
+        ("[1]", '{"arguments": "[1]"}'),
+        ('{"city": "\\ud83d"}', '{"city": "\ufffd"}'),
+        ('{"city": "\\ud83d\\ude00"}', '{"city": "\U0001f600"}'),
+    ],
+)
+def test_arguments_of_earlier_calls_are_objects(server: RunningServer, arguments: Any, rendered: str) -> None:
+    assert f'"arguments": {rendered}}}\n</tool_call>' in prompt_of(server, earlier(arguments))
+
+
+def test_mistral_gets_ids_that_its_templates_take(tmp_path: Path) -> None:
+    with scripted_server(tmp_path, "mistral", {"Rome?": WRITTEN["mistral"]("weather", ROME)}) as server:
+        [call] = post(server, chat("Rome?"))["choices"][0]["message"]["tool_calls"]
+        assert (len(call["id"]), call["id"].isalnum()) == (9, True)
+    fit = FORMATS["mistral"].fit_id
+    assert fit("abcdefghi") == "abcdefghi"
+    assert fit("call_0123456789abcdef") == fit("call_0123456789abcdef") != fit("call_1")
+    assert (len(fit("call_1")), fit("call_1").isalnum()) == (9, True)
+
+
+LATE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "developer", "content": "Be kind."},
+    {"role": "user", "content": "Hi."},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "system", "content": "In French."},
+    {"role": "user", "content": "Rome?"},
+]
+
+
+def test_late_system_messages_are_shown_where_the_template_takes_none(tmp_path: Path) -> None:
+    with scripted_server(tmp_path, "json_tools", {"Rome?": "Oui."}) as server:
+        served = server.core.served
+        assert served.tokenizer.takes_late_system
+        served.tokenizer.takes_late_system = False
+        shown = prompt_of(server, LATE)
+        assert "<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>" in shown
+        assert "<|im_start|>user\n<system>\nIn French.\n</system>\nRome?<|im_end|>" in shown
+        follow(server, {"Rome?": "Oui."})
+        items = [{"type": "message", **message} for message in LATE]
+        assert post(server, {"model": "scripted", "input": items}, RESPONSES)["status"] == "completed"

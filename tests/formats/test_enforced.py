@@ -1,0 +1,124 @@
+"""Whatever a model would rather write, an enforced call is one of the request's tools, and its arguments are valid."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from mlxpaged.engine import StructuredOutput, ToolCallForm
+from mlxpaged.engine.grammar import Grammars
+from mlxpaged.formats import FORMATS
+from mlxpaged.formats.pieces import InexpressibleError
+from mlxpaged.models import ServedModel, load_model
+from tests.formats.test_reading import calls_of, parse, said
+from tests.scripted import make_scripted_model
+
+ENFORCED = sorted(name for name, form in FORMATS.items() if form.written is not None)
+MOST_TOKENS = 4000
+SPELLED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Tokens of the model that are not special."""
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Without strings that have no end: what a random model writes between two tags would have none."""
+    text = {"type": "string", "maxLength": rng.randint(0, 6)}
+    choices: list[dict[str, Any]] = [
+        text,
+        text | {"minLength": 1, "maxLength": 3},
+        {"type": "string", "pattern": "^[a-c]{1,4}$"},
+        {"enum": ["on", "off", "a b\n"]},
+        {"enum": [1, "x", None, True]},
+        {"type": "integer", "minimum": -5, "maximum": 99},
+        {"type": "number", "minimum": 0, "maximum": 2},
+        {"type": "boolean"},
+        {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "null"}]},
+        {"type": ["boolean", "null"]},
+    ]
+    if depth < 2:
+        choices += [
+            {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": 2},
+            random_object(rng, depth + 1),
+        ]
+    return rng.choice(choices)
+
+
+def random_object(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    keys = rng.sample(["path", "old_string", "n", "flag", "items", "mode"], rng.randint(0, 4))
+    return {
+        "type": "object",
+        "properties": {key: random_schema(rng, depth) for key in keys},
+        "required": [key for key in keys if rng.random() < 0.6],
+        "additionalProperties": False,
+    }
+
+
+def random_answer(grammars: Grammars, form: StructuredOutput, served: ServedModel, rng: random.Random) -> str:
+    """What a model writes that takes any token that the grammar allows, and ends its answer as soon as it may."""
+    matcher, tokens = grammars.start(form, ignore_eos=False), []
+    ends = served.tokenizer.eos_token_ids
+    while len(tokens) < MOST_TOKENS:
+        [mask] = grammars.masks([(matcher, ())])
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if any(int(token) in ends for token in allowed):
+            return served.tokenizer.text_with_specials(tokens)
+        token = int(rng.choice(allowed))
+        matcher.advance(token)
+        tokens.append(token)
+    raise AssertionError(served.tokenizer.text_with_specials(tokens)[:1000])
+
+
+def check(name: str, served: ServedModel, seeds: range) -> None:
+    form, grammars = FORMATS[name], Grammars(served.tokenizer, served.vocab_size)
+    assert form.written is not None
+    for seed in seeds:
+        rng = random.Random(seed)
+        schemas = {tool: random_object(rng) for tool in ("edit", "mcp__fs__read-file")}
+        try:
+            calls = tuple(ToolCallForm(form.written(tool, schema)) for tool, schema in schemas.items())
+        except InexpressibleError as error:
+            raise AssertionError(f"{seed}: {schemas}") from error
+        held = StructuredOutput("never", "", "", None, form.call_start, calls, one_call=True)
+        text = random_answer(grammars, held, served, rng)
+        tools = [{"type": "function", "function": {"name": key, "parameters": each}} for key, each in schemas.items()]
+        deltas = parse([text], name, tools, held=held, think=False)
+        where = f"seed {seed}: {schemas} was answered by {text!r}"
+        assert said(deltas) == "", where
+        [(called, arguments)] = calls_of(deltas)
+        errors = list(jsonschema.Draft202012Validator(schemas[called]).iter_errors(arguments))
+        assert not errors, f"{where}: {arguments} {errors}"
+
+
+@pytest.fixture(params=ENFORCED)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ServedModel]:
+    make_scripted_model(tmp_path, request.param)
+    return request.param, load_model(str(tmp_path))
+
+
+def test_enforced_arguments_are_valid(model: tuple[str, ServedModel]) -> None:
+    check(*model, range(6))
+
+
+@pytest.mark.slow
+def test_enforced_arguments_of_500_schemas_are_valid(model: tuple[str, ServedModel]) -> None:
+    check(*model, range(6, 500))
+
+
+def test_what_cannot_be_expressed_is_refused_with_the_reason() -> None:
+    written = FORMATS["qwen3_coder"].written
+    assert written is not None
+    for schema, reason in (
+        ({"properties": {"a": {"type": "string", "format": "date"}}}, "the format 'date'"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "null"}]}}}, "in a union"),
+        ({"additionalProperties": {"type": "string"}}, "any names"),
+        ({"anyOf": [{"required": ["a"]}], "properties": {"a": {}}}, "anyOf"),
+        ({"properties": {}, "required": ["a"]}, "'a' is not among the properties"),
+    ):
+        with pytest.raises(InexpressibleError, match=reason):
+            written("f", schema)
+        assert json.dumps(schema)
