@@ -87,7 +87,7 @@ TABLE = Table(
         "honoured if the request has these tools; `mode` may be `required` too; the model sees no other tools",
     ),
     honoured("parallel_tool_calls", True),
-    by_model("reasoning_effort", "low", "the model must think"),
+    ignored("reasoning_effort", "low", "if the model does not think; else it limits the thinking"),
     honoured(
         "reasoning_effort",
         "none",

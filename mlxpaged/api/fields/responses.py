@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlxpaged.api.fields import shared
-from mlxpaged.api.fields.table import Row, Table, by_model, honoured, ignored, label, refused
+from mlxpaged.api.fields.table import Row, Table, honoured, ignored, label, refused
 
 USER: dict[str, Any] = {"role": "user", "content": "x"}
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
@@ -43,11 +43,11 @@ PROMPT: tuple[Row, ...] = (
     ),
     refused("previous_response_id", "unknown", "honoured while the response is kept"),
     honoured("tools", [{"type": "function", "name": "f"}], "as in chat completions; `strict` is false by default"),
-    by_model(
+    honoured(
         "reasoning",
         {"effort": "low"},
-        "the model must think; `none` is honoured if the template has "
-        "`enable_thinking`, or if the model does not think",
+        "ignored, and named in the header, if the model does not think; `none` is refused if the model thinks and the "
+        "template has no `enable_thinking`",
     ),
     ignored("reasoning.summary", {"summary": "detailed"}, NO_SUMMARY, ("auto",)),
     ignored("reasoning.generate_summary", {"generate_summary": "detailed"}, NO_SUMMARY, ("auto",)),

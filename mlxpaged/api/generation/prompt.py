@@ -22,6 +22,8 @@ from mlxpaged.formats import HARMONY
 from mlxpaged.models.control_tokens import ControlTokenError
 from mlxpaged.models.tokenizer import ChatTemplateError
 
+NO_THOUGHTS = "this model does not think: its vocabulary has no thinking tags"
+
 MOST_FOR_TOOLS = 0.5
 """The share of the context that a description of tools may take. Some clients always send many tools: a model with a
 short context answers without them."""
@@ -49,6 +51,8 @@ async def prepare(http: Request, request: GenerationRequest, info: EngineInfo) -
 
 async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> Prompts:
     chat = await with_usable_tools(http, request, chat, info)
+    if chat.effort not in (None, "none") and not info.tokenizer.tags.thinks:
+        server_of(http).ignore(http, request.client_name("thinking"), NO_THOUGHTS)
     tags, param = info.tokenizer.tags, request.client_name("messages")
     tokens = await render(http, request, chat, info)
     check.check_token_ids(request, param, [tokens], info)
@@ -59,6 +63,8 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     params = dataclasses.replace(
         request.params, think_tags=True, tool_tags=bool(tools), begins_thinking=opened, constraint=form
     )
+    if not tags.thinks:
+        params = dataclasses.replace(params, thinking_budget=None)
 
     def new_parser() -> AnswerParser:
         if tags.tools is HARMONY:

@@ -33,7 +33,7 @@ def translate(body: ChatRequest) -> GenerationRequest:
         one_call=body.parallel_tool_calls is False,
         enable_thinking=False if body.reasoning_effort == "none" else None,
         effort=body.reasoning_effort,
-        needs_thinking=body.thinking_budget is not None or body.reasoning_effort not in (None, "none"),
+        needs_thinking=body.thinking_budget is not None,
         chat_template_kwargs=body.chat_template_kwargs or {},
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),

@@ -30,7 +30,6 @@ def translate(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> 
         one_call=body.parallel_tool_calls is False,
         enable_thinking=False if effort == "none" else None,
         effort=effort,
-        needs_thinking=effort not in (None, "none"),
     )
     answered = body if isinstance(body, schema.ResponseRequest) else None
     params = sampling_params(
