@@ -17,6 +17,8 @@ from mlxpaged.formats.tools import Call, Tools
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
+LAST = ("<|call|>", "<|return|>")
+"""They end an answer, whatever the model's configuration says."""
 MARKS = (START, CHANNEL, *ENDS)
 THOUGHTS = "analysis"
 BEGIN_THOUGHT, END_THOUGHT = f"{CHANNEL}{THOUGHTS}{MESSAGE}", f"{ENDS[0]}{START}assistant"

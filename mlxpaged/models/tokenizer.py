@@ -80,6 +80,9 @@ class Tokenizer:
         thoughts = thought_tags(vocabulary)
         self.tags = Tags(thoughts.start, thoughts.end, tools, thoughts.anywhere)
         in_messages = tools is HARMONY
+        if in_messages:
+            ends = (i for i, token in added.items() if token.content in harmony.LAST)
+            self.eos_token_ids |= {*ends}
         self.think_start_ids = self._tag_ids(harmony.BEGIN_THOUGHT if in_messages else thoughts.start)
         self.think_end_ids = self._tag_ids(harmony.END_THOUGHT if in_messages else thoughts.end)
         self._control = self._control_tokens()

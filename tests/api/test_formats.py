@@ -193,3 +193,19 @@ def test_late_system_messages_are_shown_where_the_template_takes_none(tmp_path: 
         follow(server, {"Rome?": "Oui."})
         items = [{"type": "message", **message} for message in LATE]
         assert post(server, {"model": "scripted", "input": items}, RESPONSES)["status"] == "completed"
+
+
+def test_tools_that_are_no_functions_are_ignored_beside_functions(server: RunningServer) -> None:
+    function = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+    custom = {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+    }
+    body = {"model": "scripted", "input": "21 degrees", "tools": [function, {"type": "image_generation"}, custom]}
+    with raw(server) as client:
+        answer = client.post(RESPONSES, json=body)
+        alone = client.post(RESPONSES, json=body | {"tools": [custom]})
+    assert (answer.status_code, answer.headers["x-mlxpaged-ignored"]) == (200, "tools")
+    assert [tool["type"] for tool in answer.json()["tools"]] == ["function"]
+    assert (alone.status_code, alone.json()["error"]["param"]) == (400, "tools.0.type")

@@ -7,7 +7,6 @@ import asyncio
 import json
 from typing import Any
 
-import openai
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
@@ -380,8 +379,7 @@ def test_only_background_responses_could_be_cancelled(client: OpenAI) -> None:
     ("fields", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": [WEATHER, {"type": "web_search"}, {"type": "mcp", "server_label": "x"}]}, "tools.2.type"),
-        ({"tools": [WEATHER, {"type": "custom", "name": "apply_patch"}]}, "tools.1.type"),
+        ({"tools": [{"type": "custom", "name": "apply_patch"}, {"type": "mcp", "server_label": "x"}]}, "tools.0.type"),
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools.0.name"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [WEATHER | {"defer_loading": True}]}, "tools.0.defer_loading"),
@@ -411,9 +409,9 @@ def test_what_cannot_be_had_is_refused_by_its_own_name(client: OpenAI, fields: d
 
 def test_a_model_that_does_not_think_says_so(demo_server: RunningServer) -> None:
     with demo_server.client(timeout=DEADLINE) as client:
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.responses.create(**question("x", model="demo", tools=[], reasoning={"effort": "low"}))
-        assert caught.value.param == "reasoning.effort"
+        body = question("x", model="demo", tools=[], reasoning={"effort": "low"}, max_output_tokens=16)
+        answer = client.responses.with_raw_response.create(**body)
+        assert answer.headers["x-mlxpaged-ignored"] == "reasoning.effort"
         unthinking: Response = client.responses.create(
             **question("x", model="demo", tools=[], reasoning={"effort": "none"}, max_output_tokens=1)
         )

@@ -110,8 +110,9 @@ TABLE = Table(
     refused(
         "tools",
         [{"type": "web_search"}],
-        "so are OpenAI's other tools, MCP and custom tools. `web_search` beside functions is accepted, because Codex "
-        "sends it: the model does not see it, and the response's `tools` do not have it",
+        "so are OpenAI's other tools, MCP and custom tools. Beside functions they are ignored, because agents send "
+        "them to every server, and named in the header, except `web_search`: the model does not see them, and the "
+        "response's `tools` do not have them",
     ),
     label("tool_choice", "none"),
     honoured(

@@ -13,7 +13,7 @@ from mlxpaged.api.generation import deltas
 from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
 from mlxpaged.api.openai.renderer import chat_logprobs
 from mlxpaged.api.openai.responses.schema import ResponseRequest
-from mlxpaged.api.openai.responses.tools import FunctionTool, NamespaceTool, WebSearchTool, functions
+from mlxpaged.api.openai.responses.tools import FunctionTool, NamespaceTool, OtherTool, WebSearchTool, functions
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.streaming import named_event
 from mlxpaged.engine import PromptProgress
@@ -115,7 +115,9 @@ class ResponseRenderer(Renderer):
             "truncation": "disabled",
             "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
             "reasoning": {"effort": None, "summary": None} | reasoning,
-            "tools": [shown_tool(tool) for tool in body.tools or () if not isinstance(tool, WebSearchTool)],
+            "tools": [
+                shown_tool(tool) for tool in body.tools or () if not isinstance(tool, (WebSearchTool, OtherTool))
+            ],
             "tool_choice": shown(choice) if isinstance(choice, BaseModel) else choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
         }

@@ -17,10 +17,12 @@ from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.responses.renderer import ResponseRenderer
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, Item, ItemList, ItemReference, ResponseRequest
 from mlxpaged.api.openai.responses.store import MAX_RESPONSES, ResponseStore, StoredResponse
+from mlxpaged.api.openai.responses.tools import OtherTool
 from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.api.schema import Body
+from mlxpaged.api.server import server_of
 from mlxpaged.engine import DuplicateRequestError
 
 
@@ -59,6 +61,8 @@ async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
 
 def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:
     """Returns the items of the stored conversation, and the items of the request."""
+    if any(isinstance(tool, OtherTool) for tool in body.tools or ()):
+        server_of(request).ignore(request, "tools", "only functions can be called: the server runs no tools itself")
     earlier: Sequence[Item] = []
     response_id = body.previous_response_id
     if response_id is not None:

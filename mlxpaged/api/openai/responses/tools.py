@@ -47,7 +47,16 @@ class WebSearchTool(Body):
     external_web_access: bool | None = None
 
 
-Tool = Annotated[FunctionTool | NamespaceTool | WebSearchTool, OneOf("type", hidden=("web_search",))]
+class OtherTool(Body):
+    """Any other tool that the server would have to run, and custom tools, beside functions. The model is not told of
+    it."""
+
+    type: Literal["other"]
+
+
+Tool = Annotated[
+    FunctionTool | NamespaceTool | WebSearchTool | OtherTool, OneOf("type", hidden=("web_search", "other"))
+]
 
 
 class NamedTool(FunctionName):
@@ -64,16 +73,16 @@ ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | Allowed
 
 
 def check_kinds(tools: Any) -> Any:
-    """Returns the tools, not validated yet. Raises ApiError for those that the server would have to run itself. Web
-    search is accepted beside functions, because Codex always sends it."""
-    given = tools if isinstance(tools, list) else ()
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
-    callable_here = {"function", "namespace"}
-    accepted = callable_here | {"web_search"} if callable_here & set(map(str, kinds)) else callable_here
-    for i, kind in enumerate(kinds):
-        if isinstance(kind, str) and kind not in accepted:
-            raise bad_parameter(f"tools.{i}.type", f"{kind!r} tools are not supported; the server runs no tools itself")
-    return tools
+    """Returns the tools, not validated yet. Those that the server would have to run itself are accepted beside
+    functions, because agents send them to every server. Raises ApiError if there are no others."""
+    if not isinstance(tools, list):
+        return tools
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    others = [i for i, kind in enumerate(kinds) if isinstance(kind, str) and kind not in ("function", "namespace")]
+    if others and not {"function", "namespace"} & set(map(str, kinds)):
+        message = f"{kinds[others[0]]!r} tools are not supported; the server runs no tools itself"
+        raise bad_parameter(f"tools.{others[0]}.type", message)
+    return [{"type": "other"} if i in others and kinds[i] != "web_search" else tool for i, tool in enumerate(tools)]
 
 
 def functions(tools: Sequence[Tool] | None) -> Iterator[tuple[request.Tool, dict[str, str]]]:
