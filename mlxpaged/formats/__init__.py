@@ -8,14 +8,13 @@ from mlxpaged.formats.deepseek import DEEPSEEK_V3
 from mlxpaged.formats.dsml import DEEPSEEK_V32
 from mlxpaged.formats.format import Format, new_call_id
 from mlxpaged.formats.gemma import FUNCTION_GEMMA, GEMMA_4
-from mlxpaged.formats.glm import GLM
+from mlxpaged.formats.glm import GLM, LONGCAT
 from mlxpaged.formats.harmony import HARMONY
 from mlxpaged.formats.hermes import HERMES
 from mlxpaged.formats.hunyuan import HUNYUAN
 from mlxpaged.formats.json_lists import APERTUS, COMMAND_R, GRANITE_3, NEMOTRON_NANO, PHI_4_MINI
 from mlxpaged.formats.kimi import KIMI_K2, KIMI_K3
 from mlxpaged.formats.llama import LLAMA_3
-from mlxpaged.formats.longcat import LONGCAT
 from mlxpaged.formats.minicpm import MINICPM5
 from mlxpaged.formats.minimax import MINIMAX_M2, MINIMAX_M3
 from mlxpaged.formats.mistral import MISTRAL

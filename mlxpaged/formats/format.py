@@ -9,8 +9,25 @@ from dataclasses import dataclass
 
 from mlxpaged.formats.pieces import Piece
 from mlxpaged.formats.schemas import Schema
-from mlxpaged.formats.source import Reading, Source
+from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
+
+Reader = Callable[[Source, Tools], Reading[list[Call]]]
+
+
+def first_of(*readers: Reader) -> Reader:
+    """Returns a reader for formats that are written in several ways: the first of these that finds calls."""
+
+    def read(source: Source, tools: Tools) -> Reading[list[Call]]:
+        start = source.at
+        for reader in readers:
+            try:
+                return (yield from reader(source, tools))
+            except NotACall:
+                source.at = start
+        raise NotACall
+
+    return read
 
 
 def new_call_id() -> str:
@@ -39,7 +56,7 @@ class Format:
     name: str
     models: str
     starts: tuple[str, ...]
-    read: Callable[[Source, Tools], Reading[list[Call]]]
+    read: Reader
     ends: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     first: tuple[str, ...] = ()

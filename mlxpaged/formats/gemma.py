@@ -25,10 +25,8 @@ def gemma(name: str, models: str, start: str, end: str, quote: str) -> Format:
             raise NotACall
         arguments = yield from notation.object(source)
         yield from source.close(end)
-        if not source.thinking:
-            rest = yield from source.rest()
-            if rest.count(end) > rest.count(start):  # this was the end of an example in a string
-                raise NotACall
+        if not source.thinking and (yield from source.has_more_ends(start, end)):
+            raise NotACall
         return [tools.call(called, arguments)]
 
     def written(name: str, schema: Schema | None) -> tuple[Piece, ...]:

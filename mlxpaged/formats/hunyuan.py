@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from mlxpaged.formats.format import Format
+from mlxpaged.formats.format import Format, first_of
 from mlxpaged.formats.json_calls import json_calls
 from mlxpaged.formats.markup import Markup
 from mlxpaged.formats.pieces import Piece
 from mlxpaged.formats.schemas import Schema
-from mlxpaged.formats.source import NotACall, Reading, Source
+from mlxpaged.formats.source import Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
 START, END, SEPARATOR = "<tool_calls>", "</tool_calls>", "<tool_sep>"
@@ -25,12 +25,14 @@ MARKUP = Markup(
 def read(source: Source, tools: Tools) -> Reading[list[Call]]:
     yield from source.literal(START)
     yield from source.space()
-    start = source.at
-    try:
-        return (yield from MARKUP.read(source, tools))
-    except NotACall:
-        source.at = start
+    return (yield from inside(source, tools))
+
+
+def read_json(source: Source, tools: Tools) -> Reading[list[Call]]:
     return (yield from json_calls(source, tools, END))
+
+
+inside = first_of(MARKUP.read, read_json)
 
 
 def written(name: str, schema: Schema | None) -> tuple[Piece, ...]:

@@ -85,10 +85,11 @@ def json_calls(source: Source, tools: Tools, *closings: str) -> Reading[list[Cal
         if not calls:
             raise NotACall
     else:
-        calls.append((yield from json_call(source, tools)))
-        source.keep(calls)
-        while (yield from next_object(source)):
+        more = True
+        while more:
             calls.append((yield from json_call(source, tools)))
+            source.keep(calls)
+            more = yield from next_object(source)
     yield from source.close(*closings)
     return calls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from mlxpaged.formats.format import Format
+from mlxpaged.formats.format import Format, first_of
 from mlxpaged.formats.json_calls import written_after
 from mlxpaged.formats.markup import Markup
 from mlxpaged.formats.source import NotACall, Reading, Source
@@ -87,13 +87,8 @@ K3 = Markup(
 )
 
 
-def read_k3(source: Source, tools: Tools) -> Reading[list[Call]]:
-    """All arguments may be in one JSON object."""
-    start = source.at
-    try:
-        return (yield from K3.read(source, tools))
-    except NotACall:
-        source.at = start
+def read_k3_json(source: Source, tools: Tools) -> Reading[list[Call]]:
+    """Reads calls whose arguments are in one JSON object."""
     yield from source.literal(*K3.opening)
     calls: list[Call] = []
     while True:
@@ -119,7 +114,7 @@ KIMI_K3 = Format(
     ends=K3.closing,
     tokens=(OPEN, CLOSE, SEPARATOR),
     dropped=(f"{OPEN}response{SEPARATOR}", f"{CLOSE}response{SEPARATOR}", f"{CLOSE}message{SEPARATOR}"),
-    read=read_k3,
+    read=first_of(K3.read, read_k3_json),
     written=K3.written,
     in_vocabulary=(OPEN, CLOSE, SEPARATOR, "<|end_of_msg|>"),
 )

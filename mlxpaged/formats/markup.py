@@ -176,10 +176,10 @@ class Markup:
         if not closed and rest.strip() and not rest.lstrip().startswith(self.starts):
             return False
         begin, end = (self.call[0], self.end) if self.end else (self.opening[0], self.closing[0])
-        if rest.count(end) > rest.count(begin):
+        if (yield from source.has_more_ends(begin, end)):
             return False  # the value goes on
-        if rest.count(self.value_end) > rest.count(self.key[0]):
-            raise NotACall  # nobody knows
+        if (yield from source.has_more_ends(self.key[0], self.value_end)):
+            raise NotACall  # the text does not tell whether it does
         return True
 
 

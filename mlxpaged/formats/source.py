@@ -115,6 +115,11 @@ class Source:
             yield
         return self.text[self.at :]
 
+    def has_more_ends(self, begin: str, end: str) -> Reading[bool]:
+        """Whether the rest of the answer has more ends of calls than calls: then this was the end of an example."""
+        rest = yield from self.rest()
+        return rest.count(end) > rest.count(begin)
+
     def close(self, *ends: str) -> Reading[bool]:
         """Reads white space and a closing tag. It may be cut or missing at the end of the answer. Returns whether the
         call is closed in one of these ways; if not, nothing was read."""

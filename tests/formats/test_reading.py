@@ -135,11 +135,11 @@ def test_calls_without_arguments_and_with_odd_names(form: str) -> None:
 @pytest.mark.parametrize("form", WRITTEN)
 def test_an_unknown_tool_and_a_cut_call_are_text(form: str) -> None:
     write = WRITTEN[form]
-    for text in (write("king", {"city": "Rome"}), write("weather", {"city": "Rome"})[: -len(write("say", {})) // 2]):
+    whole = write("weather", {"city": "Rome"})
+    for text in (write("king", {"city": "Rome"}), whole[: whole.index("Rome") + 3]):
         deltas = parse([f"Look.\n{text}" if form != "llama3" else text], form)
-        assert calls_of(deltas) in ([], [("weather", {"city": "Rome"})])
-        if not calls_of(deltas):
-            assert squeezed(text, form) in squeezed(said(deltas), form)
+        assert calls_of(deltas) == []
+        assert squeezed(text, form) in squeezed(said(deltas), form)
 
 
 @pytest.mark.parametrize("form", sorted(WRITTEN.keys() - {"llama3"}))  # there, a call is the whole answer
@@ -466,3 +466,12 @@ def test_any_string_is_read_as_it_was_written_or_the_call_is_text(form: str, par
         arguments = {"text": "".join(parts).replace(quote, '"'), "count": count}
     if calls_of(deltas) != [("mixed", arguments)]:
         assert not any(name == "mixed" for name, _ in calls_of(deltas)), calls_of(deltas)
+
+
+def test_all_complete_calls_before_a_cut_one_are_kept() -> None:
+    cities = ("Rome", "Oslo", "Paris")
+    for separator, around in (("\n", "<tool_call>{}"), (", ", "<tool_call>[{}")):
+        text = around.format(separator.join(named("weather", {"city": city}) for city in cities))
+        deltas = parse(list(text[: text.index("Paris") + 3]))
+        assert calls_of(deltas) == [("weather", {"city": city}) for city in cities[:2]]
+        assert "Par" in said(deltas)
