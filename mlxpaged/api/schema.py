@@ -20,8 +20,9 @@ from pydantic import (
     model_validator,
 )
 from pydantic.annotated_handlers import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
+from mlxpaged.api import media
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields.table import Table
 from mlxpaged.api.reading import Reading
@@ -58,26 +59,6 @@ def stop_field(field: str) -> PlainValidator:
     return PlainValidator(partial(stop_strings, field), json_schema_input_type=StopString | StopStrings | None)
 
 
-MEDIA = {
-    "images are": ("image", "image_url", "input_image"),
-    "audio is": ("audio", "audio_url", "input_audio"),
-    "videos are": ("video", "video_url", "input_video"),
-    "files are": ("file", "input_file"),
-    "documents are": ("document",),
-}
-NAMES_OF_MEDIA = {kind: name for name, kinds in MEDIA.items() for kind in kinds}
-"""By the type of a part."""
-
-
-def refuse_media(part: Any) -> Any:
-    """Raises a pydantic error for a part that is not text. The schema's own error would not say why."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    name = NAMES_OF_MEDIA.get(kind) if isinstance(kind, str) else None
-    if name is not None:
-        raise PydanticCustomError("unsupported_media", "{name} not supported by this server", {"name": name})
-    return part
-
-
 def unlimited(value: Any) -> Any:
     """Returns None for -1, by which clients say that there is no limit, or no value."""
     return None if type(value) is int and value == -1 else value
@@ -95,7 +76,7 @@ def allow_more(schema: dict[str, Any]) -> None:
 
 class Body(BaseModel):
     """An object of a request's body. A `Reading`, as the context of the validation, says what happens to unknown
-    fields; without one they are refused. table: the fields of a whole body."""
+    fields; without one they are refused. table: the fields of a whole body. conversation: its field that has one."""
 
     model_config = ConfigDict(
         strict=True,
@@ -104,6 +85,7 @@ class Body(BaseModel):
         json_schema_extra=allow_more,
     )
     table: ClassVar[Table] = Table()
+    conversation: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -146,7 +128,7 @@ class OneOf:
         )
         tagged: Any = reduce(or_, (Annotated[branch, Tag(f"[{value}]")] for value, branch in branches.items()))
         chosen = handler.generate_schema(Annotated[tagged, discriminator])
-        return core_schema.no_info_before_validator_function(refuse_media, chosen)
+        return core_schema.no_info_before_validator_function(media.refuse, chosen)
 
     def _branch(self, value: Any) -> str:
         fields = value if isinstance(value, dict) else vars(value) if isinstance(value, BaseModel) else {}

@@ -27,6 +27,7 @@ class TokenizeRequest(Body):
     """A prompt, or the messages of a chat, which its template renders."""
 
     table = others.TOKENIZE
+    conversation = "messages"
 
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_BYTES)] | None = None

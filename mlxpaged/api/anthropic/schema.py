@@ -143,6 +143,7 @@ class CountTokensRequest(Body):
     """These fields determine the prompt."""
 
     table = fields.COUNT
+    conversation = "messages"
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]

@@ -32,6 +32,11 @@ MESSAGES: tuple[Row, ...] = (
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
         "images, audio, videos and files are not supported",
     ),
+    ignored(
+        "messages.content.image_url",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, *said()],
+        shared.LEFT_OUT,
+    ),
     alias("messages.reasoning", said(reasoning="Hm."), "reasoning_content", "vLLM, OpenRouter"),
     ignored("messages.reasoning_details", said(reasoning_details=[{}]), "use `reasoning_content`", ([],)),
     ignored("messages.thinking_blocks", said(thinking_blocks=[{}]), "use `reasoning_content`", ([],)),

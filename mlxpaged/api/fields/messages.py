@@ -28,6 +28,11 @@ PROMPT: tuple[Row, ...] = (
         [{"role": "user", "content": [{"type": "image", "source": {}}]}],
         "images, documents and files are not supported",
     ),
+    ignored(
+        "messages.content.image",
+        [{"role": "user", "content": [{"type": "image", "source": {}}]}, {"role": "assistant", "content": "y"}, USER],
+        shared.LEFT_OUT,
+    ),
     honoured(
         "system",
         "Be brief.",

@@ -67,7 +67,12 @@ CHAT = Table(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}],
         "roles `system`, `user`, `assistant`, `tool`; with none, the answer is `load` or `unload` at once",
     ),
-    refused("messages.images", [{"role": "user", "content": "x", "images": ["aGk="]}], NO_IMAGES, ([],)),
+    refused(
+        "messages.images",
+        [{"role": "user", "content": "x", "images": ["aGk="]}],
+        f"{NO_IMAGES}; in earlier turns they are left out, and the model sees a text that says so",
+        ([],),
+    ),
     label("messages.tool_calls.type", [{"role": "user", "content": "x"}], "every tool is a function"),
     label("messages.tool_calls.function.index", [{"role": "user", "content": "x"}], "the list has the order"),
     label("tools", []),

@@ -34,6 +34,15 @@ PROMPT: tuple[Row, ...] = (
         [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}],
         "images, audio and files are not supported",
     ),
+    ignored(
+        "input.content.input_image",
+        [
+            {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]},
+            {"role": "assistant", "content": "y"},
+            USER,
+        ],
+        shared.LEFT_OUT,
+    ),
     refused("input", [{"type": "item_reference", "id": "unknown"}], "honoured for items of stored responses"),
     honoured("model", "demo", "another model is a 404"),
     honoured(

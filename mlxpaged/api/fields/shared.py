@@ -32,6 +32,8 @@ PROMPT_LOGPROBS: tuple[Row, ...] = (
     refused("prompt_logprobs", 2, "not in a stream", stream=True),
 )
 
+LEFT_OUT = "in earlier turns and tool results; the model sees a text that says so"
+
 LABELS: tuple[Row, ...] = (
     label("user", "u"),
     label("metadata", {"a": "b"}),

@@ -100,6 +100,7 @@ class OllamaChatRequest(GeneratingFields):
     """Without messages, it asks to load or unload the model."""
 
     table = fields.CHAT
+    conversation = "messages"
 
     messages: Annotated[list[Message], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None

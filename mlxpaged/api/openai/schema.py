@@ -191,6 +191,7 @@ EFFORT_TOKENS = {"none": None, "minimal": 256, "low": 1024, "medium": 4096, "hig
 
 class ChatRequest(SamplingFields):
     table = chat.TABLE
+    conversation = "messages"
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     max_completion_tokens: TokenLimit = None

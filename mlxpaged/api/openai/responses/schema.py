@@ -146,6 +146,7 @@ class InputTokensRequest(Body):
     """These fields determine the prompt."""
 
     table = fields.INPUT_TOKENS
+    conversation = "input"
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
