@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -45,10 +46,15 @@ class Reading:
         if not self._strict and (conversation := getattr(model, "conversation", "")):
             for place in media.leave_out(fields.get(conversation)):
                 self._note(f"{conversation}.", place)
+        place = self._places.get(model, "")
+        for name in self._table.spread & fields.keys() if not place else ():
+            fields = self._spread(name, fields)
+        for name, kinds in numbers_of(model).items():
+            if name in fields:
+                fields[name] = as_number(fields[name], kinds)
         names = names_of(model)
         if fields.keys() <= names:
             return fields
-        place = self._places.get(model, "")
         found = {name: value for name, value in fields.items() if name in names}
         for name, value in fields.items():
             if name in names:
@@ -58,13 +64,27 @@ class Reading:
                 continue
             if row.outcome is Outcome.REFUSED:
                 raise bad_parameter(place + name, row.refusal, "unsupported_parameter")
-            if row.outcome is Outcome.ALIAS:
+            if row.outcome is Outcome.ALIAS and not (row.yields and found.get(row.of) not in (None, value)):
                 set_alias(found, row, value)
             elif self._strict:
                 return found | {name: value}
             else:
                 self._note(place, name)
         return found
+
+    def _spread(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Returns the body's fields with those of its field `name` beside them. Where they differ, the outer ones hold.
+        Raises ApiError for a difference if the reading is strict, and for a value that is no object."""
+        outer = {key: value for key, value in fields.items() if key != name}
+        inner = {} if fields[name] is None else fields[name]
+        if not isinstance(inner, dict):
+            raise bad_parameter(name, "must be an object")
+        for key in inner.keys() & fields.keys():
+            if key == name or inner[key] != outer[key]:
+                if self._strict:
+                    raise bad_parameter(f"{name}.{key}", f"differs from {key}; give one of them")
+                self._note(f"{name}.", key)
+        return {key: value for key, value in inner.items() if key != name} | outer
 
     def _note(self, place: str, name: str) -> None:
         if self._more:
@@ -93,6 +113,35 @@ def set_alias(fields: dict[str, Any], row: Row, value: Any) -> None:
 @cache
 def names_of(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
+NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?([eE]-?[0-9]{1,3})?")
+
+
+@cache
+def numbers_of(model: type[BaseModel]) -> dict[str, frozenset[type]]:
+    """Returns the fields of a model that are numbers and nothing else, with the kinds of number that each may be."""
+    found = {field.alias or name: frozenset(types_in(field.annotation)) for name, field in model.model_fields.items()}
+    return {name: kinds for name, kinds in found.items() if kinds and kinds <= {int, float}}
+
+
+def types_in(annotation: Any) -> Iterator[Any]:
+    """Yields the types of a union."""
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        for part in get_args(annotation)[: 1 if get_origin(annotation) is Annotated else None]:
+            yield from types_in(part)
+    elif annotation is not NoneType:
+        yield annotation
+
+
+def as_number(value: Any, kinds: frozenset[type]) -> Any:
+    """Returns the number that a text has, and the whole number that a float is if no other is allowed. Some clients
+    write all numbers as texts or as floats. Any other value stays what it is."""
+    if isinstance(value, str) and NUMBER.fullmatch(value):
+        value = float(value) if {".", "e", "E"} & set(value) else int(value)
+    if float not in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -9,6 +10,7 @@ from operator import or_
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -69,6 +71,18 @@ Limit = Annotated[Annotated[int, Field(ge=1)] | None, UNLIMITED]
 """Most tokens of an answer."""
 
 
+LIKELIEST_ONLY = 1e-9
+"""As top_p, this keeps the likeliest token only, as long as the vocabulary has fewer than 1e9 tokens."""
+
+
+def likeliest_only(value: Any) -> Any:
+    """Returns a top_p that keeps one token for 0, by which clients mean that. A top_p must be above 0."""
+    return LIKELIEST_ONLY if type(value) in (int, float) and value == 0 else value
+
+
+TopP = Annotated[Annotated[float, Field(gt=0, le=1)] | None, BeforeValidator(likeliest_only)]
+
+
 def allow_more(schema: dict[str, Any]) -> None:
     """Describes a body in OpenAPI: it may have more fields, because unknown ones are ignored."""
     schema.pop("additionalProperties", None)
@@ -104,7 +118,14 @@ def until_first_fault(fits: Callable[[Any], bool]) -> BeforeValidator:
     return BeforeValidator(cut)
 
 
-Labels = Annotated[dict[str, str], until_first_fault(lambda value: isinstance(value, str))]
+def as_text(value: Any) -> Any:
+    """Returns a text as it is and any other value as JSON."""
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+Label = Annotated[str, BeforeValidator(as_text)]
+"""A text that changes nothing. Some clients send numbers and objects."""
+Labels = Annotated[dict[str, Any], AfterValidator(lambda labels: {key: as_text(each) for key, each in labels.items()})]
 
 
 @dataclass(frozen=True)

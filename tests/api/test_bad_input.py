@@ -22,7 +22,7 @@ COMMON: list[tuple[str, Any]] = [
     ("model", 3),
     ("model", ["demo"]),
     ("max_tokens", -2),
-    ("max_tokens", "12"),
+    ("max_tokens", "twelve"),
     ("max_tokens", 1.5),
     ("max_tokens", True),
     ("temperature", 9),
@@ -31,7 +31,7 @@ COMMON: list[tuple[str, Any]] = [
     ("temperature", float("nan")),
     ("temperature", float("inf")),
     ("temperature", 10**400),
-    ("top_p", 0),
+    ("top_p", -0.1),
     ("top_p", 1.5),
     ("top_p", []),
     ("top_k", -2),
@@ -67,17 +67,15 @@ COMMON: list[tuple[str, Any]] = [
     ("ignore_eos", "yes"),
     ("min_tokens", -1),
     ("min_tokens", 2),  # more than max_tokens, which is 1
-    ("min_tokens", "1"),
+    ("min_tokens", "one"),
     ("stream", "true"),
     ("stream", 1),
-    ("stream_options", {"include_usage": True}),
     ("stream_options", {"include_usage": "x"}),
-    ("stream_options", {"other": 1}),
-    ("user", 1),
+    ("stream_options", 1),
     ("n", 17),
     ("n", 0),
     ("n", -1),
-    ("n", "1"),
+    ("n", "one"),
     ("n", 1.5),
     ("n", True),
     ("service_tier", "gold"),
@@ -85,7 +83,7 @@ COMMON: list[tuple[str, Any]] = [
     ("service_tier", 1),
     ("timeout", 0),
     ("timeout", -1),
-    ("timeout", "1"),
+    ("timeout", "soon"),
     ("timeout", True),
     ("timeout", float("nan")),
     ("timeout", float("inf")),
@@ -129,7 +127,7 @@ ONLY_CHAT: list[tuple[str, Any]] = [
     ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]),
     ("messages", [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]),
     ("messages", [{"role": "king", "content": "x"}]),
-    ("messages", [{"role": "tool", "content": "x", "tool_call_id": "1"}]),
+    ("messages", [{"role": "user", "content": "x", "tool_call_id": "1"}]),
     ("messages", [{"role": 3, "content": "x"}]),
     ("messages", [{"role": "user", "content": "x"}, {"role": "assistant", "audio": {"id": "a"}}]),
     ("max_completion_tokens", -2),
@@ -179,7 +177,7 @@ ONLY_COMPLETIONS: list[tuple[str, Any]] = [
     ("echo", "yes"),
     ("best_of", 17),
     ("best_of", 0),
-    ("best_of", "2"),
+    ("best_of", "two"),
     ("suffix", "x"),
 ]
 
@@ -444,8 +442,6 @@ def test_every_token_of_the_vocabulary_may_be_prompted_and_the_next_one_not(demo
 
 def test_a_field_that_needs_another_one_is_named(demo_server: RunningServer) -> None:
     with raw(demo_server) as client:
-        body = run_on("x", 1) | {"stream_options": {"include_usage": True}}
-        assert client.post(COMPLETIONS, json=body).json()["error"]["param"] == "stream_options"
         assert client.post(CHAT, json=ask("x", top_logprobs=2)).json()["error"]["param"] == "top_logprobs"
 
 

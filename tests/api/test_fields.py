@@ -22,6 +22,7 @@ from mlxpaged.api.openai.responses import translation as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.reading import MAX_NAME, MAX_NAMES, Reading
+from mlxpaged.api.schema import LIKELIEST_ONLY
 from tests.api.helpers import ask, events, post, raw, run_on, stream_events
 from tests.support import RunningServer
 
@@ -30,6 +31,7 @@ MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
 USER: dict[str, Any] = {"role": "user", "content": "x"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 RESULT = {"role": "tool", "tool_call_id": "c", "content": "y"}
+OLD_RESULT = {"role": "function", "name": "f", "content": "z"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 
 SMALLEST: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
@@ -58,7 +60,8 @@ class Refused(NamedTuple):
     reason: str
 
 
-Expected = Honoured | Ignored | Refused
+One = Honoured | Ignored | Refused
+Expected = One | list[One]
 Case = tuple[str, str, dict[str, Any], Expected]
 
 NOTHING = Ignored(None)
@@ -66,6 +69,15 @@ NOTHING = Ignored(None)
 
 def param(name: str, value: Any) -> Honoured:
     return Honoured(f"params.{name}", value)
+
+
+def effort(level: str | None, budget: int | None, enabled: bool | None) -> list[One]:
+    """What becomes of the fields about thinking."""
+    return [
+        Honoured("prompt.effort", level),
+        Honoured("prompt.enable_thinking", enabled),
+        param("thinking_budget", budget),
+    ]
 
 
 def both(client: str, fields: dict[str, Any], expected: Expected) -> list[Case]:
@@ -86,7 +98,28 @@ SAMPLERS: list[Case] = [
     *both("OpenAI", {"max_tokens": 7}, param("max_tokens", 7)),
     *both("LM Studio", {"max_tokens": -1}, param("max_tokens", None)),
     *both("Open WebUI", {"max_tokens": None}, param("max_tokens", None)),
-    *both("OpenAI", {"max_tokens": "7"}, Refused("max_tokens")),
+    *both("n8n", {"max_tokens": "7"}, param("max_tokens", 7)),
+    *both("n8n", {"max_tokens": 7.0}, param("max_tokens", 7)),
+    *both("n8n", {"temperature": "0.5"}, param("temperature", 0.5)),
+    *both("n8n", {"seed": "-3"}, param("seed", -3)),
+    *both("n8n", {"max_tokens": "seven"}, Refused("max_tokens: must be a whole number")),
+    *both("n8n", {"max_tokens": "7.5"}, Refused("max_tokens: must be a whole number")),
+    *both("n8n", {"max_tokens": 7.5}, Refused("max_tokens: must be a whole number")),
+    *both("n8n", {"temperature": "nan"}, Refused("temperature: must be a number")),
+    *both("n8n", {"temperature": "9" * 5000}, Refused("temperature: must be a number")),
+    *both("n8n", {"stream": "1"}, Refused("stream: must be true or false")),
+    *both("Ollama", {"num_predict": 7, "max_tokens": 8}, [param("max_tokens", 8), Ignored("num_predict")]),
+    *both("Ollama", {"num_predict": 7, "max_tokens": 7}, param("max_tokens", 7)),
+    *both("Ollama", {"options": {"top_k": "5", "num_predict": 7}}, [param("top_k", 5), param("max_tokens", 7)]),
+    *both("Ollama", {"options": {"top_k": 5}, "top_k": 6}, [param("top_k", 6), Ignored("options.top_k")]),
+    *both("Ollama", {"options": {"top_k": 6}, "top_k": 6}, param("top_k", 6)),
+    *both("Ollama", {"options": {"colour": 6}}, Ignored("colour")),
+    *both("Ollama", {"options": {"options": {"top_k": 5}}}, Ignored("options.options")),
+    *both("Ollama", {"options": {"mirostat": 2}}, Refused("mirostat")),
+    *both("Ollama", {"options": None}, NOTHING),
+    *both("Ollama", {"options": 3}, Refused("options: must be an object")),
+    *both("OpenAI", {"top_p": 0}, param("top_p", LIKELIEST_ONLY)),
+    *both("OpenAI", {"top_p": -1}, Refused("top_p")),
     *both("OpenAI", {"max_tokens": -7}, Refused("max_tokens")),
     ("LiteLLM", CHAT, {"max_completion_tokens": -1}, param("max_tokens", None)),
     ("LiteLLM", CHAT, {"max_completion_tokens": 9, "max_tokens": 9}, param("max_tokens", 9)),
@@ -177,7 +210,7 @@ FORMS: list[Case] = [
 HINTS: list[Case] = [
     *both("Open WebUI", {"num_ctx": 8192}, Ignored("num_ctx")),
     *both("Open WebUI", {"keep_alive": "5m"}, Ignored("keep_alive")),
-    *both("Ollama", {"options": {"temperature": 0}}, Refused("beside the others")),
+    *both("Ollama", {"options": {"temperature": 0}}, param("temperature", 0)),
     *both("LM Studio", {"ttl": 60}, Ignored("ttl")),
     *both("LM Studio", {"draft_model": "d"}, Ignored("draft_model")),
     *both("llama.cpp", {"cache_prompt": True}, NOTHING),
@@ -196,7 +229,11 @@ HINTS: list[Case] = [
     *both("vLLM", {"truncate_prompt_tokens": 9}, Refused("never cut")),
     *both("vLLM", {"cache_salt": "s"}, Honoured("cache_salt", "s")),
     *both("OpenAI", {"prediction": {"type": "content", "content": "x"}}, Ignored("prediction")),
-    *both("OpenAI", {"user": 3}, Refused("user")),
+    *both("OpenAI", {"user": 3}, NOTHING),
+    *both("OpenAI", {"user": {"id": 3}}, NOTHING),
+    *both("OpenAI", {"metadata": {"a": 1, "b": {"c": [None]}}}, NOTHING),
+    *both("OpenAI", {"metadata": 1}, Refused("metadata: must be an object")),
+    *both("vLLM", {"return_token_ids": True}, Ignored("return_token_ids")),
     *both("raw HTTP", {"extra_body": {"top_k": 1}}, Refused("OpenAI's client")),
     *both("raw HTTP", {"maxTokens": 3}, Ignored("maxTokens")),
     *both("raw HTTP", {"größe": 3}, Ignored("gr??e")),
@@ -209,7 +246,7 @@ HINTS: list[Case] = [
         Ignored("stream_options.include_obfuscation"),
     ),
     *both("raw HTTP", {"stream": True, "stream_options": {"colour": 1}}, Ignored("stream_options.colour")),
-    *both("raw HTTP", {"stream_options": {"include_usage": True}}, Refused("needs stream")),
+    *both("raw HTTP", {"stream_options": {"include_usage": True}}, NOTHING),
     ("OpenAI", CHAT, {"store": True}, Ignored("store")),
     ("OpenAI", CHAT, {"store": False}, NOTHING),
     ("OpenAI", CHAT, {"verbosity": "low"}, Ignored("verbosity")),
@@ -217,7 +254,7 @@ HINTS: list[Case] = [
     ("OpenAI", CHAT, {"modalities": ["text"]}, NOTHING),
     ("OpenAI", CHAT, {"modalities": ["text", "audio"]}, Refused("audio is not supported by this server")),
     ("OpenAI", CHAT, {"audio": {"voice": "v"}}, Refused("audio is not supported by this server")),
-    ("OpenAI", CHAT, {"web_search_options": {}}, Refused("runs no tools itself")),
+    ("OpenAI", CHAT, {"web_search_options": {}}, Ignored("web_search_options")),
     ("OpenAI", CHAT, {"functions": []}, NOTHING),
     ("OpenAI", CHAT, {"functions": [{"name": "f"}]}, Refused("replaced by tools")),
     ("OpenAI", CHAT, {"tools": []}, Honoured("prompt.tools", [])),
@@ -232,11 +269,26 @@ HINTS: list[Case] = [
     ("Qwen", CHAT, {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, Refused("differs")),
     ("Qwen", CHAT, {"enable_thinking": False, "chat_template_kwargs": 3}, Refused("chat_template_kwargs")),
     ("vLLM", CHAT, {"thinking_token_budget": 9}, param("thinking_budget", 9)),
-    ("OpenRouter", CHAT, {"reasoning": {"effort": "low"}}, Refused("reasoning_effort")),
+    ("OpenRouter", CHAT, {"reasoning": {"effort": "low"}}, effort("low", 1024, None)),
+    ("OpenRouter", CHAT, {"reasoning": {"effort": "none"}}, effort("none", None, False)),
+    ("OpenRouter", CHAT, {"reasoning": {"max_tokens": 9}}, effort(None, 9, None)),
+    ("OpenRouter", CHAT, {"reasoning": {"enabled": False}}, effort("none", None, False)),
+    ("OpenRouter", CHAT, {"reasoning": {"enabled": True}}, effort(None, None, True)),
+    ("OpenRouter", CHAT, {"reasoning": {"effort": "low"}, "reasoning_effort": "medium"}, effort("medium", 4096, None)),
+    ("OpenRouter", CHAT, {"reasoning": {"exclude": True}}, Ignored("reasoning.exclude")),
+    ("OpenRouter", CHAT, {"reasoning": {"effort": "much"}}, Refused("reasoning.effort")),
+    ("Groq", CHAT, {"reasoning_effort": "default"}, effort(None, None, None)),
+    ("GLM", CHAT, {"thinking": {"type": "disabled"}}, effort("none", None, False)),
+    ("GLM", CHAT, {"thinking": {"type": "enabled"}}, effort(None, None, True)),
+    ("GLM", CHAT, {"thinking": {"type": "enabled", "clear_thinking": False}}, Ignored("thinking.clear_thinking")),
+    ("LiteLLM", CHAT, {"thinking": {"type": "enabled", "budget_tokens": 9}}, effort(None, 9, True)),
+    ("LiteLLM", CHAT, {"thinking": {"type": "auto"}}, effort(None, None, None)),
+    ("LiteLLM", CHAT, {"thinking": True}, effort(None, None, True)),
+    ("LiteLLM", CHAT, {"thinking": False}, effort("none", None, False)),
+    ("LiteLLM", CHAT, {"thinking": "yes"}, Refused("thinking")),
     ("OpenRouter", CHAT, {"include_reasoning": True}, NOTHING),
     ("OpenRouter", CHAT, {"provider": {"order": []}}, Ignored("provider")),
     ("OpenRouter", CHAT, {"usage": {"include": True}}, Ignored("usage")),
-    ("GLM", CHAT, {"thinking": {"type": "disabled"}}, Refused("enable_thinking")),
     ("llama.cpp", CHAT, {"reasoning_format": "auto"}, NOTHING),
     ("vLLM", CHAT, {"chat_template": "x"}, Refused("own template")),
     ("Anthropic-like", CHAT, {"system": "Be brief."}, Refused("into a message")),
@@ -275,7 +327,21 @@ HISTORY: list[Case] = [
     ("LiteLLM", CHAT, said(content="y", provider_specific_fields={"a": 1}), NOTHING),
     ("LiteLLM", CHAT, said(content="y", thinking_blocks=[{}]), Ignored("messages.thinking_blocks")),
     ("OpenAI", CHAT, said(content="y", audio={"id": "a"}), Refused("audio is not supported")),
-    ("OpenAI", CHAT, said(content="y", function_call={"name": "f"}), Refused("replaced by tool_calls")),
+    (
+        "OpenAI",
+        CHAT,
+        {"messages": [*said(content=None, function_call=CALL["function"])["messages"][:2], OLD_RESULT]},
+        [
+            Honoured("prompt.messages.1.tool_calls.0.function", {"name": "f", "arguments": {"a": 1}}),
+            Honoured("prompt.messages.2", {"role": "tool", "name": "f", "content": "z"}),
+        ],
+    ),
+    (
+        "raw HTTP",
+        CHAT,
+        said(role="user", content="y", function_call={"name": "f"}),
+        Refused("only messages of the role"),
+    ),
     ("Mistral", CHAT, said(content="y", prefix=True), Refused("continue_final_message")),
     ("raw HTTP", CHAT, said(content="y", colour="red"), Ignored("messages.colour")),
     (
@@ -475,14 +541,14 @@ def test_a_field_of_a_client(path: str, fields: dict[str, Any], expected: Expect
         return
     body, ignored = read(path, fields)
     request = translated(body, tokenizer)
-    if isinstance(expected, Ignored):
-        assert ignored == ([] if expected.name is None else [expected.name])
-        if expected.name is not None:
-            with pytest.raises(ApiError):
-                read(path, fields, strict=True)
-    else:
-        assert ignored == []
-        assert attribute(request, expected.path) == expected.value
+    outcomes = expected if isinstance(expected, list) else [expected]
+    assert ignored == [each.name for each in outcomes if isinstance(each, Ignored) and each.name is not None]
+    if ignored:
+        with pytest.raises(ApiError):
+            read(path, fields, strict=True)
+    for each in outcomes:
+        if isinstance(each, Honoured):
+            assert attribute(request, each.path) == each.value
 
 
 def test_the_table_has_the_rows_that_it_should() -> None:

@@ -14,6 +14,7 @@ from mlxpaged.api.app import create_app
 from mlxpaged.api.body import Model, validate
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.errors import ApiError
+from mlxpaged.api.generation.history import adapted
 from mlxpaged.api.generation.request import Chat
 from mlxpaged.api.ollama import schema
 from mlxpaged.api.ollama.translation import messages_of, translate_chat
@@ -198,7 +199,7 @@ def test_think_is_the_switch_of_the_template_or_a_limit(
     assert request.params.thinking_budget == budget
 
 
-def test_results_without_ids_belong_to_the_calls_that_have_none_yet() -> None:
+def test_results_without_ids_belong_to_the_calls_that_have_none_yet(server: RunningServer) -> None:
     """Chat templates expect OpenAI's form, in which a result names its call."""
     functions = [{"function": {"name": name, "arguments": {}}} for name in ("a", "b", "a")]
     given: list[dict[str, Any]] = [
@@ -207,7 +208,8 @@ def test_results_without_ids_belong_to_the_calls_that_have_none_yet() -> None:
         {"role": "tool", "content": "of the first a"},
         {"role": "tool", "content": "of the second a", "tool_name": "a"},
     ]
-    said, *results = messages_of([read(each, schema.Message) for each in given])
+    assert server.engine.info is not None
+    said, *results = adapted(messages_of([read(each, schema.Message) for each in given]), server.engine.info.tokenizer)
     ids = [call["id"] for call in said["tool_calls"]]
     assert (said["content"], said["reasoning_content"]) == ("", "hm")
     assert len(set(ids)) == 3

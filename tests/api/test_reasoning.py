@@ -98,11 +98,24 @@ def test_what_cannot_be_had_is_refused(client: OpenAI, fields: dict[str, Any], p
     assert caught.value.param == param
 
 
-def test_a_model_that_does_not_think_has_no_budget_and_ignores_an_effort(demo_server: RunningServer) -> None:
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "none"}, None),
+        ({"thinking_budget": 5}, "thinking_budget"),
+        ({"thinking": {"type": "enabled"}}, "thinking"),
+        ({"thinking": {"type": "adaptive"}}, None),
+        ({"thinking": {"type": "disabled"}}, None),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"enable_thinking": True}, "chat_template_kwargs.enable_thinking"),
+        ({"enable_thinking": False}, None),
+    ],
+)
+def test_a_model_that_does_not_think_answers_and_says_so(
+    demo_server: RunningServer, fields: dict[str, Any], named: str | None
+) -> None:
     body = question("Why?", model="demo", tools=[], max_tokens=2)
     with demo_server.client(timeout=DEADLINE) as client:
-        with pytest.raises(BadRequestError) as caught:
-            client.chat.completions.create(**body, extra_body={"thinking_budget": 5})
-        answer = client.chat.completions.with_raw_response.create(**body, reasoning_effort="low")
-    assert caught.value.param == "thinking_budget"
-    assert answer.headers["x-mlxpaged-ignored"] == "reasoning_effort"
+        answer = client.chat.completions.with_raw_response.create(**body, extra_body=fields)
+    assert answer.headers.get("x-mlxpaged-ignored") == named

@@ -214,7 +214,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"include": ["file_search_call.results"]}, "include.0"),
-    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+    ({"stream_options": 1}, "stream_options"),
     ({"background": True}, "background"),
     ({"previous_response_id": "resp_none"}, "previous_response_id"),
     ({"conversation": "c"}, "conversation"),

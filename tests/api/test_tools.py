@@ -200,8 +200,7 @@ def test_what_cannot_be_promised_is_refused(client: OpenAI, fields: dict[str, An
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "tool_call_id": "call_9", "content": "x"}, "messages.1.tool_call_id"),
-        ({"role": "tool", "content": "x"}, "messages.1"),
+        ({"role": "user", "tool_call_id": "call_9", "content": "x"}, "messages.1"),
         (
             {"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}]},
             "messages.1",
@@ -213,6 +212,25 @@ def test_messages_that_fit_no_call_are_refused(client: OpenAI, message: Any, par
     with pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(**body | {"messages": [*body["messages"], message]})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("role", "named"),
+    [
+        ("tool", {"tool_call_id": "call_1"}),
+        ("tool", {}),
+        ("tool", {"name": "weather"}),
+        ("tool", {"tool_call_id": "of another server"}),
+        ("function", {"name": "weather"}),
+    ],
+)
+def test_a_result_with_any_id_or_none_is_shown_to_the_model(client: OpenAI, role: str, named: dict[str, str]) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result: Any = {"role": role, "content": "21 degrees"} | named
+    body = question("Rome?")
+    answer = client.chat.completions.create(**body | {"messages": [*body["messages"], said, result]})
+    assert answer.choices[0].message.content == "It is 21 degrees in Rome."
 
 
 def test_a_call_without_content_is_shown_to_the_model(client: OpenAI) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import messages as fields
-from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Limit, OneOf, ToolName, stop_field
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Label, Limit, OneOf, ToolName, TopP, stop_field
 
 
 class TextBlock(Body):
@@ -126,7 +126,7 @@ Thinking = Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, OneO
 
 
 class Metadata(Body):
-    user_id: str | None = None
+    user_id: Label | None = None
 
 
 class OutputFormat(Body):
@@ -200,7 +200,7 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 

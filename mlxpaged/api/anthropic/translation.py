@@ -37,7 +37,7 @@ def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> Generati
         tool_choice=ToolChoice() if choice is None else ToolChoice(CHOICES[choice.type], getattr(choice, "name", None)),
         one_call=bool(getattr(choice, "disable_parallel_tool_use", None)),
         enable_thinking=None if thinking is None else not isinstance(thinking, schema.ThinkingDisabled),
-        needs_thinking=isinstance(thinking, schema.ThinkingEnabled),
+        asks_thinking=isinstance(thinking, schema.ThinkingEnabled),
         # Anthropic's API continues the last message if it is the assistant's.
         continue_final_message=isinstance(body.messages[-1], schema.AssistantMessage),
     )

@@ -22,7 +22,20 @@ MESSAGES: tuple[Row, ...] = (
     honoured(
         "messages",
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
-        "roles `system`, `developer`, `user`, `assistant`, `tool`; text, or text parts",
+        "roles `system`, `developer`, `user`, `assistant`, `tool`, `function`; text, or text parts",
+    ),
+    honoured(
+        "messages",
+        [
+            *said(content=None, function_call={"name": "f", "arguments": "{}"})[:2],
+            {"role": "function", "name": "f", "content": "z"},
+        ],
+        "OpenAI's calls before tools",
+    ),
+    honoured(
+        "messages",
+        [*said(tool_calls=[CALL])[:2], {"role": "tool", "content": "z"}],
+        "a result without an id belongs to the first open call; one with an unknown id is shown as it is",
     ),
     honoured("messages", said(content=None), "an assistant's or a tool's empty content is an empty text"),
     honoured("messages", said(content=None, refusal="No."), "the refusal is the text"),
@@ -46,7 +59,6 @@ MESSAGES: tuple[Row, ...] = (
     label("messages.status", said(status="completed"), "of an earlier answer"),
     label("messages.tool_calls.index", [USER], "of a stream; the list has the order"),
     refused("messages.audio", said(audio={"id": "a"}), "audio is not supported by this server"),
-    refused("messages.function_call", said(function_call={"name": "f"}), "replaced by `tool_calls`"),
     refused("messages.prefix", said(prefix=True), "use `continue_final_message`", (False,)),
 )
 
@@ -99,11 +111,18 @@ TABLE = Table(
         "sets the template's `enable_thinking` to false; refused if the model thinks and the template has no such "
         "variable",
     ),
-    by_model("thinking_budget", 100, "tokens"),
-    by_model(
+    ignored("thinking_budget", 100, "tokens; ignored if the model does not think"),
+    ignored("thinking", {"type": "enabled", "budget_tokens": 100}, "GLM, DeepSeek, Kimi; as the two fields before"),
+    ignored("reasoning", {"effort": "low"}, "OpenRouter's `effort`, `max_tokens` and `enabled`; likewise"),
+    honoured(
         "chat_template_kwargs",
         {"enable_thinking": True},
-        "the chat template must know the name; `enable_thinking` false is accepted if the model does not think",
+        "also if the template calls it `thinking`; ignored, and named, if the model does not think",
+    ),
+    by_model(
+        "chat_template_kwargs",
+        {"documents": True},
+        "the chat template must know the name",
     ),
     honoured("add_generation_prompt", True),
     honoured("continue_final_message", True, messages=[USER, {"role": "assistant", "content": "y"}]),
@@ -112,7 +131,7 @@ TABLE = Table(
     *shared.LABELS,
     *shared.EVERYWHERE,
     *shared.ALIASES,
-    alias("enable_thinking", True, "chat_template_kwargs.enable_thinking", "Qwen's; the chat template must know it"),
+    alias("enable_thinking", True, "chat_template_kwargs.enable_thinking", "Qwen's"),
     alias("think", True, "chat_template_kwargs.enable_thinking", "Ollama, Open WebUI; true or false"),
     alias("thinking_token_budget", 100, "thinking_budget", "vLLM"),
     ignored("store", True, "nothing is stored", (False,)),
@@ -128,7 +147,7 @@ TABLE = Table(
     refused("functions", [{"name": "f"}], "replaced by `tools`", ([],)),
     refused("function_call", "auto", "replaced by `tool_choice`"),
     refused("moderation", {"model": "m"}, "there is no moderation"),
-    refused("web_search_options", {}, shared.NO_TOOLS),
+    ignored("web_search_options", {}, shared.NO_TOOLS),
     refused("best_of", 2, "use `n`", (1,)),
     refused("echo", True, "use `/v1/completions`", (False,)),
     refused("add_special_tokens", True, "the chat template adds them", (False,)),
@@ -136,8 +155,6 @@ TABLE = Table(
     refused("documents", [{"text": "x"}], "put them into a message", ([],)),
     refused("system", "Be brief.", "put it into a message", ("",)),
     refused("instructions", "Be brief.", "put it into a message", ("",)),
-    refused("reasoning", {"effort": "low"}, "use `reasoning_effort`"),
-    refused("thinking", {"type": "enabled"}, "use `reasoning_effort` or `enable_thinking`"),
     refused("role_mapping", {"user": "U"}, "the chat template writes the roles"),
     refused("safe_prompt", True, "put it into a message", (False,)),
     *shared.REFUSALS,

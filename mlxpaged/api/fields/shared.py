@@ -35,8 +35,8 @@ PROMPT_LOGPROBS: tuple[Row, ...] = (
 LEFT_OUT = "in earlier turns and tool results; the model sees a text that says so"
 
 LABELS: tuple[Row, ...] = (
-    label("user", "u"),
-    label("metadata", {"a": "b"}),
+    label("user", "u", "numbers and objects too"),
+    label("metadata", {"a": "b", "c": 1}),
     label("safety_identifier", "s"),
     label("prompt_cache_key", "k", CACHED),
 )
@@ -49,7 +49,7 @@ CACHE_HINTS: tuple[Row, ...] = (
 SAMPLING: tuple[Row, ...] = (
     honoured("min_tokens", 1),
     honoured("temperature", 1.5),
-    honoured("top_p", 0.9),
+    honoured("top_p", 0.9, "0 keeps the likeliest token only"),
     honoured("top_k", 5),
     honoured("min_p", 0.1),
     honoured("repetition_penalty", 1.1, "0 means none, as in mlx-lm"),
@@ -70,7 +70,7 @@ SAMPLING: tuple[Row, ...] = (
         "vLLM's `continuous_usage_stats`: the usage so far is in every chunk",
         stream=True,
     ),
-    refused("stream_options", {"include_usage": True}, "without `stream`"),
+    label("stream_options", {"include_usage": True}, "without `stream`, where the usage is in the answer"),
     ignored(
         "stream_options.include_obfuscation", {"include_obfuscation": True}, "no padding is sent", (False,), stream=True
     ),
@@ -92,9 +92,12 @@ SAMPLING: tuple[Row, ...] = (
 
 ALIASES: tuple[Row, ...] = (
     alias("max_new_tokens", 2, "max_tokens", "TGI, SGLang", max_tokens=None),
-    alias("num_predict", 2, "max_tokens", "Ollama", max_tokens=None),
+    alias("num_predict", 2, "max_tokens", "Ollama; ignored beside `max_tokens`", yields=True, max_tokens=None),
     alias("n_predict", 2, "max_tokens", "llama.cpp", max_tokens=None),
     alias("max_output_tokens", 2, "max_tokens", "OpenAI's responses", max_tokens=None),
+    alias(
+        "options", {"top_k": 5}, "", "Ollama's; its fields count as fields of the body, which hold where they differ"
+    ),
     alias("repeat_penalty", 1.1, "repetition_penalty", "llama.cpp, Ollama, LM Studio"),
     alias("repeat_last_n", 64, "repetition_context_size", "llama.cpp, Ollama; -1 means all tokens"),
     alias("repetition_penalty_range", 64, "repetition_context_size", "0 means all tokens", (0,)),
@@ -201,7 +204,7 @@ REFUSALS: tuple[Row, ...] = (
     refused("include_stop_str_in_output", True, "the text ends before the stop string", (False,)),
     refused("no_stop_trim", True, "the text ends before the stop string", (False,)),
     refused("detokenize", False, "answers are text", (True,)),
-    refused("return_token_ids", True, "answers are text; use `/tokenize`", (False,)),
+    ignored("return_token_ids", True, "answers are text; use `/tokenize`", (False,)),
     refused("return_tokens_as_token_ids", True, "answers are text; use `/tokenize`", (False,)),
     refused("return_tokens", True, "answers are text; use `/tokenize`", (False,)),
     refused("return_hidden_states", True, "only tokens leave the engine", (False,)),
@@ -213,7 +216,6 @@ REFUSALS: tuple[Row, ...] = (
     refused("lora", [{"id": 0, "scale": 1}], NAMED_ADAPTER, ([],)),
     alias("lora_path", "a", "adapters", "SGLang", neutral=("",)),
     refused("kv_transfer_params", {"a": 1}, "the KV cache stays on this server", ({},)),
-    refused("options", {"top_k": 5}, "Ollama's; give its fields beside the others", ({},)),
     refused("format", "json", "Ollama's; use `response_format` or `guided_json`", ("",)),
 )
 

@@ -24,7 +24,7 @@ class Row:
     field: its path, without the indices of lists; "*.name" is a field of any object in the body. example: these fields,
     added to the smallest body, have this outcome. note: why. of: the path of the field that an alias sets. neutral:
     values that change nothing, and are accepted. only_with: the field has an effect only if this one has a value other
-    than 0.
+    than 0. yields: an alias that is ignored beside the field that it stands for.
     """
 
     field: str
@@ -34,6 +34,7 @@ class Row:
     of: str = ""
     neutral: tuple[Any, ...] = ()
     only_with: str = ""
+    yields: bool = False
 
     def changes_nothing(self, value: Any, fields: Mapping[str, Any]) -> bool:
         """fields: of the object that has this one."""
@@ -54,6 +55,8 @@ class Table:
 
     def __init__(self, *rows: Row) -> None:
         self.rows = rows
+        self.spread = frozenset(row.field for row in rows if row.outcome is Outcome.ALIAS and not row.of)
+        """Fields that are objects of other fields of the body."""
         self._by_path = {row.field: row for row in rows}
         self._anywhere = {row.field[2:]: row for row in rows if row.field.startswith("*.")}
 
@@ -79,8 +82,11 @@ def label(field: str, value: Any, note: str = "", **also: Any) -> Row:
     return row(Outcome.LABEL, field, value, note, also)
 
 
-def alias(field: str, value: Any, of: str, note: str = "", neutral: tuple[Any, ...] = (), **also: Any) -> Row:
-    return row(Outcome.ALIAS, field, value, note, also, of=of, neutral=neutral)
+def alias(
+    field: str, value: Any, of: str, note: str = "", neutral: tuple[Any, ...] = (), yields: bool = False, **also: Any
+) -> Row:
+    """of: "" for an object whose fields are others of the body."""
+    return row(Outcome.ALIAS, field, value, note, also, of=of, neutral=neutral, yields=yields)
 
 
 def ignored(field: str, value: Any, note: str, neutral: tuple[Any, ...] = (), **also: Any) -> Row:

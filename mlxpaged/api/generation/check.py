@@ -9,6 +9,7 @@ from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS
 from mlxpaged.engine import EngineInfo
+from mlxpaged.models import Tokenizer
 from mlxpaged.models.tokenizer import RENDERING_OPTIONS
 from mlxpaged.scheduler import PromptTooLongError
 
@@ -61,6 +62,13 @@ def adapter_of(request: GenerationRequest, of_model: str | None, info: EngineInf
 
 EFFORTS: dict[str | None, str] = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Templates know `low`, `medium` and `high`."""
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn the thinking on and off. The second is that of DeepSeek V3.1, Kimi and Granite."""
+
+
+def switch_of(tokenizer: Tokenizer) -> str | None:
+    """Returns the variable by which the chat template turns the thinking on and off."""
+    return next((name for name in SWITCHES if tokenizer.template_reads(name)), None)
 
 
 def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> None:
@@ -70,8 +78,8 @@ def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> 
         param = f"{name('chat_template_kwargs')}.{variable}"
         if variable in RENDERING_OPTIONS:
             raise bad_parameter(param, "is an option of the renderer, not a variable of the chat template")
-        kept_from_thinking = variable == "enable_thinking" and value is False and not tokenizer.tags.thinks
-        if not (tokenizer.template_reads(variable) or kept_from_thinking):
+        switches = variable in SWITCHES and (not tokenizer.tags.thinks or switch_of(tokenizer) or value is True)
+        if not (tokenizer.template_reads(variable) or switches):
             raise bad_parameter(param, "this model's chat template has no such variable")
     if chat.needs_thinking and not tokenizer.tags.thinks:
         raise request.refusal("thinking", "this model does not think: its vocabulary has no thinking tags")
@@ -83,16 +91,19 @@ def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) ->
     variables: dict[str, Any] = {}
     if chat.effort not in (None, "none") and info.tokenizer.template_reads("reasoning_effort"):
         variables["reasoning_effort"] = EFFORTS.get(chat.effort, chat.effort)
-    if chat.enable_thinking is None or not info.tokenizer.tags.thinks:
+    switch, given = switch_of(info.tokenizer), chat.chat_template_kwargs
+    if not info.tokenizer.tags.thinks:
         return variables
-    switchable = info.tokenizer.template_reads("enable_thinking")
+    if chat.enable_thinking is None:
+        asked = next((given[name] for name in SWITCHES if name in given), None)
+        return variables if asked is None or switch is None or switch in given else variables | {switch: asked}
     if not chat.enable_thinking:
-        if not switchable:
+        if switch is None:
             message = "thinking cannot be turned off: this model's chat template has no enable_thinking"
             raise request.refusal("thinking", message)
-        if chat.chat_template_kwargs.get("enable_thinking"):
-            raise request.refusal("thinking", "is 'none', but chat_template_kwargs.enable_thinking is true")
-    return variables | ({"enable_thinking": chat.enable_thinking} if switchable else {})
+        if given.get(switch):
+            raise request.refusal("thinking", f"is 'none', but chat_template_kwargs.{switch} is true")
+    return variables if switch is None else variables | {switch: chat.enable_thinking}
 
 
 def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:

@@ -11,17 +11,26 @@ from mlxpaged.models import Tokenizer
 
 def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Returns the messages as the chat template expects them: system messages where it shows them, ids of calls in its
-    form, and thoughts under its name. Equal messages become equal prompts."""
+    form, and thoughts under its name. A result without an id belongs to the first call, of its tool if that is named,
+    that has no result yet. Equal messages become equal prompts."""
     fitting = tokenizer.tags.tools.fit_id
     adapted_messages = []
+    open_calls: dict[str, str] = {}  # names of tools by the ids of their calls
     for message in messages if tokenizer.takes_late_system else with_early_system(messages):
         changed = dict(message)
         if "tool_calls" in message:
+            open_calls |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
             changed["tool_calls"] = [call | {"id": fitting(call["id"])} for call in message["tool_calls"]]
             if tokenizer.tags.tools is HARMONY and message.get("reasoning_content") and not message["content"]:
                 changed["thinking"] = message["reasoning_content"]
-        if "tool_call_id" in message:
-            changed["tool_call_id"] = fitting(message["tool_call_id"])
+        if message["role"] == "tool":
+            tool, answered = message.get("name"), message.get("tool_call_id")
+            if answered is None:
+                answered = next((key for key, name in open_calls.items() if tool in (None, name)), None)
+                changed |= {"name": open_calls[answered]} if answered is not None else {}
+            if answered is not None:
+                open_calls.pop(answered, None)
+                changed["tool_call_id"] = fitting(answered)
         adapted_messages.append(changed)
     return adapted_messages
 

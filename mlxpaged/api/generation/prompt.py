@@ -51,7 +51,7 @@ async def prepare(http: Request, request: GenerationRequest, info: EngineInfo) -
 
 async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> Prompts:
     chat = await with_usable_tools(http, request, chat, info)
-    if chat.effort not in (None, "none") and not info.tokenizer.tags.thinks:
+    if (chat.asks_thinking or chat.effort not in (None, "none")) and not info.tokenizer.tags.thinks:
         server_of(http).ignore(http, request.client_name("thinking"), NO_THOUGHTS)
     tags, param = info.tokenizer.tags, request.client_name("messages")
     tokens = await render(http, request, chat, info)

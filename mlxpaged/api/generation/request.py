@@ -46,8 +46,8 @@ class Chat:
     """A conversation to be answered.
 
     messages: as chat templates expect them. enable_thinking: the template's switch; None leaves it as it is.
-    needs_thinking: refuse a model that does not think. effort: of the thinking, for templates that know it. one_call:
-    end the answer after its first call.
+    asks_thinking, needs_thinking: a model that does not think answers without, and the client is told so; or it is
+    refused. effort: of the thinking, for templates that know it. one_call: end the answer after its first call.
     """
 
     messages: list[dict[str, Any]]
@@ -55,6 +55,7 @@ class Chat:
     tool_choice: ToolChoice = ToolChoice()
     one_call: bool = False
     enable_thinking: bool | None = None
+    asks_thinking: bool = False
     needs_thinking: bool = False
     effort: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

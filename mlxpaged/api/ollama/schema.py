@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from mlxpaged.api.embeddings import MAX_INPUTS
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import ollama as fields
-from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, ToolName, stop_field
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, ToolName, TopP, stop_field
 
 MAX_TOP_LOGPROBS = 20
 
@@ -29,7 +29,7 @@ class Options(Body):
     num_predict: int | None = None  # most tokens of the answer; below 1: no limit
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP = None
     min_p: Fraction | None = None
     stop: Annotated[list[str] | None, stop_field("options.stop")] = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None

@@ -96,23 +96,19 @@ def params_of(body: schema.GeneratingFields) -> dict[str, Any]:
 
 def messages_of(given: Sequence[schema.Message]) -> list[dict[str, Any]]:
     """Returns the messages for the chat template. Ollama's older clients send calls without ids, and results with the
-    tool's name or without anything: a result then belongs to the first call, of this tool, that has no result yet."""
+    tool's name or without anything."""
     found = []
-    open_calls: dict[str, str] = {}  # names of tools by the ids of their calls
     for i, message in enumerate(given):
         said: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
             said["reasoning_content"] = message.thinking
         if message.tool_calls:
-            calls = {call.id or f"call_{i}_{j}": call.function for j, call in enumerate(message.tool_calls)}
-            open_calls |= {call_id: function.name for call_id, function in calls.items()}
-            said["tool_calls"] = [function_call(key, each.name, each.arguments) for key, each in calls.items()]
+            said["tool_calls"] = [
+                function_call(call.id or f"call_{i}_{j}", call.function.name, call.function.arguments)
+                for j, call in enumerate(message.tool_calls)
+            ]
         if message.role == "tool":
-            wanted = message.tool_call_id or next(
-                (key for key, name in open_calls.items() if message.tool_name in (None, name)), None
-            )
-            name = message.tool_name or open_calls.get(wanted or "")
-            open_calls.pop(wanted or "", None)
-            said |= {key: value for key, value in (("tool_call_id", wanted), ("name", name)) if value is not None}
+            names = {"tool_call_id": message.tool_call_id, "name": message.tool_name}
+            said |= {key: value for key, value in names.items() if value}
         found.append(said)
     return found

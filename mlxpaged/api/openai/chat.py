@@ -13,9 +13,12 @@ from mlxpaged.api.generation.deltas import CallArguments, CallStart, Delta, Fini
 from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, sampling_params
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.renderer import CompletionsRenderer, chat_logprobs
-from mlxpaged.api.openai.schema import EFFORT_TOKENS, ChatRequest
+from mlxpaged.api.openai.schema import ChatRequest
+from mlxpaged.api.openai.thinking import ThinkingFields
 from mlxpaged.api.openai.tools import NamedTool, translated_choice
 from mlxpaged.engine import TokenLogprobs
+
+THINKING = tuple(ThinkingFields.model_fields)
 
 
 async def respond(request: Request, body: ChatRequest) -> Response:
@@ -25,16 +28,17 @@ async def respond(request: Request, body: ChatRequest) -> Response:
 
 def translate(body: ChatRequest) -> GenerationRequest:
     """Raises ApiError."""
+    variables = body.chat_template_kwargs or {}
     form = body.response_format.constraint("response_format") if body.response_format is not None else None
     chat = Chat(
         messages=[message.for_template() for message in body.messages],
         tools=[tool.function.translated(f"tools.{index}") for index, tool in enumerate(body.tools or ())],
         tool_choice=translated_choice(body.tool_choice),
         one_call=body.parallel_tool_calls is False,
-        enable_thinking=False if body.reasoning_effort == "none" else None,
-        effort=body.reasoning_effort,
-        needs_thinking=body.thinking_budget is not None,
-        chat_template_kwargs=body.chat_template_kwargs or {},
+        enable_thinking=body.enables_thinking,
+        effort=body.effort,
+        asks_thinking=body.asks_thinking or variables.get("enable_thinking") is True,
+        chat_template_kwargs=variables,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
     )
@@ -42,12 +46,14 @@ def translate(body: ChatRequest) -> GenerationRequest:
         body,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        thinking_budget=EFFORT_TOKENS[body.reasoning_effort] if body.reasoning_effort else body.thinking_budget,
+        thinking_budget=body.budget,
         constraint=body.constraint(form),
     )
     client_names = {
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-        "thinking": "reasoning_effort" if body.thinking_budget is None else "thinking_budget",
+        "thinking": next(
+            (name for name in THINKING if getattr(body, name) is not None), "chat_template_kwargs.enable_thinking"
+        ),
         "candidates": "n",
     }
     return GenerationRequest.of(

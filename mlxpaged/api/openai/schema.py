@@ -10,14 +10,17 @@ from pydantic import BeforeValidator, Field, PlainValidator, field_validator, mo
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import chat, completions
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
-from mlxpaged.api.openai.tools import Call, Tool, ToolChoice
+from mlxpaged.api.openai.thinking import ThinkingFields
+from mlxpaged.api.openai.tools import Call, CalledFunction, Tool, ToolChoice
 from mlxpaged.api.schema import (
     MAX_LIST,
     MAX_TOOLS,
     UNLIMITED,
     Body,
+    Label,
     Labels,
     OneOf,
+    TopP,
     stop_field,
     until_first_fault,
 )
@@ -62,25 +65,19 @@ class RequestFields(Body):
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP = None
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     # Labels that change nothing.
-    user: str | None = None
+    user: Label | None = None
     metadata: Labels | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
     # The deadlines are not OpenAI's.
     timeout: Seconds | None = None
     ttft_timeout: Seconds | None = None
     return_progress: bool | None = None  # llama.cpp's
-
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> RequestFields:
-        if self.stream_options is not None and not self.stream:
-            raise bad_parameter("stream_options", "needs stream to be true")
-        return self
 
 
 class SamplingFields(RequestFields, StructuredFields):
@@ -151,45 +148,52 @@ class RefusalPart(Body):
 Part = Annotated[TextPart | RefusalPart, OneOf("type", hidden=("input_text", "output_text", "refusal"))]
 
 
+ROLES = {"developer": "system", "function": "tool"}
+"""What chat templates call the roles that they do not know."""
+
+
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """function_call, and the role `function`: a call and its result, as OpenAI's API had them before tools."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[Part], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
+    function_call: CalledFunction | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
 
     @model_validator(mode="after")
     def _fields_fit_role(self) -> Message:
-        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+        if self.role != "assistant" and (self.tool_calls or self.function_call or self.reasoning_content):
             raise ValueError("only messages of the role 'assistant' may have tool_calls or reasoning_content")
-        if self.content is None and self.role not in ("assistant", "tool"):
+        if self.content is None and self.role not in ("assistant", "tool", "function"):
             raise ValueError("content: is required")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id is required in messages of the role 'tool' and not allowed in others")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("tool_call_id is not allowed in messages of other roles than 'tool'")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Returns what chat templates expect: plain text, and the role `system` for OpenAI's `developer`."""
+        """Returns what chat templates expect: plain text, and the roles `system` for OpenAI's `developer` and `tool`
+        for `function`."""
         parts = self.content or self.refusal or ""
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        calls = list(self.tool_calls or ())
+        if self.function_call is not None:
+            calls.append(Call(id=f"call_{self.function_call.name}", function=self.function_call))
         fields: dict[str, Any] = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
-            "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
+            "tool_calls": [call.for_template() for call in calls] or None,
             "reasoning_content": self.reasoning_content,
         }
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | {name: value for name, value in fields.items() if value is not None}
+        return {"role": ROLES.get(self.role, self.role), "content": content} | {
+            name: value for name, value in fields.items() if value is not None
+        }
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-EFFORT_TOKENS = {"none": None, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None, "max": None}
-"""Limits of the thinking in tokens, by reasoning_effort. With "none", the chat template turns the thinking off."""
-
-
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, ThinkingFields):
     table = chat.TABLE
     conversation = "messages"
 
@@ -200,30 +204,21 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
     # vLLM's fields, which say how the chat template is rendered.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    thinking_budget: Annotated[int, Field(ge=1)] | None = None
     continue_final_message: bool | None = None
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> ChatRequest:
+    def _chat_fields_agree(self) -> ChatRequest:
         given = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(given) > 1:
             raise bad_parameter("max_tokens", "differs from max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise bad_parameter("top_logprobs", "needs logprobs to be true")
-        if self.thinking_budget is not None and self.reasoning_effort is not None:
-            raise bad_parameter("thinking_budget", "cannot be combined with reasoning_effort; give one of them")
         if self.continue_final_message and self.add_generation_prompt:
             raise bad_parameter("add_generation_prompt", "cannot be combined with continue_final_message")
-        called: set[str] = set()
-        for i, message in enumerate(self.messages):
-            called.update(call.id for call in message.tool_calls or ())
-            if message.tool_call_id is not None and message.tool_call_id not in called:
-                raise bad_parameter(f"messages.{i}.tool_call_id", "no message before this one has a call with this id")
         return self
 
 

@@ -9,8 +9,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import responses as fields
 from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
-from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, Effort, Probability, RefusalPart, RequestFields
+from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, RefusalPart, RequestFields
 from mlxpaged.api.openai.structured import JsonSchema, TextFormat
+from mlxpaged.api.openai.thinking import Effort
 from mlxpaged.api.page import PageQuery
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, Limit, OneOf
 
@@ -139,7 +140,7 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    effort: Effort | None = None
+    effort: Effort = None
 
 
 class InputTokensRequest(Body):
@@ -169,7 +170,6 @@ class ResponseRequest(RequestFields, InputTokensRequest):
 
     store: bool | None = None
     max_output_tokens: Limit = None
-    top_p: Annotated[Probability, Field(gt=0)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     # Codex's labels, and a limit on calls of OpenAI's own tools, which this server does not have. They change nothing.

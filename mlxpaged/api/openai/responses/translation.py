@@ -9,7 +9,7 @@ from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, parsed, sampling_params
 from mlxpaged.api.openai.responses import schema
 from mlxpaged.api.openai.responses.tools import full_name, functions, translated_choice
-from mlxpaged.api.openai.schema import EFFORT_TOKENS
+from mlxpaged.api.openai.thinking import EFFORT_TOKENS
 
 CLIENT_NAMES = {
     "messages": "input",
