@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mlxpaged.formats.pieces import Json, Listed, Piece
+from mlxpaged.formats.pieces import Json, Lark, Listed, Piece
 
 ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 
@@ -55,11 +55,9 @@ class StructuredOutput:
 
     @property
     def parts(self) -> tuple[Constraint, ...]:
-        """The constraints in it, each once. Those of calls are JSON schemas."""
-        schemas = (
-            Constraint("json_schema", each, call.param) for call in self.calls for each in schemas_in(call.pieces)
-        )
-        return tuple(dict.fromkeys((*schemas, self.text) if isinstance(self.text, Constraint) else schemas))
+        """The constraints in it, each once."""
+        of_calls = (each for call in self.calls for each in constraints_in(call.pieces, call.param))
+        return tuple(dict.fromkeys((*of_calls, self.text) if isinstance(self.text, Constraint) else of_calls))
 
     @property
     def spaced(self) -> bool:
@@ -69,10 +67,13 @@ class StructuredOutput:
         return self.thinking != "never" and not self.text_start and (self.text is None or is_json)
 
 
-def schemas_in(pieces: Iterable[Piece]) -> Iterator[str]:
+def constraints_in(pieces: Iterable[Piece], param: str = "constraint") -> Iterator[Constraint]:
     for piece in pieces:
-        if isinstance(piece, Json):
-            yield piece.schema
-        elif isinstance(piece, Listed):
-            for _, item in piece.items:
-                yield from schemas_in(item)
+        match piece:
+            case Json(schema):
+                yield Constraint("json_schema", schema, param)
+            case Lark(grammar):
+                yield Constraint("grammar", grammar, param)
+            case Listed(items):
+                for _, item in items:
+                    yield from constraints_in(item, param)

@@ -9,8 +9,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from mlxpaged.engine.constraint import Constraint, StructuredOutput, ToolCallForm
-from mlxpaged.formats.pieces import Json, Listed, Piece, Raw
+from mlxpaged.engine.constraint import StructuredOutput, ToolCallForm, constraints_in
+from mlxpaged.formats.pieces import Json, Lark, Listed, Piece, Raw
 
 Pieces = Callable[[str], Sequence[str | int]]
 """Splits a text into special tokens, as ids, and the texts between them."""
@@ -46,8 +46,9 @@ def lark(form: StructuredOutput, pieces: Pieces) -> str:
     def piece_of(call: ToolCallForm, piece: Piece) -> str:
         if isinstance(piece, str):
             return written(piece)
-        if isinstance(piece, Json):
-            return f"@part_{parts.index(Constraint('json_schema', piece.schema))}"
+        if isinstance(piece, Json | Lark):
+            [part] = constraints_in([piece])
+            return f"@part_{parts.index(part)} {written(piece.end) if isinstance(piece, Lark) else ''}".strip()
         if isinstance(piece, Listed):
             return listed(call, piece)
         return raw(piece)

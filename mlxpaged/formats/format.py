@@ -7,12 +7,13 @@ import uuid
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from mlxpaged.formats.pieces import Piece
+from mlxpaged.formats.pieces import InexpressibleError, Piece
 from mlxpaged.formats.schemas import Schema
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
 Reader = Callable[[Source, Tools], Reading[list[Call]]]
+Writer = Callable[[str, Schema | None], tuple[Piece, ...]]
 
 
 def first_of(*readers: Reader) -> Reader:
@@ -49,8 +50,9 @@ class Format:
     takes. shown: writes a call, from its name and the JSON of its arguments, into a prompt whose template does not show
     calls; None for Hermes' JSON between the first of the starts and of the ends. written: says how the calls of a tool
     are written after `call_start`, from the tool's name and the schema of its arguments; without a schema,
-    they may be anything. It raises InexpressibleError. None if calls cannot be enforced. begin_call: what calls begin
-    with if it is more than the first of the starts. begin_text: the tag before a text.
+    they may be anything. It raises InexpressibleError. None if calls cannot be enforced. written_json: another way, for
+    schemas that the first cannot express. begin_call: what calls begin with if it is more than the first of the starts.
+    begin_text: the tag before a text.
     """
 
     name: str
@@ -66,7 +68,8 @@ class Format:
     new_id: Callable[[], str] = new_call_id
     fit_id: Callable[[str], str] = lambda given: given
     shown: Callable[[str, str], str] | None = None
-    written: Callable[[str, Schema | None], tuple[Piece, ...]] | None = None
+    written: Writer | None = None
+    written_json: Writer | None = None
     begin_call: str = ""
     begin_text: str = ""
 
@@ -76,6 +79,16 @@ class Format:
             return self.shown(name, arguments)
         call = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
         return "\n".join((self.starts[0], call, *self.ends[:1]))
+
+    def pieces(self, name: str, schema: Schema | None) -> tuple[Piece, ...]:
+        """Returns what the calls of a tool are made of. `written` must be there. Raises InexpressibleError."""
+        assert self.written is not None
+        try:
+            return self.written(name, schema)
+        except InexpressibleError:
+            if self.written_json is None:
+                raise
+            return self.written_json(name, schema)
 
     @property
     def call_start(self) -> str:

@@ -4,7 +4,7 @@ of these models write Hermes' JSON between the tags."""
 from __future__ import annotations
 
 from mlxpaged.formats.format import Format, first_of
-from mlxpaged.formats.json_calls import json_calls
+from mlxpaged.formats.json_calls import json_calls, written_json
 from mlxpaged.formats.markup import Markup
 from mlxpaged.formats.source import Reading, Source
 from mlxpaged.formats.tools import Call, Tools
@@ -36,6 +36,7 @@ def pairs(name: str, models: str, space: str) -> Format:
         tokens=(*markup.key, markup.value, markup.value_end),
         read=first_of(markup.read, read_json),
         written=markup.written,
+        written_json=written_json("\n", f"\n{markup.closing[0]}"),
         in_template=((markup.opening[0], markup.key[0]), *((markup.opening,) if space else ())),
     )
 

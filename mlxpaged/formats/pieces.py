@@ -10,8 +10,15 @@ from typing import Any
 from mlxpaged.formats.schemas import Schema, enumerated, resolved, types_of
 
 ANY_OBJECT: Schema = {"type": "object"}
+LARK = "x-lark"
+"""A word in the schema of a string: its `Grammar`. The server writes it; in a client's schema it is a text like any
+other."""
 OF_STRINGS = {"pattern", "format", "minLength", "maxLength"}
 OF_UNIONS = ("anyOf", "oneOf", "allOf")
+
+
+class Grammar(str):
+    """A grammar in Lark's notation."""
 
 
 class InexpressibleError(ValueError):
@@ -37,6 +44,14 @@ class Raw:
 
 
 @dataclass(frozen=True)
+class Lark:
+    """Text as it is that a grammar in Lark's notation accepts, and the tag after it."""
+
+    grammar: str
+    end: str
+
+
+@dataclass(frozen=True)
 class Listed:
     """Items in this order, with separators between them. items: each with whether it must be there."""
 
@@ -44,11 +59,20 @@ class Listed:
     separator: str = ""
 
 
-Piece = str | Json | Raw | Listed
+Piece = str | Json | Raw | Lark | Listed
 
 
 def object_of(schema: Schema | None) -> Json:
+    """Raises InexpressibleError for a string with a grammar: its quotes and escapes are no part of the grammar."""
+    given = (schema or {}).get("properties")
+    if isinstance(given, Mapping) and any(grammar_of(each) is not None for each in given.values()):
+        raise InexpressibleError("a grammar in Lark's notation does not hold for a string in JSON")
     return Json(json.dumps(ANY_OBJECT if schema is None else schema))
+
+
+def grammar_of(schema: Any) -> Grammar | None:
+    grammar = schema.get(LARK) if isinstance(schema, Mapping) else None
+    return grammar if isinstance(grammar, Grammar) else None
 
 
 def properties(schema: Schema) -> dict[str, tuple[Any, bool]]:
@@ -71,6 +95,8 @@ def argument(schema: Any, root: Schema, end: str, is_told: bool = False) -> tupl
     one, because that is how it is read. is_told: whether the tag says whether it is a string."""
     if schema is False:
         raise InexpressibleError("no value fits one of the properties")
+    if (grammar := grammar_of(schema)) is not None:
+        return True, (Lark(grammar, end),)
     values, types = enumerated(schema, root), types_of(schema, root)
     if values is not None:
         is_string = all(isinstance(value, str) for value in values)

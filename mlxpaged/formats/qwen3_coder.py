@@ -25,5 +25,6 @@ QWEN3_CODER = Format(
     ends=MARKUP.closing,
     read=first_of(MARKUP.read, HERMES.read),
     written=MARKUP.written,
+    written_json=HERMES.written,
     in_template=(("<tool_call>\n<function=",), ("<tool_call>", "<function=", "<parameter=")),
 )

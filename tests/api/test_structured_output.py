@@ -308,41 +308,68 @@ def test_tags_that_are_no_tokens_are_enforced_letter_by_letter(tmp_path: Path) -
             assert (answer["content"], len(answer["calls"])) == (content, 0 if content else 2)
 
 
+ANY_NAMES = {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1}
+"""Arguments of any names have no place in a format that lists them."""
+
+
+NAMED_F = {"type": "function", "function": {"name": "f"}}
+
+
 def test_what_a_format_cannot_express_is_refused_where_it_must_be_enforced(tmp_path: Any) -> None:
-    """Arguments of any names have no place in a format that lists them. Loose tools may have them."""
-    loose = {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "additionalProperties": {}}},
-    }
-    strict = {"type": "function", "function": {**loose["function"], "name": "g", "strict": True}}  # type: ignore[dict-item]
-    with scripted_server(tmp_path, "qwen3_coder", SCRIPT) as server, server.client(timeout=DEADLINE) as client:
-        for fields in ({"tools": [loose], "tool_choice": "required"}, {"tools": [strict]}):
-            with pytest.raises(BadRequestError, match="qwen3_coder: arguments with any names cannot") as caught:
-                client.chat.completions.create(**ask("Hello", **fields))
-            assert caught.value.param == "tools.0"
-        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [loose]}}
-        for more in ({"tools": [loose], "response_format": JSON}, {"tools": [strict, loose], "tool_choice": allowed}):
-            assert client.chat.completions.create(**ask("Json?", **more)).choices[0].message.content
+    loose, strict = tool("f", ANY_NAMES), tool("g", ANY_NAMES, strict=True)
+    with scripted_server(tmp_path, "minimax_m2", SCRIPT) as server, server.client(timeout=DEADLINE) as client:
+        create = client.chat.completions.with_raw_response.create
+        with pytest.raises(BadRequestError, match="minimax_m2: arguments with any names cannot") as caught:
+            create(**ask("Hello", tools=[loose], tool_choice="required"))
+        assert caught.value.param == "tools.0"
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED_F]}}
+        for fields, named in (
+            ({"tools": [loose, strict]}, "tools.strict"),
+            ({"tools": [loose], "response_format": JSON}, None),
+            ({"tools": [strict, loose], "tool_choice": allowed}, None),
+        ):
+            answer = create(**ask("Json?", **fields))
+            assert answer.headers.get("x-mlxpaged-ignored") == named
+            assert answer.parse().choices[0].message.content
 
 
-@pytest.mark.parametrize(
-    ("parameters", "reason"),
-    [
-        ({"type": "object", "not": {}}, "not"),
-        ({"type": "array"}, "the type of the parameters must be 'object', got 'array'"),
-        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "required property 'a' is unsatisfiable"),
-        ({"type": "object", "properties": {"a": {"pattern": "ab" * 5000}}}, "patterns of 10000 characters"),
-    ],
-)
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm47", "longcat"])
+def test_such_arguments_are_json_where_the_format_has_that_too(tmp_path: Any, form: str) -> None:
+    with scripted_server(tmp_path, form, SCRIPT) as server, server.client(timeout=DEADLINE) as client:
+        body = ask("Hello", tools=[tool("f", ANY_NAMES)], tool_choice="required", max_tokens=400)
+        [choice] = client.chat.completions.create(**body).choices
+        for call in choice.message.tool_calls or ():
+            jsonschema.validate(json.loads(call.function.arguments), ANY_NAMES)
+        assert choice.finish_reason == "length" or choice.message.tool_calls
+
+
+BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "object", "not": {}}, "not"),
+    ({"type": "array"}, "the type of the parameters must be 'object', got 'array'"),
+    ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "required property 'a' is unsatisfiable"),
+    ({"type": "object", "properties": {"a": {"pattern": "ab" * 5000}}}, "patterns of 10000 characters"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "reason"), BAD_SCHEMAS)
 def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
     client: OpenAI, parameters: dict[str, Any], reason: str
 ) -> None:
-    for strict in (True, False):
-        tools = [tool("clock"), tool("f", parameters, strict=strict)]
-        with pytest.raises(BadRequestError) as caught:
-            client.chat.completions.create(**ask("Hello", tools=tools, tool_choice="auto" if strict else "required"))
-        assert caught.value.param == "tools.1"
-        assert reason in caught.value.message
+    tools = [tool("clock"), tool("f", parameters)]
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(**ask("Hello", tools=tools, tool_choice="required"))
+    assert caught.value.param == "tools.1"
+    assert reason in caught.value.message
+
+
+@pytest.mark.parametrize("parameters", [parameters for parameters, _ in BAD_SCHEMAS[:3]])
+def test_a_strict_tool_that_need_not_be_called_is_named_instead(client: OpenAI, parameters: dict[str, Any]) -> None:
+    """Its neighbours are held to their schemas."""
+    tools = [*STRICT, tool("f", parameters, strict=True)]
+    answer = client.chat.completions.with_raw_response.create(**ask("Wrong?", tools=tools))
+    assert answer.headers["x-mlxpaged-ignored"] == "tools.strict"
+    for call in answer.parse().choices[0].message.tool_calls or ():
+        jsonschema.validate(json.loads(call.function.arguments), CITY if call.function.name == "weather" else {})
 
 
 @pytest.mark.parametrize("name", ["answer", "part_0", "part_2"])

@@ -16,7 +16,8 @@ PROMPT: tuple[Row, ...] = (
     honoured(
         "input",
         [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}],
-        "text, or `message`, `function_call`, `function_call_output`, `reasoning` and `item_reference` items",
+        "text, or `message`, `function_call`, `custom_tool_call`, the results of both, `reasoning` and "
+        "`item_reference` items",
     ),
     honoured(
         "input",
@@ -116,10 +117,15 @@ TABLE = Table(
         [{"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", "name": "f"}]}],
         "the model calls the tool `n__f`; the call in the response has `namespace`",
     ),
+    honoured(
+        "tools",
+        [{"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}}],
+        "calls are `custom_tool_call` items; a Lark grammar holds where the model's format writes texts without quotes",
+    ),
     refused(
         "tools",
         [{"type": "web_search"}],
-        "so are OpenAI's other tools, MCP and custom tools. Beside functions they are ignored, because agents send "
+        "so are OpenAI's other tools and MCP. Beside functions they are ignored, because agents send "
         "them to every server, and named in the header, except `web_search`: the model does not see them, and the "
         "response's `tools` do not have them",
     ),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 
-from mlxpaged.api.errors import NOT_RENDERED
+from mlxpaged.api.errors import NOT_RENDERED, ApiError
 from mlxpaged.api.generation import check
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
 from mlxpaged.api.generation.history import adapted
@@ -17,7 +19,7 @@ from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
 from mlxpaged.api.generation.tool_prompt import in_plain_text, tool_prompt, with_calls_as_text
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import EngineInfo, SamplingParams, Thinking
+from mlxpaged.engine import EngineInfo, SamplingParams, StructuredOutput, Thinking
 from mlxpaged.formats import HARMONY
 from mlxpaged.models.control_tokens import ControlTokenError
 from mlxpaged.models.tokenizer import ChatTemplateError
@@ -44,7 +46,9 @@ class Prompts:
 async def prepare(http: Request, request: GenerationRequest, info: EngineInfo) -> Prompts:
     """Tokenizes the prompts. Raises ApiError for prompts and parameters that this model cannot take."""
     chat = request.prompt
-    prompts = await (of_chat(http, request, chat, info) if isinstance(chat, Chat) else of_texts(http, request, info))
+    if isinstance(chat, Chat):
+        return await of_chat(http, request, chat, info)
+    prompts = await of_texts(http, request, info)
     await server_of(http).compile(info, prompts.params.constraint)
     return prompts
 
@@ -57,7 +61,7 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     tokens = await render(http, request, chat, info)
     check.check_token_ids(request, param, [tokens], info)
     thinking = thinking_of(info, chat, tokens)
-    form = await server_of(http).prepare(http, lambda: structured_output(request, chat, tags, thinking))
+    form = await enforced(http, request, chat, info, thinking)
     tools = [tool.for_template() for tool in chat.offered_tools]
     opened = thinking == "open"
     params = dataclasses.replace(
@@ -72,6 +76,28 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
         return TagParser(tags, opened, tools, chat.one_call, form)
 
     return Prompts(param, [tokens], params, new_parser=new_parser)
+
+
+async def enforced(
+    http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo, thinking: Thinking
+) -> StructuredOutput | None:
+    """Returns what a grammar enforces, and compiles it. A strict tool that need not be called and cannot be enforced is
+    named as ignored. Raises ApiError."""
+    server, loose = server_of(http), set[str]()
+    collect = partial(structured_output, request, chat, info.tokenizer.tags, thinking, loose)
+    optional = [tool.param for tool in chat.offered_tools if tool.strict and chat.tool_choice.mode != "required"]
+    while True:
+        try:
+            form = await server.prepare(http, collect)
+            await server.compile(info, form)
+            return form
+        except ApiError as error:
+            blamed = {param for param in optional if error.param in (param, request.client_name("tools"))} - loose
+            if not blamed:
+                raise
+            name = re.sub(r"\.[0-9]+", "", min(blamed))
+            server.ignore(http, f"{name}.strict", error.message.removeprefix(f"{error.param}: "))
+            loose |= blamed
 
 
 async def of_texts(http: Request, request: GenerationRequest, info: EngineInfo) -> Prompts:

@@ -12,17 +12,38 @@ from pydantic import BaseModel
 
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.engine import SamplingParams
+from mlxpaged.formats.pieces import LARK, Grammar
+
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a tool without parameters, as OpenAI defines it."""
+INPUT = "input"
+"""The only argument of a tool that takes one text."""
+INPUT_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string"}},
+    "required": [INPUT],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. param: the client's field that defines it."""
+    """A function that the model may call. param: the client's field that defines it. grammar: of its argument INPUT, in
+    Lark's notation, for a tool that takes one text."""
 
     name: str
     description: str | None
     parameters: dict[str, Any] | None
     strict: bool | None
     param: str
+    grammar: str | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Returns the schema that calls fit where they are enforced."""
+        if self.grammar is not None:
+            return INPUT_SCHEMA | {"properties": {INPUT: {"type": "string", LARK: Grammar(self.grammar)}}}
+        return NO_ARGUMENTS if self.parameters is None else self.parameters
 
     def for_template(self) -> dict[str, Any]:
         """Returns OpenAI's form without missing fields, which chat templates expect."""

@@ -3,6 +3,8 @@ of strict tools, and text of a given form. Thinking comes first, and nothing con
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.engine import StructuredOutput, Thinking, ToolCallForm
@@ -10,14 +12,12 @@ from mlxpaged.formats import HARMONY, Format, harmony
 from mlxpaged.formats.pieces import InexpressibleError
 from mlxpaged.models import Tags
 
-NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-"""The schema of a tool without parameters, as OpenAI defines it."""
-
 
 def structured_output(
-    request: GenerationRequest, chat: Chat, tags: Tags, thinking: Thinking
+    request: GenerationRequest, chat: Chat, tags: Tags, thinking: Thinking, loose: Collection[str] = ()
 ) -> StructuredOutput | None:
-    """Returns None if there is nothing to enforce. Raises ApiError for what cannot be enforced.
+    """Returns None if there is nothing to enforce. Raises ApiError for what cannot be enforced. loose: the fields of
+    strict tools whose schema is not enforced.
 
     Required calls, and the calls of strict tools, fit the tool's schema. The arguments of other calls are any object.
     """
@@ -25,7 +25,8 @@ def structured_output(
     assert not isinstance(text, StructuredOutput)
     tools, choice = chat.offered_tools, chat.tool_choice
     required = choice.mode == "required"
-    strict = any(tool.strict for tool in tools)
+    held = {tool.param for tool in tools if required or tool.strict}.difference(loose)
+    strict = any(tool.strict and tool.param in held for tool in tools)
     if not (required or strict or text):
         return None
     calls: tuple[ToolCallForm, ...] = ()
@@ -34,7 +35,7 @@ def structured_output(
         param = text.param
     if tools:
         calls = tuple(
-            call_form(tags.tools, tool, enforced=required or bool(tool.strict), param=param)
+            call_form(tags.tools, tool, enforced=tool.param in held, param=param)
             for tool in tools
             if choice.named in (None, tool.name)
         )
@@ -56,12 +57,12 @@ def call_form(form: Format, tool: Tool, enforced: bool, param: str) -> ToolCallF
     """Raises ApiError, for a format whose calls cannot be enforced with the field `param`."""
     if form.written is None:
         raise bad_parameter(param, f"tool calls in this model's format, {form.name}, cannot be enforced")
-    schema = NO_ARGUMENTS if tool.parameters is None else tool.parameters
+    schema = tool.schema
     given = schema.get("type", "object")
     if enforced and given != "object":
         raise bad_parameter(tool.param, f"the type of the parameters must be 'object', got {given!r}")
     try:
-        pieces = form.written(tool.name, {**schema, "type": "object"} if enforced else None)
+        pieces = form.pieces(tool.name, {**schema, "type": "object"} if enforced else None)
     except InexpressibleError as error:
         reason = f"calls of {tool.name!r} cannot be enforced in this model's format, {form.name}: {error}"
         raise bad_parameter(tool.param, reason) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,9 +12,17 @@ from pydantic import BaseModel
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation import deltas
 from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
+from mlxpaged.api.generation.request import INPUT
 from mlxpaged.api.openai.renderer import chat_logprobs
 from mlxpaged.api.openai.responses.schema import ResponseRequest
-from mlxpaged.api.openai.responses.tools import FunctionTool, NamespaceTool, OtherTool, WebSearchTool, functions
+from mlxpaged.api.openai.responses.tools import (
+    CustomTool,
+    FunctionTool,
+    NamespaceTool,
+    OtherTool,
+    WebSearchTool,
+    functions,
+)
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.streaming import named_event
 from mlxpaged.engine import PromptProgress
@@ -133,16 +142,23 @@ def shown(model: BaseModel | None) -> dict[str, Any]:
     return {} if model is None else model.model_dump(by_alias=True, exclude_none=True)
 
 
-def shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+def shown_tool(tool: FunctionTool | NamespaceTool | CustomTool) -> dict[str, Any]:
     defaults = {"description": None, "parameters": None, "strict": False}
     return (defaults if isinstance(tool, FunctionTool) else {}) | shown(tool)
+
+
+def text_of(arguments: str) -> str:
+    """Returns the text for a custom tool. A model may give its only argument another name."""
+    given = json.loads(arguments)
+    texts = [given.get(INPUT), *given.values()] if len(given) == 1 else [given.get(INPUT)]
+    return next((text for text in texts if isinstance(text, str)), arguments)
 
 
 class OutputItems:
     """Makes the output items from the deltas of an answer. Use an event before you ask for the next: its item grows."""
 
     def __init__(self, called_as: Mapping[str, dict[str, str]]) -> None:
-        """called_as: by a tool's name for the model, the fields that name it in the API's calls."""
+        """called_as: by a tool's name for the model, what its calls have in the API."""
         self._called_as = called_as
         self.items: list[dict[str, Any]] = []
         """The items that are done."""
@@ -165,11 +181,18 @@ class OutputItems:
                     self._open["content"][0]["text"] += text
                     yield "reasoning_text.delta", self._place(content_index=0, delta=text)
                 case deltas.CallStart(_, call_id, name):
-                    call = {"id": new_id("fc"), "type": "function_call", "call_id": call_id, **self._called_as[name]}
-                    yield from self._begin(call | {"arguments": ""})
+                    call = {"type": "function_call", "call_id": call_id, **self._called_as[name]}
+                    takes_text = call["type"] == "custom_tool_call"
+                    call = {"id": new_id("ctc" if takes_text else "fc"), **call}
+                    yield from self._begin(call | {"input" if takes_text else "arguments": ""})
                 case deltas.CallArguments(_, text):
-                    self._open["arguments"] += text
-                    yield "function_call_arguments.delta", self._place(delta=text)
+                    if self._open["type"] == "custom_tool_call":
+                        text = text_of(text)
+                        self._open["input"] += text
+                        yield "custom_tool_call_input.delta", self._place(delta=text)
+                    else:
+                        self._open["arguments"] += text
+                        yield "function_call_arguments.delta", self._place(delta=text)
                 case deltas.CallEnd():
                     self._logprobs = []
                     yield from self._end("completed")
@@ -208,6 +231,8 @@ class OutputItems:
         if item["type"] == "function_call":
             # Clients from before 2026 require the name.
             yield "function_call_arguments.done", self._place(name=item["name"], arguments=item["arguments"])
+        elif item["type"] == "custom_tool_call":
+            yield "custom_tool_call_input.done", self._place(input=item["input"])
         else:
             part = item["content"][0]
             said = {name: part[name] for name in ("text", "logprobs") if name in part}

@@ -62,7 +62,9 @@ async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
 def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:
     """Returns the items of the stored conversation, and the items of the request."""
     if any(isinstance(tool, OtherTool) for tool in body.tools or ()):
-        server_of(request).ignore(request, "tools", "only functions can be called: the server runs no tools itself")
+        server_of(request).ignore(
+            request, "tools", "only functions and custom tools can be called: the server runs no tools itself"
+        )
     earlier: Sequence[Item] = []
     response_id = body.previous_response_id
     if response_id is not None:

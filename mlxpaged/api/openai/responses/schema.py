@@ -86,6 +86,22 @@ class FunctionCallOutput(StoredItem):
     caller: None = None
 
 
+class CustomToolCall(StoredItem):
+    """input: the text for the tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: str
+    input: str
+
+
+class CustomToolCallOutput(StoredItem):
+    type: Literal["custom_tool_call_output"]
+    call_id: Annotated[str, Field(min_length=1)]
+    output: Content
+    name: str | None = None
+
+
 class ReasoningText(Body):
     type: Literal["reasoning_text"]
     text: str
@@ -123,8 +139,10 @@ class ItemReference(Body):
     id: str
 
 
-Item = MessageItem | FunctionCall | FunctionCallOutput | ReasoningItem
-OutputItem = Annotated[MessageItem | FunctionCall | ReasoningItem, Field(discriminator="type")]
+CallItem = FunctionCall | CustomToolCall
+ResultItem = FunctionCallOutput | CustomToolCallOutput
+Item = MessageItem | CallItem | ResultItem | ReasoningItem
+OutputItem = Annotated[MessageItem | CallItem | ReasoningItem, Field(discriminator="type")]
 InputItem = Annotated[
     Item | ItemReference,
     OneOf("type", default=lambda fields: "message" if "role" in fields else "item_reference"),

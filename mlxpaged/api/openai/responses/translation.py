@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, parsed, sampling_params
+from mlxpaged.api.generation.request import INPUT, Chat, GenerationRequest, function_call, parsed, sampling_params
 from mlxpaged.api.openai.responses import schema
 from mlxpaged.api.openai.responses.tools import full_name, functions, translated_choice
 from mlxpaged.api.openai.thinking import EFFORT_TOKENS
@@ -52,7 +52,7 @@ def messages_of(instructions: str | None, items: Sequence[schema.Item]) -> list[
     messages: list[dict[str, Any]] = []
     before: schema.Item | None = None
     for item in items:
-        if isinstance(item, schema.FunctionCallOutput):
+        if isinstance(item, schema.ResultItem):
             messages.append({"role": "tool", "content": schema.text_of(item.output), "tool_call_id": item.call_id})
         elif isinstance(item, schema.MessageItem) and item.role != "assistant":
             text = schema.text_of(item.content)
@@ -77,7 +77,7 @@ def continues_answer(before: schema.Item | None, item: schema.Item) -> bool:
     """Whether an assistant's item belongs to the same answer as the item before it."""
     if isinstance(before, schema.MessageItem):
         return before.role == "assistant" and not isinstance(item, schema.MessageItem)
-    return isinstance(before, (schema.FunctionCall, schema.ReasoningItem))
+    return isinstance(before, schema.CallItem | schema.ReasoningItem)
 
 
 def add_to_answer(message: dict[str, Any], item: schema.Item) -> None:
@@ -90,15 +90,19 @@ def add_to_answer(message: dict[str, Any], item: schema.Item) -> None:
         case schema.FunctionCall():
             call = function_call(item.call_id, full_name(item.namespace, item.name), parsed(item.arguments))
             message.setdefault("tool_calls", []).append(call)
+        case schema.CustomToolCall():
+            call = function_call(item.call_id, item.name, {INPUT: item.input})
+            message.setdefault("tool_calls", []).append(call)
         case schema.MessageItem():
             message["content"].append(schema.text_of(item.content))
 
 
 def check_calls(earlier: Sequence[schema.Item], items: Sequence[schema.Item]) -> None:
     """Raises ApiError for a result without a call before it. items: those of the request."""
-    called = {item.call_id for item in earlier if isinstance(item, schema.FunctionCall)}
+    called = {item.call_id for item in earlier if isinstance(item, schema.CallItem)}
     for i, item in enumerate(items):
-        if isinstance(item, schema.FunctionCall):
+        if isinstance(item, schema.CallItem):
             called.add(item.call_id)
-        elif isinstance(item, schema.FunctionCallOutput) and item.call_id not in called:
-            raise bad_parameter(f"input.{i}.call_id", f"no function_call before this item has the id {item.call_id!r}")
+        elif isinstance(item, schema.ResultItem) and item.call_id not in called:
+            kind = item.type.removesuffix("_output")
+            raise bad_parameter(f"input.{i}.call_id", f"no {kind} before this item has the id {item.call_id!r}")
