@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -13,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
-from mlxpaged.api.generation.deltas import CallArguments, CallStart, Delta, Text, Thinking, joined
+from mlxpaged.api.generation.deltas import Delta, Text, Thinking, ToolCall, joined
 from mlxpaged.engine import Constraint, StructuredOutput
 from mlxpaged.formats import FORMATS, HARMONY
 from mlxpaged.models import Tags
@@ -70,12 +71,12 @@ def uncut(deltas: list[Delta]) -> list[Any]:
         if isinstance(delta, (Text, Thinking)) and type(last) is type(delta):
             result[-1] = type(delta)(last.text + delta.text)
         else:
-            result.append(CallStart(delta.index, "id", delta.name) if isinstance(delta, CallStart) else delta)
+            result.append(dataclasses.replace(delta, call_id="id") if isinstance(delta, ToolCall) else delta)
     return result
 
 
 def calls_of(deltas: list[Delta]) -> list[tuple[str, Any]]:
-    return [(part.kind.name, json.loads(part.text)) for part in joined(deltas) if isinstance(part.kind, CallStart)]
+    return [(part.kind.name, json.loads(part.text)) for part in joined(deltas) if isinstance(part.kind, ToolCall)]
 
 
 def said(deltas: list[Delta], kind: type[Text] | type[Thinking] = Text) -> str:
@@ -155,8 +156,8 @@ def test_several_calls_after_a_thought_and_a_text(form: str) -> None:
     deltas = parse(list(text), form)
     assert calls_of(deltas) == [("weather", {"city": "Rome"}), ("write_file", {"path": "a", "content": "b"})]
     assert (said(deltas, Thinking), said(deltas).strip()) == ("I think.", "I look.")
-    assert [delta.index for delta in deltas if isinstance(delta, CallStart)] == [0, 1]
-    assert len({delta.call_id for delta in deltas if isinstance(delta, CallStart)}) == 2
+    assert [delta.index for delta in deltas if isinstance(delta, ToolCall)] == [0, 1]
+    assert len({delta.call_id for delta in deltas if isinstance(delta, ToolCall)}) == 2
     assert [name for name, _ in calls_of(parse(list(text), form, one_call=True))] == ["weather"]
 
 
@@ -324,9 +325,9 @@ def test_text_goes_out_as_it_comes_and_a_call_when_it_is_complete() -> None:
     assert parser.feed("I look. <to") == [Text("I look.")]
     assert parser.feed('ol_call>{"name": "weather", "arguments": {"city": "Ro') == []
     assert parser.feed('me"}}</tool_call') == []
-    start, *rest = parser.feed(">")
-    assert isinstance(start, CallStart)
-    assert rest[0] == CallArguments(0, '{"city": "Rome"}')
+    [call] = parser.feed(">")
+    assert isinstance(call, ToolCall)
+    assert (call.index, call.name, call.text) == (0, "weather", '{"city": "Rome"}')
     assert parser.calls_made == 1
 
 

@@ -75,10 +75,9 @@ class MessageRenderer(Renderer):
                 self._thinking += text
                 if not self._omit_thinking:
                     yield self._delta({"type": "thinking_delta", "thinking": text})
-            case deltas.CallStart(_, call_id, name):
+            case deltas.ToolCall(_, call_id, name, text):
                 yield from self._close()
                 yield from self._start("tool_use", {"id": call_id, "name": name, "input": {}})
-            case deltas.CallArguments(_, text):
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _close(self) -> Iterator[dict[str, Any]]:
@@ -136,7 +135,7 @@ def stop_reason(finish: deltas.Finish) -> dict[str, Any]:
 
 
 def content_block(part: deltas.Part, omit_thinking: bool) -> dict[str, Any]:
-    if isinstance(part.kind, deltas.CallStart):
+    if isinstance(part.kind, deltas.ToolCall):
         arguments = call_arguments(part.text)
         return {"type": "tool_use", "id": part.kind.call_id, "name": part.kind.name, "input": arguments}
     if part.kind is deltas.Text:

@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from mlxpaged.api.generation.deltas import CallArguments, CallEnd, CallStart, Delta, Text, Thinking
+from mlxpaged.api.generation.deltas import Delta, Text, Thinking, ToolCall
 from mlxpaged.engine import Constraint, StructuredOutput
 from mlxpaged.formats import HARMONY, Call, Format, NotACall, Source, Tools, harmony
 from mlxpaged.models import Tags
@@ -115,7 +115,7 @@ class AnswerParser(ABC):
             call_id = call.id if call.id and call.id not in self._ids else self._format.new_id()
             self._ids.add(call_id)
             index = self.calls_made
-            deltas += [CallStart(index, call_id, call.name), CallArguments(index, call.arguments), CallEnd(index)]
+            deltas.append(ToolCall(index, call_id, call.name, call.arguments))
             self.calls_made += 1
         self._begin(Section.DONE if self._one_call else Section.TEXT)
 

@@ -20,30 +20,16 @@ class Thinking:
 
 
 @dataclass(frozen=True)
-class CallStart:
-    """index: counts the calls of an answer from 0."""
+class ToolCall:
+    """A complete call. index: counts the calls of an answer from 0. text: the arguments, a JSON object."""
 
     index: int
     call_id: str
     name: str
-
-
-@dataclass(frozen=True)
-class CallArguments:
-    """The next piece of the arguments' JSON."""
-
-    index: int
     text: str
 
 
-@dataclass(frozen=True)
-class CallEnd:
-    """The call is complete. Its arguments are a JSON object."""
-
-    index: int
-
-
-Delta = Text | Thinking | CallStart | CallArguments | CallEnd
+Delta = Text | Thinking | ToolCall
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,7 @@ class Usage:
 class Part:
     """A part of a whole answer: text, thinking, or the arguments of a call."""
 
-    kind: type[Text] | type[Thinking] | CallStart
+    kind: type[Text] | type[Thinking] | ToolCall
     pieces: list[str]
 
     @property
@@ -95,22 +81,9 @@ class Part:
 def joined(deltas: Iterable[Delta]) -> list[Part]:
     """Returns a whole answer in the order in which the model wrote it."""
     parts: list[Part] = []
-    calls: dict[int, Part] = {}
-
-    def add(kind: type[Text] | type[Thinking], text: str) -> None:
+    for delta in deltas:
+        kind = delta if isinstance(delta, ToolCall) else type(delta)
         if not parts or parts[-1].kind is not kind:
             parts.append(Part(kind, []))
-        parts[-1].pieces.append(text)
-
-    for delta in deltas:
-        match delta:
-            case Text(text):
-                add(Text, text)
-            case Thinking(text):
-                add(Thinking, text)
-            case CallStart(index):
-                calls[index] = Part(delta, [])
-                parts.append(calls[index])
-            case CallArguments(index, text):
-                calls[index].pieces.append(text)
+        parts[-1].pieces.append(delta.text)
     return parts

@@ -27,7 +27,6 @@ class OllamaRenderer(Renderer):
         self._answers = answers
         self._model = body.model
         self._shows_logprobs = bool(body.logprobs)
-        self._calls: dict[int, tuple[deltas.CallStart, list[str]]] = {}  # those that are not complete
 
     @abstractmethod
     def said(self, text: str, others: dict[str, Any]) -> dict[str, Any]:
@@ -38,16 +37,12 @@ class OllamaRenderer(Renderer):
         text, thinking = (
             "".join(part.text for part in answer.parts if part.kind is kind) for kind in (deltas.Text, deltas.Thinking)
         )
-        calls = [
-            call(kind, call_arguments(part.text))
-            for part in answer.parts
-            if isinstance(kind := part.kind, deltas.CallStart)
-        ]
+        calls = [call(part.kind) for part in answer.parts if isinstance(part.kind, deltas.ToolCall)]
         others: dict[str, Any] = ({"thinking": thinking} if thinking else {}) | ({"tool_calls": calls} if calls else {})
         return self._line(text, others, answer.logprobs) | self._end(answer.finish)
 
     def events(self, update: deltas.Update) -> Iterator[str]:
-        pieces = [piece for delta in update.deltas if (piece := self._piece(delta)) is not None]
+        pieces = [piece(delta) for delta in update.deltas]
         if update.logprobs and self._shows_logprobs and not pieces:
             pieces = [("", {})]
         logprobs = update.logprobs
@@ -66,22 +61,6 @@ class OllamaRenderer(Renderer):
 
     def error(self, error: ApiError) -> str:
         return line(error_body(error, self._answers.context.request_id))
-
-    def _piece(self, delta: deltas.Delta) -> tuple[str, dict[str, Any]] | None:
-        """Returns the text and the other fields that a delta adds, None for nothing yet."""
-        match delta:
-            case deltas.Text(text):
-                return text, {}
-            case deltas.Thinking(text):
-                return "", {"thinking": text}
-            case deltas.CallStart(index):
-                self._calls[index] = delta, []
-            case deltas.CallArguments(index, text):
-                self._calls[index][1].append(text)
-            case deltas.CallEnd(index):
-                start, arguments = self._calls.pop(index)
-                return "", {"tool_calls": [call(start, call_arguments("".join(arguments)))]}
-        return None
 
     def _line(self, text: str, others: dict[str, Any], logprobs: Sequence[TokenLogprobs] = ()) -> dict[str, Any]:
         shown = described(self._answers.info.tokenizer, logprobs) if self._shows_logprobs else []
@@ -123,8 +102,19 @@ def message(text: str, others: dict[str, Any]) -> dict[str, Any]:
     return {"message": {"role": "assistant", "content": text} | others}
 
 
-def call(start: deltas.CallStart, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"id": start.call_id, "function": {"index": start.index, "name": start.name, "arguments": arguments}}
+def piece(delta: deltas.Delta) -> tuple[str, dict[str, Any]]:
+    """Returns the text and the other fields that a delta adds."""
+    match delta:
+        case deltas.Text(text):
+            return text, {}
+        case deltas.Thinking(text):
+            return "", {"thinking": text}
+    return "", {"tool_calls": [call(delta)]}
+
+
+def call(made: deltas.ToolCall) -> dict[str, Any]:
+    function = {"index": made.index, "name": made.name, "arguments": call_arguments(made.text)}
+    return {"id": made.call_id, "function": function}
 
 
 def timestamp(seconds: float | None = None) -> str:

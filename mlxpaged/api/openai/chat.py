@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxpaged.api.generation.answers import Answer, Answers, reply
-from mlxpaged.api.generation.deltas import CallArguments, CallStart, Delta, Finish, Text, Thinking, Update
+from mlxpaged.api.generation.deltas import Delta, Finish, Text, Thinking, ToolCall, Update
 from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, sampling_params
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.renderer import CompletionsRenderer, chat_logprobs
@@ -74,11 +74,8 @@ class ChatRenderer(CompletionsRenderer):
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         parts = answer.parts
         text, thinking = ("".join(part.text for part in parts if part.kind is kind) for kind in (Text, Thinking))
-        calls = [
-            function_call(kind.call_id, kind.name, part.text)
-            for part in parts
-            if isinstance(kind := part.kind, CallStart)
-        ]
+        made = [part.kind for part in parts if isinstance(part.kind, ToolCall)]
+        calls = [function_call(call.call_id, call.name, call.text) for call in made]
         message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         if thinking:
             message["reasoning_content"] = thinking
@@ -96,7 +93,7 @@ class ChatRenderer(CompletionsRenderer):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def events(self, update: Update) -> Iterator[str]:
-        deltas = [fields for delta in update.deltas if (fields := delta_fields(delta))]
+        deltas = [fields for delta in update.deltas for fields in delta_fields(delta)]
         if update.logprobs and not deltas:
             deltas = [{"content": ""}]
         logprobs = self._logprobs(update.logprobs)
@@ -118,15 +115,12 @@ class ChatRenderer(CompletionsRenderer):
         return chat_logprobs(self.answers.info.tokenizer, tokens) if self._shows_logprobs else None
 
 
-def delta_fields(delta: Delta) -> dict[str, Any]:
-    """Returns the fields that a delta adds to a message, {} for none."""
+def delta_fields(delta: Delta) -> list[dict[str, Any]]:
+    """Returns what a delta adds to a message, by chunks. Some clients take only the name from a call's first chunk."""
     match delta:
         case Text(text):
-            return {"content": text}
+            return [{"content": text}]
         case Thinking(text):
-            return {"reasoning_content": text}
-        case CallStart(index, call_id, name):
-            return {"tool_calls": [{"index": index, **function_call(call_id, name, "")}]}
-        case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-    return {}
+            return [{"reasoning_content": text}]
+    begun = {"index": delta.index, **function_call(delta.call_id, delta.name, "")}
+    return [{"tool_calls": [each]} for each in (begun, {"index": delta.index, "function": {"arguments": delta.text}})]

@@ -180,28 +180,27 @@ class OutputItems:
                         yield from self._begin(item, {"type": "reasoning_text", "text": ""})
                     self._open["content"][0]["text"] += text
                     yield "reasoning_text.delta", self._place(content_index=0, delta=text)
-                case deltas.CallStart(_, call_id, name):
-                    call = {"type": "function_call", "call_id": call_id, **self._called_as[name]}
-                    takes_text = call["type"] == "custom_tool_call"
-                    call = {"id": new_id("ctc" if takes_text else "fc"), **call}
-                    yield from self._begin(call | {"input" if takes_text else "arguments": ""})
-                case deltas.CallArguments(_, text):
-                    if self._open["type"] == "custom_tool_call":
-                        text = text_of(text)
-                        self._open["input"] += text
-                        yield "custom_tool_call_input.delta", self._place(delta=text)
-                    else:
-                        self._open["arguments"] += text
-                        yield "function_call_arguments.delta", self._place(delta=text)
-                case deltas.CallEnd():
-                    self._logprobs = []
-                    yield from self._end("completed")
+                case deltas.ToolCall(_, call_id, name, text):
+                    yield from self._add_call(
+                        {"type": "function_call", "call_id": call_id, **self._called_as[name]}, text
+                    )
 
     def finish(self, complete: bool) -> Iterator[Event]:
         """complete: whether the answer came to its end. An answer without items is an empty message."""
         if (self._open.get("type") == "message" and self._logprobs) or not (self.items or self._open):
             yield from self._add_text("")
         yield from self._end("completed" if complete else "incomplete")
+
+    def _add_call(self, call: dict[str, Any], text: str) -> Iterator[Event]:
+        """text: the arguments."""
+        prefix, field, kind = "fc", "arguments", "function_call_arguments"
+        if call["type"] == "custom_tool_call":
+            prefix, field, kind, text = "ctc", "input", "custom_tool_call_input", text_of(text)
+        yield from self._begin({"id": new_id(prefix), **call, field: ""})
+        self._open[field] = text
+        yield f"{kind}.delta", self._place(delta=text)
+        self._logprobs = []
+        yield from self._end("completed")
 
     def _add_text(self, text: str) -> Iterator[Event]:
         if self._open.get("type") != "message":
