@@ -342,7 +342,13 @@ HISTORY: list[Case] = [
         said(role="user", content="y", function_call={"name": "f"}),
         Refused("only messages of the role"),
     ),
-    ("Mistral", CHAT, said(content="y", prefix=True), Refused("continue_final_message")),
+    ("Mistral", CHAT, said(content="y", prefix=True), Honoured("prompt.continue_final_message", False)),
+    (
+        "Mistral",
+        CHAT,
+        {"messages": said(content="y", prefix=True)["messages"][:2]},
+        Honoured("prompt.continue_final_message", True),
+    ),
     ("raw HTTP", CHAT, said(content="y", colour="red"), Ignored("messages.colour")),
     (
         "OpenAI",

@@ -20,6 +20,7 @@ SCRIPT = {
     "Always?<|im_end|>\n<|im_start|>assistant\n<think>\n": f"{THOUGHT}</think>Done.",
     "<think>I wonder": " a little.</think>Done.",
     "The answer is": " 42.",
+    "Whole?": "It is so.",
 }
 
 
@@ -60,6 +61,16 @@ def test_the_last_message_is_continued(client: OpenAI) -> None:
     for content, expected in (("The answer is", ("", " 42.")), ("<think>I wonder", ("a little.", "Done."))):
         messages = [asked, {"role": "assistant", "content": content}]
         assert ask(client, messages, continue_final_message=True)[:2] == expected
+
+
+@pytest.mark.parametrize("said", ["", "Well,"])
+@pytest.mark.parametrize("fields", [{"continue_final_message": True}, {"prefix": True}])
+def test_a_message_that_is_a_whole_thought_is_continued(client: OpenAI, said: str, fields: dict[str, Any]) -> None:
+    """The template takes the thought out of the text."""
+    content = f"<think>I answer directly.</think>{said}"
+    prefix = {"prefix": fields.pop("prefix")} if "prefix" in fields else {}
+    messages = [{"role": "user", "content": "Whole?"}, {"role": "assistant", "content": content} | prefix]
+    assert ask(client, messages, **fields)[:2] == ("", "It is so.")
 
 
 def test_thoughts_go_back_into_the_template(client: OpenAI) -> None:

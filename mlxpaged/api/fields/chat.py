@@ -59,7 +59,7 @@ MESSAGES: tuple[Row, ...] = (
     label("messages.status", said(status="completed"), "of an earlier answer"),
     label("messages.tool_calls.index", [USER], "of a stream; the list has the order"),
     refused("messages.audio", said(audio={"id": "a"}), "audio is not supported by this server"),
-    refused("messages.prefix", said(prefix=True), "use `continue_final_message`", (False,)),
+    honoured("messages", [*said(prefix=True)[:2]], "`prefix` of the last message: as `continue_final_message`"),
 )
 
 TABLE = Table(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpaged.formats import HARMONY
-from mlxpaged.models import Tokenizer
+from mlxpaged.models import Tags, Tokenizer
 
 
 def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -33,6 +33,16 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
                 changed["tool_call_id"] = fitting(answered)
         adapted_messages.append(changed)
     return adapted_messages
+
+
+def with_thought_apart(message: Mapping[str, Any], tags: Tags) -> dict[str, Any] | None:
+    """Returns an assistant's message whose text begins with a whole thought, with the thought as its reasoning; None if
+    the text does not."""
+    text = str(message["content"]).lstrip()
+    thought, end, rest = text.removeprefix(tags.think_start).partition(tags.think_end or "\0")
+    if not end or not tags.think_start or not text.startswith(tags.think_start) or message.get("reasoning_content"):
+        return None
+    return {**message, "reasoning_content": thought.strip("\n"), "content": rest.lstrip("\n")}
 
 
 def with_early_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

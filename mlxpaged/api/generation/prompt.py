@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 
 from mlxpaged.api.errors import NOT_RENDERED, ApiError
 from mlxpaged.api.generation import check
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
-from mlxpaged.api.generation.history import adapted
+from mlxpaged.api.generation.history import adapted, with_thought_apart
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
 from mlxpaged.api.generation.tool_prompt import in_plain_text, tool_prompt, with_calls_as_text
@@ -175,7 +176,13 @@ async def render(http: Request, request: GenerationRequest, chat: Chat, info: En
 def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Callable[[], list[int]]:
     """Returns a function that renders the prompt, for the tokenizer's thread. Raises ApiError."""
     check.check_template(request, chat, info)
-    options = {**chat.chat_template_kwargs, **check.thinking_switch(request, chat, info)}
+    tokenizer = info.tokenizer
+    variables = {**chat.chat_template_kwargs, **check.thinking_switch(request, chat, info)}
+    if chat.continue_final_message:
+        variables["continue_final_message"] = True
+    opens_answer = chat.add_generation_prompt
+    if opens_answer is None:
+        opens_answer = not chat.continue_final_message
     tools = [tool.for_template() for tool in chat.offered_tools]
     num_chars = sum(len(message["content"]) for message in chat.messages) + sum(len(json.dumps(tool)) for tool in tools)
 
@@ -183,25 +190,37 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
         check.check_text_length(request.client_name("messages"), num_chars, info)
 
     check_length(num_chars)
+
+    def of(conversation: Sequence[dict[str, Any]]) -> Callable[[], list[int]]:
+        marker, messages, shown, options = tokenizer.mark(adapted(conversation, tokenizer), tools, variables)
+        if not tokenizer.shows_tools:
+            messages = in_plain_text(messages, shown)
+        elif not tokenizer.shows_calls:
+            messages = [with_calls_as_text(message, tokenizer.tags.tools) for message in messages]
+        if shown and tokenizer.shows_tools:
+            options["tools"] = shown
+        # Only the rendered text has all calls and reasoning of earlier turns, as far as the template shows them.
+        return lambda: tokenizer.apply_chat_template(
+            messages, opens_answer, lambda text: check_length(len(text)), marker, **options
+        )
+
     try:
-        marker, messages, tools, options = info.tokenizer.mark(adapted(chat.messages, info.tokenizer), tools, options)
+        as_given = of(chat.messages)
     except ChatTemplateError as error:
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
-    if not info.tokenizer.shows_tools:
-        messages = in_plain_text(messages, tools)
-    elif not info.tokenizer.shows_calls:
-        messages = [with_calls_as_text(message, info.tokenizer.tags.tools) for message in messages]
-    if tools and info.tokenizer.shows_tools:
-        options["tools"] = tools
-    if chat.continue_final_message:
-        options["continue_final_message"] = True
-    opens_answer = chat.add_generation_prompt
-    if opens_answer is None:
-        opens_answer = not chat.continue_final_message
-    # Only the rendered text has all of the calls and the reasoning of earlier turns, as far as the template shows them.
-    return lambda: info.tokenizer.apply_chat_template(
-        messages, opens_answer, lambda text: check_length(len(text)), marker, **options
-    )
+    *earlier, last = chat.messages
+    apart = with_thought_apart(last, tokenizer.tags) if chat.continue_final_message else None
+    if apart is None:
+        return as_given
+
+    def render() -> list[int]:
+        """Some templates take a thought out of the text, which cannot be continued then."""
+        try:
+            return as_given()
+        except ChatTemplateError:
+            return of([*earlier, apart])()
+
+    return render
 
 
 def thinking_of(info: EngineInfo, chat: Chat, prompt: list[int]) -> Thinking:

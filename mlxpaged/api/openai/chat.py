@@ -40,7 +40,7 @@ def translate(body: ChatRequest) -> GenerationRequest:
         asks_thinking=body.asks_thinking or variables.get("enable_thinking") is True,
         chat_template_kwargs=variables,
         add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
+        continue_final_message=bool(body.continue_final_message or body.messages[-1].prefix),
     )
     params = sampling_params(
         body,

@@ -153,7 +153,8 @@ ROLES = {"developer": "system", "function": "tool"}
 
 
 class Message(Body):
-    """function_call, and the role `function`: a call and its result, as OpenAI's API had them before tools."""
+    """prefix: whether the answer continues this message, if it is the last; Mistral's. function_call, and the role
+    `function`: a call and its result, as OpenAI's API had them before tools."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[Part], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
@@ -162,6 +163,7 @@ class Message(Body):
     tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     function_call: CalledFunction | None = None
     reasoning_content: str | None = None
+    prefix: bool | None = None
     refusal: str | None = None
 
     @model_validator(mode="after")
