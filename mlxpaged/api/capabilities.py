@@ -6,7 +6,7 @@ from mlxpaged.engine import EmbeddingInfo, EngineInfo
 
 
 def capabilities(info: EngineInfo | EmbeddingInfo) -> dict[str, bool]:
-    """Tools and thinking are derived from the chat template and the vocabulary."""
+    """Every model that chats can be told of tools. Thinking is derived from the vocabulary."""
     generates = isinstance(info, EngineInfo)
     chats = generates and info.tokenizer.has_chat_template
     return {
@@ -14,6 +14,6 @@ def capabilities(info: EngineInfo | EmbeddingInfo) -> dict[str, bool]:
         "completions": generates,
         "rerank": isinstance(info, EngineInfo) and info.reranker is not None,
         "embeddings": info.embedding_model is not None,
-        "tools": chats and (info.tokenizer.shows_tools or info.tokenizer.takes_system),
+        "tools": chats,
         "thinking": chats and info.tokenizer.tags.thinks,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from openai import OpenAI
 
 from mlxpaged.models import Tokenizer
 from mlxpaged.models.loader import DEMO_PATH
-from tests.api.helpers import DEADLINE, ask, chat_tokens, post, raw
+from tests.api.helpers import DEADLINE, ask, chat_tokens, post, raw, tokens_of
 from tests.api.test_tools import streamed
 from tests.scripted import follow
 from tests.support import RunningServer
@@ -180,28 +179,36 @@ REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') 
 
 
 @pytest.mark.parametrize("template", [REFUSES, IGNORES])
-def test_without_a_system_message_tools_are_ignored_by_name_and_a_required_call_is_refused(
+def test_without_a_place_for_system_messages_the_user_tells_of_tools(
     demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     with_template(monkeypatch, demo_server, template)
+    told = "You are a clerk."
     body = ask("Who are you?", tools=TOOLS, max_tokens=5)
-    without = post(demo_server, ask("Who are you?", max_tokens=5))
+    system = body | {"messages": [{"role": "system", "content": told}, *body["messages"]]}
+    by_user = ask(f"{told}\n\nWho are you?", tools=TOOLS, max_tokens=5)
     with raw(demo_server) as client:
-        response = client.post("/v1/chat/completions", json=body)
-        assert response.headers["x-mlxpaged-ignored"] == "tools"
-        answer = response.json()
-        assert answer["choices"] == without["choices"]
-        assert answer["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"]
-        for choice in ("required", {"type": "function", "function": {"name": "clock"}}):
-            response = client.post("/v1/chat/completions", json=body | {"tool_choice": choice})
-            assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
-            assert "shows neither tools nor a system message" in response.json()["error"]["message"]
-        state = demo_server.app.state.server
-        monkeypatch.setattr(state, "http", dataclasses.replace(state.http, strict=True))
-        error = client.post("/v1/chat/completions", json=body).json()["error"]
-        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
-        model = client.get("/v1/models/demo").json()
-    assert not model["capabilities"]["tools"]
+        for given, same in ((system, by_user), (system | {"tools": []}, by_user | {"tools": []})):
+            answers = [client.post("/v1/chat/completions", json=each) for each in (given, same)]
+            assert [answer.headers.get("x-mlxpaged-ignored") for answer in answers] == [None, None]
+            if not given["tools"]:  # the tools stand after the system message
+                assert answers[0].json()["usage"] == answers[1].json()["usage"]
+        clock = {"type": "function", "function": {"name": "clock"}}
+        (choice,) = client.post("/v1/chat/completions", json=body | {"tool_choice": clock, "max_tokens": 99}).json()[
+            "choices"
+        ]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "clock"
+        assert client.get("/v1/models/demo").json()["capabilities"]["tools"]
+
+
+def test_a_conversation_that_begins_with_an_answer_gets_a_user_who_tells(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(monkeypatch, demo_server, REFUSES)
+    messages = [{"role": role, "content": "x"} for role in ("system", "assistant", "user")]
+    with raw(demo_server) as client:
+        response = client.post("/v1/chat/completions", json=ask("x", max_tokens=1) | {"messages": messages})
+    assert response.json()["usage"]["prompt_tokens"] == len(tokens_of(demo_server, "xxx"))
 
 
 def test_tools_that_fill_half_of_the_context_are_ignored_by_name(demo_server: RunningServer) -> None:

@@ -67,6 +67,18 @@ def with_early_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     return list(shown)
 
 
+def with_system_as_user(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages for a template without system messages: the only one, the first, becomes the beginning
+    of what the user says."""
+    shown = [dict(message) for message in messages]
+    if shown and shown[0]["role"] == "system":
+        told = shown.pop(0)["content"]
+        if not shown or shown[0]["role"] != "user":
+            shown.insert(0, {"role": "user", "content": ""})
+        shown[0]["content"] = "\n\n".join(filter(None, (told, shown[0]["content"])))
+    return shown
+
+
 def join(messages: list[dict[str, Any]], message: Mapping[str, Any], separator: str) -> None:
     """Adds a message's text to the last message, if that has the same role."""
     if messages and messages[-1]["role"] == message["role"]:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from mlxpaged.api.errors import NOT_RENDERED, ApiError
 from mlxpaged.api.generation import check
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
-from mlxpaged.api.generation.history import adapted, with_thought_apart
+from mlxpaged.api.generation.history import adapted, with_system_as_user, with_thought_apart
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
 from mlxpaged.api.generation.tool_prompt import in_plain_text, tool_prompt, with_calls_as_text
@@ -136,20 +136,14 @@ async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]
 
 
 async def with_usable_tools(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> Chat:
-    """Returns the chat, without its tools if the model cannot be told of them and need not call one. Raises ApiError if
-    it must call one, or if the server is strict."""
+    """Returns the chat, without its tools if they leave no room for a conversation and none must be called. Raises
+    ApiError if the server is strict."""
     tools, tokenizer = chat.offered_tools, info.tokenizer
     if not tools or tokenizer.shows_tools or not tokenizer.has_chat_template:
         return chat
-    must_call = chat.tool_choice.mode == "required"
-    if not tokenizer.takes_system:
-        reason = "this model cannot be told of tools: its chat template shows neither tools nor a system message"
-        if must_call:
-            raise request.refusal("tool_choice", reason)
-    elif must_call or await leave_room(http, tools, info):
+    if chat.tool_choice.mode == "required" or await leave_room(http, tools, info):
         return chat
-    else:
-        reason = f"their description takes more than {MOST_FOR_TOOLS:.0%} of the context"
+    reason = f"their description takes more than {MOST_FOR_TOOLS:.0%} of the context"
     server_of(http).ignore(http, request.client_name("tools"), reason)
     return dataclasses.replace(chat, tools=())
 
@@ -197,6 +191,8 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
             messages = in_plain_text(messages, shown)
         elif not tokenizer.shows_calls:
             messages = [with_calls_as_text(message, tokenizer.tags.tools) for message in messages]
+        if not tokenizer.takes_system:
+            messages = with_system_as_user(messages)
         if shown and tokenizer.shows_tools:
             options["tools"] = shown
         # Only the rendered text has all calls and reasoning of earlier turns, as far as the template shows them.
