@@ -27,6 +27,7 @@ from mlxpaged.cli.banner import banner
 from mlxpaged.cli.start_display import StartDisplay
 from mlxpaged.cpu import blas
 from mlxpaged.engine import EngineUnavailableError
+from mlxpaged.log_writer import Writer
 from mlxpaged.process_memory import return_freed_memory
 from mlxpaged.registry import Registry
 
@@ -85,6 +86,7 @@ class HttpServer(uvicorn.Server):
         self._listeners = list(listeners)
         self._drain_timeout = drain_timeout
         self._exit_status = 0
+        self._stdout = Writer(1)
         self.url, *others = map(url_of, self._listeners)
         self._ollama_url = others[0] if others else None
         self._tasks: list[asyncio.Task[None]] = []
@@ -97,6 +99,7 @@ class HttpServer(uvicorn.Server):
         assert isinstance(loop, uvloop.Loop)
         uvloop.run(self.serve(sockets=self._listeners), loop_factory=lambda: loop)
         logger.info("bye")
+        self._stdout.flush()
         return self._exit_status
 
     @contextlib.contextmanager
@@ -138,7 +141,7 @@ class HttpServer(uvicorn.Server):
         logger.info("listening on %s, BLAS: %s", urls, blas.describe())
         self._tasks.append(asyncio.ensure_future(return_freed_memory_regularly()))
         if self._registry is None:
-            print(f"mlxpaged {__version__} without a model at {urls}", flush=True)
+            self._stdout.write(f"mlxpaged {__version__} without a model at {urls}\n")
         else:
             self._tasks.append(asyncio.ensure_future(self._announce(self._registry)))
 
@@ -160,7 +163,7 @@ class HttpServer(uvicorn.Server):
         gc.collect()
         gc.freeze()  # a full collection of the libraries' 100,000 objects would block every stream
         if not self.should_exit:
-            print(banner(registry, self.url, self._needs_key, self._ollama_url), flush=True)
+            self._stdout.write(f"{banner(registry, self.url, self._needs_key, self._ollama_url)}\n")
 
 
 async def return_freed_memory_regularly() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 from mlxpaged.api.access.redaction import redacted
+from mlxpaged.log_writer import LogHandler, Writer
 
 NOISY = ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn.error", "uvicorn.access")
 
@@ -22,8 +22,8 @@ class LineFormatter(logging.Formatter):
 
 
 def set_up(level: str) -> None:
-    """level: debug, info, warning or error."""
-    handler = logging.StreamHandler(sys.stderr)
+    """level: debug, info, warning or error. The log goes to standard error, whoever reads that."""
+    handler = LogHandler(Writer(2))
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(request)s%(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in NOISY:

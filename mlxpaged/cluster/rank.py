@@ -46,6 +46,7 @@ from mlxpaged.engine.ranks import RankLostError, Ranks
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import Watchdog
+from mlxpaged.log_writer import LogHandler, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank, told = int(os.environ["MLX_RANK"]), json.loads(sys.stdin.readline())
     form = f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
-    logging.basicConfig(level=told["log_level"].upper(), format=form)
+    logging.basicConfig(level=told["log_level"].upper(), format=form, handlers=[LogHandler(Writer(2))])
     secret, server = bytes.fromhex(told["secret"]), tuple(told["server"])
     # The other ranks reach rank 0 where they reach the server.
     accepts = Listener(server[0], told["peers"], secret) if rank == 0 else None

@@ -1,0 +1,90 @@
+"""Writes to a terminal, a pipe or a file without ever waiting for it.
+
+A reader that stops reading (a pipe that nobody empties, Ctrl-S, `| less`) blocks whoever writes next. A server that
+writes its log from the event loop or the engine's thread then stops for good. Here a thread writes what is in
+a bounded queue. What does not fit is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+
+MAX_BYTES = 4 * 1024 * 1024
+"""Text that may wait."""
+CLOSE_SECONDS = 1.0
+"""At the end of the process, waiting text gets this time."""
+
+
+class Writer:
+    """Writes texts to a file descriptor, in order."""
+
+    def __init__(self, descriptor: int, max_bytes: int = MAX_BYTES) -> None:
+        self._descriptor = descriptor
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._num_bytes = 0  # of what waits, and of what is being written
+        self._num_dropped = 0
+        self._thread: threading.Thread | None = None
+
+    def write(self, text: str) -> None:
+        """Queue a text. It never waits, and never fails."""
+        data = text.encode("utf-8", "backslashreplace")
+        with self._changed:
+            if self._num_bytes + len(data) > self._max_bytes:
+                self._num_dropped += 1
+                return
+            if self._num_dropped:
+                self._add(f"({self._num_dropped} lines of the log were dropped: nobody read them)\n".encode())
+                self._num_dropped = 0
+            self._add(data)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mlxpaged-log", daemon=True)
+                self._thread.start()
+
+    def flush(self, seconds: float = CLOSE_SECONDS) -> bool:
+        """Wait until all is written, or so long. Returns whether it is."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_bytes, max(0.0, until - time.monotonic()))
+
+    def _add(self, data: bytes) -> None:
+        self._waiting.append(data)
+        self._num_bytes += len(data)
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                data = self._waiting.popleft()
+            with contextlib.suppress(OSError):  # the reader has left, or the disk is full
+                rest = data
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            with self._changed:
+                self._num_bytes -= len(data)
+                self._changed.notify_all()
+
+
+class LogHandler(logging.Handler):
+    """Gives lines to a Writer. They are formatted at once, where the id of their request is known."""
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception as error:  # logging would print a traceback, and wait for that
+            line = f"a line of {record.name} cannot be written: {error!r}"
+        self._writer.write(f"{line}\n")
+
+    def flush(self) -> None:
+        self._writer.flush()
