@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -25,6 +26,8 @@ MAX_DISCARDED_BYTES = 512 * 1024 * 1024
 BODY_SECONDS = 30.0
 """A body may take this long, and a second more for each MIN_BYTES_PER_SECOND received. A slow client has to end."""
 MIN_BYTES_PER_SECOND = 64 * 1024
+MAX_KEYS = 100_000
+"""Keys in all objects of a body. A conversation of 10,000 messages has 20,000 to 80,000."""
 CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -82,9 +85,39 @@ def or_raise(checked: Model | ApiError) -> Model:
 
 
 def parse_json(text: bytes | bytearray) -> Any:
-    """Parses JSON that a client sent. Raises ValueError. The parser keeps the latest 16,384 short strings of the
-    process. Only keys are repeated by other requests, so it does not keep the users' texts."""
-    return from_json(text, cache_strings="keys")
+    """Parses JSON that a client sent. Raises ValueError for what is no JSON, and ApiError for too many keys and for a
+    number that is no finite float. The parser keeps the latest 16,384 short strings of the process. Only keys are
+    repeated by other requests, so it does not keep the users' texts."""
+    # No other thread runs while it is parsed. In JSON, a colon after a quote that is not escaped belongs to a key.
+    if text.count(b":") > MAX_KEYS and text.count(b'":') - text.count(b'\\":') > MAX_KEYS:
+        raise too_many_keys()
+    value = from_json(text, cache_strings="keys", allow_inf_nan=False)
+    check_values(value)
+    return value
+
+
+def check_values(value: Any) -> None:
+    """Raises ApiError, see `parse_json`. The time of whatever handles the value later grows with its keys: rendering,
+    serializing, and compiling a schema."""
+    num_keys, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            num_keys += len(item)
+            if num_keys > MAX_KEYS:
+                raise too_many_keys()
+            item = item.values()
+        elif not isinstance(item, list):
+            item = (item,)
+        kinds = set(map(type, item))
+        if float in kinds and not all(map(math.isfinite, (each for each in item if type(each) is float))):
+            raise ApiError(400, "the body has a number that is too large: the limit is 1.8e308", code="invalid_json")
+        if dict in kinds or list in kinds:
+            waiting += (each for each in item if isinstance(each, (dict, list)))
+
+
+def too_many_keys() -> ApiError:
+    return ApiError(400, f"the body has more than {MAX_KEYS:,} keys in its objects", code="too_many_keys")
 
 
 @no_collection()
@@ -99,6 +132,8 @@ def _parse(body: bytes | bytearray, model: type[Model], reading: Reading | None)
         value = parse_json(body)
     except ValueError as error:
         return ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json")
+    except ApiError as error:
+        return error.with_traceback(None)
     return _check(value, model, reading)
 
 

@@ -125,7 +125,13 @@ def as_text(value: Any) -> Any:
 
 Label = Annotated[str, BeforeValidator(as_text)]
 """A text that changes nothing. Some clients send numbers and objects."""
-Labels = Annotated[dict[str, Any], AfterValidator(lambda labels: {key: as_text(each) for key, each in labels.items()})]
+MAX_LABELS = 16
+"""OpenAI's limit."""
+Labels = Annotated[
+    dict[str, Any],
+    Field(max_length=MAX_LABELS),
+    AfterValidator(lambda labels: {key: as_text(each) for key, each in labels.items()}),
+]
 
 
 @dataclass(frozen=True)

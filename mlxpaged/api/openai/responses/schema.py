@@ -13,7 +13,7 @@ from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, RefusalPart, RequestFie
 from mlxpaged.api.openai.structured import JsonSchema, TextFormat
 from mlxpaged.api.openai.thinking import Effort
 from mlxpaged.api.page import PageQuery
-from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Labels, Limit, OneOf
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Limit, OneOf
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -191,7 +191,7 @@ class ResponseRequest(RequestFields, InputTokensRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     # Codex's labels, and a limit on calls of OpenAI's own tools, which this server does not have. They change nothing.
-    client_metadata: Labels | None = None
+    client_metadata: dict[str, Any] | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
 
     # The other requests for text have these properties too. Here one prompt has one answer.

@@ -1,0 +1,104 @@
+"""What a request may cost: keys, numbers and pieces of its body."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from mlxpaged.api.body import MAX_KEYS, parse_json
+from mlxpaged.api.errors import ApiError
+from mlxpaged.api.schema import MAX_LABELS
+from mlxpaged.cli.http_protocol import MAX_PIECES, PIECE_BYTES
+from tests.api.helpers import DEADLINE, ask, raw
+from tests.support import RunningServer
+
+CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
+HUGE = "1e999"
+
+
+def in_schema(text: str) -> dict[str, bytes]:
+    """Bodies of each API with this JSON in the schema of a tool."""
+    schema: Any = {"type": "object", "properties": {"a": {"const": "HERE"}}}
+    function = {"name": "f", "parameters": schema}
+    user = [{"role": "user", "content": "x"}]
+    bodies: dict[str, Any] = {
+        CHAT: {"messages": user, "tools": [{"type": "function", "function": function}]},
+        RESPONSES: {"input": "x", "tools": [{"type": "function"} | function]},
+        MESSAGES: {"max_tokens": 1, "messages": user, "tools": [{"name": "f", "input_schema": schema}]},
+        OLLAMA: {"messages": user, "tools": [{"function": function}]},
+    }
+    return {
+        path: json.dumps(body | {"model": "demo"}).replace('"HERE"', text).encode() for path, body in bodies.items()
+    }
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, OLLAMA])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", HUGE, f"-{HUGE}", f"[[{{}}, {HUGE}]]"])
+def test_numbers_that_json_does_not_have_are_refused(server: RunningServer, path: str, number: str) -> None:
+    with raw(server) as client:
+        response = client.post(path, content=in_schema(number)[path])
+    assert response.status_code == 400, response.text
+    assert "not valid JSON" in response.text or "too large" in response.text
+
+
+def test_large_numbers_that_json_has_are_taken(server: RunningServer) -> None:
+    with raw(server) as client:
+        response = client.post(CHAT, content=in_schema(f"[1e308, {10**400}]")[CHAT])
+    assert response.status_code == 200, response.text
+
+
+def keys(count: int, separator: str = ":") -> bytes:
+    return f"{{{','.join(f'{chr(34)}{i}{chr(34)}{separator}1' for i in range(count))}}}".encode()
+
+
+@pytest.mark.parametrize("separator", [":", "  :", "\n:"])
+def test_keys_are_limited_wherever_they_are(separator: str) -> None:
+    """Also those that no look at the bytes finds."""
+    half = MAX_KEYS // 2
+    assert len(parse_json(keys(MAX_KEYS, separator))) == MAX_KEYS
+    assert len(parse_json(b"[" + keys(half, separator) + b"," + keys(half, separator) + b"]")) == 2
+    for text in (
+        keys(MAX_KEYS + 1, separator),
+        b'[{"a":' + keys(half, separator) + b"}," + keys(half, separator) + b"]",
+    ):
+        with pytest.raises(ApiError) as caught:
+            parse_json(text)
+        assert caught.value.code == "too_many_keys"
+
+
+def test_a_text_with_json_in_it_has_no_keys() -> None:
+    text = json.dumps({"content": json.dumps({"a": 1}) * (2 * MAX_KEYS)})
+    assert parse_json(text.encode())["content"].count('"a":') == 2 * MAX_KEYS
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_labels_are_few(server: RunningServer, path: str) -> None:
+    body = ask("x", max_tokens=1) if path == CHAT else {"model": "demo", "input": "x", "max_output_tokens": 1}
+    with raw(server) as client:
+        for count, status in ((MAX_LABELS, 200), (MAX_LABELS + 1, 400)):
+            response = client.post(path, json=body | {"metadata": {str(i): "x" for i in range(count)}})
+            assert response.status_code == status, response.text
+    assert response.json()["error"]["param"] == "metadata"
+
+
+def answer_to_chunks(server: RunningServer, count: int) -> bytes:
+    """The answer to a request whose body comes in so many chunks of one space."""
+    address = urlsplit(server.url)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: {address.netloc}\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=DEADLINE) as connection:
+        connection.sendall(head.encode() + b"1\r\n \r\n" * count + b"0\r\n\r\n")
+        return connection.makefile("rb").read()
+
+
+def test_a_body_in_tiny_pieces_is_refused(server: RunningServer) -> None:
+    """Each takes as long to read as a large one."""
+    refused, read = answer_to_chunks(server, 2 * MAX_PIECES), answer_to_chunks(server, MAX_PIECES // 2)
+    assert b"bytes of the body came in" in refused
+    assert b"is not valid JSON" in read
+    with raw(server) as client:
+        many = client.post(CHAT, content=(b" " * PIECE_BYTES for _ in range(2 * MAX_PIECES)))
+    assert "is not valid JSON" in many.text
