@@ -36,6 +36,9 @@ async def health(request: Request) -> Response:
     if state is EngineState.READY:
         if isinstance(info, EngineInfo) and info.kernels_off is not None:
             body["metal_kernels_off"] = info.kernels_off
+        runner = request.app.state.batch_runner
+        if runner is not None and runner.num_restarts:
+            body["batch_task_restarts"] = runner.num_restarts
         found = [engine.stats.scheduler for engine in registry.engines if engine.stats is not None]
         counts = {"running": sum(each.running for each in found), "waiting": sum(each.waiting for each in found)}
         return JSONResponse(body | counts)

@@ -35,6 +35,7 @@ from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers
+from mlxpaged.models.panics import guarded
 from mlxpaged.models.preflight import (
     GGUF_ADVICE,
     NOTHING,
@@ -263,7 +264,7 @@ def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int])
     """The tokenizer of a model's directory. end_tokens: of its generation_config.json. Raises any exception."""
     # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
     ends = end_tokens or read_object(path / "config.json").get("eos_token_id")
-    return Tokenizer(load_tokenizer(path, eos_token_ids=ends), tool_parser)
+    return guarded(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=ends), tool_parser))()
 
 
 def read_tokenizer(name: str, tool_parser: str | None = None) -> Tokenizer:
@@ -328,7 +329,7 @@ def load_embedding_model(
             model, config = load_decoder(path)
             read_weights(model, turns.report)
             end_tokens = config.get("eos_token_id")
-            tokenizer = turns.during(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=end_tokens)))
+            tokenizer = turns.during(guarded(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=end_tokens))))
         except Exception as error:  # as in `load_model`
             raise UnsupportedModelError(f"it cannot be loaded: {in_one_line(error)}") from error
         model.eval()

@@ -16,6 +16,7 @@ from transformers.utils import chat_template_utils
 from mlxpaged.formats import FORMATS, HARMONY, HERMES, Format, format_of, harmony, thought_tags
 from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, unmarked
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.panics import guarded
 from mlxpaged.models.template_environment import LimitedEnvironment
 from mlxpaged.models.template_limits import TemplateLimitError
 
@@ -110,6 +111,7 @@ class Tokenizer:
         """The tokenizer of the library tokenizers; None if the model has none."""
         return getattr(self._encoder, "backend_tokenizer", None)
 
+    @guarded
     def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
         """Tokens of a text. add_special_tokens: with the special tokens that the model expects around a prompt.
         split_special_tokens: control tokens in the text are text. Raises ControlTokenError if they cannot be."""
@@ -142,6 +144,7 @@ class Tokenizer:
     def _longest_token(self) -> int:
         return max(1, *(len(token) for token in self._decoder.get_vocab()))
 
+    @guarded
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -210,9 +213,11 @@ class Tokenizer:
         and add a closed one if the model is not to think."""
         return self.text_with_specials(prompt[-TAG_TOKENS:]).rstrip().endswith(tag)
 
+    @guarded
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=True))
 
+    @guarded
     def text_with_specials(self, token_ids: Sequence[int]) -> str:
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=False))
 
@@ -220,6 +225,7 @@ class Tokenizer:
         """The text of a single token, special tokens included."""
         return self.text_with_specials([token_id])
 
+    @guarded
     def token_bytes(self, token_id: int) -> list[int]:
         """The UTF-8 bytes of a token; a token may be only part of a character."""
         piece = self._decoder.convert_ids_to_tokens(token_id)

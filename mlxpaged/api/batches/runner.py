@@ -72,7 +72,23 @@ class BatchRunner:
         self._in_flight = 0  # sequences
         self._current: BatchRecord | None = None
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-batches")
+        self.num_restarts = 0
+        """How often the task that runs batches ended with an error and was started again."""
+        self._start()
+
+    def _start(self) -> None:
         self._task = asyncio.ensure_future(self._run())
+        self._task.add_done_callback(self._start_again)
+
+    def _start_again(self, task: asyncio.Task[None]) -> None:
+        """Each batch's errors are its own. This is for an error that nobody thought of: the other batches still run."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.critical("the task that runs batches ended, and is started again", exc_info=error)
+        self.num_restarts += 1
+        if self._current is not None:
+            self._current.status = "failed"  # it would fail again; a restart of the server runs it again
+        asyncio.get_running_loop().call_later(DISK_SECONDS, self._start)
 
     async def cancel(self, batch: BatchRecord) -> None:
         """End the batch's running requests at once; finished lines stay readable. No effect while it is finalized.
