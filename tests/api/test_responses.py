@@ -107,7 +107,7 @@ def test_a_stored_response_can_be_read_and_forgotten(client: OpenAI) -> None:
         client.responses.retrieve(unkept.id)
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MAX_RESPONSES", 3), ("MAX_CHARS", 300)])
+@pytest.mark.parametrize(("limit", "value"), [("MAX_RESPONSES", 3), ("MAX_BYTES", 3000)])
 def test_the_store_forgets_the_oldest(client: OpenAI, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
     monkeypatch.setattr(response_store, limit, value)
     made = [client.responses.create(model="demo", input="x" * 90, max_output_tokens=1).id for _ in range(5)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -36,12 +35,12 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     given = request.headers.get(HEADER, "")
     if given in store.responses:
         raise DuplicateRequestError(f"a stored response already has the id {given}")
-    earlier, items = whole_conversation(request, body)
+    previous, earlier, items = whole_conversation(request, body)
     answers = await start(request, lambda: translate(body, [*earlier, *items]), "resp")
 
     def keep(response: dict[str, Any]) -> None:
         if body.kept:
-            store.add(owner_of(request), response, earlier, items)
+            store.add(owner_of(request), response, previous, items)
 
     return await reply(answers, ResponseRenderer(answers, body, keep), bool(body.stream))
 
@@ -54,35 +53,37 @@ def failure(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
-    earlier, items = whole_conversation(request, body)
+    _, earlier, items = whole_conversation(request, body)
     num_tokens = await count_tokens(request, lambda: translate(body, [*earlier, *items]))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-def whole_conversation(request: Request, body: InputTokensRequest) -> tuple[Sequence[Item], list[Item]]:
-    """Returns the items of the stored conversation, and the items of the request."""
+def whole_conversation(
+    request: Request, body: InputTokensRequest
+) -> tuple[StoredResponse | None, list[Item], list[Item]]:
+    """Returns the stored response that the request continues, the items up to its end, and those of the request."""
     if any(isinstance(tool, OtherTool) for tool in body.tools or ()):
         server_of(request).ignore(
             request, "tools", "only functions and custom tools can be called: the server runs no tools itself"
         )
-    earlier: Sequence[Item] = []
+    found: StoredResponse | None = None
     response_id = body.previous_response_id
     if response_id is not None:
         found = store_of(request).responses.get(response_id)
         if found is None or not may_use(request, found.owner):
             message = f"there is no stored response {response_id!r}; at most the newest {MAX_RESPONSES} are kept"
             raise bad_parameter("previous_response_id", message, code="previous_response_not_found")
-        earlier = found.conversation
     items = [referred(request, i, item) for i, item in enumerate(body.items)]
+    earlier = [] if found is None else found.conversation
     check_calls(earlier, items)
-    return earlier, items
+    return found, earlier, items
 
 
 def referred(request: Request, index: int, item: Item | ItemReference) -> Item:
     """Returns an item of the request, or the stored item that it refers to."""
     if not isinstance(item, ItemReference):
         return item
-    found = store_of(request).items.get(item.id)
+    found = store_of(request).item(item.id)
     if found is None or not may_use(request, found[0]):
         raise bad_parameter(f"input.{index}.id", f"there is no stored item {item.id!r}", code="item_not_found")
     return found[1]
@@ -109,7 +110,7 @@ async def cancel(request: Request) -> Response:
 
 async def input_items(request: Request) -> Response:
     query = read_query(request, ItemList)
-    items = [item.shown(item_id) for item_id, item in find(request).inputs.items()]
+    items = [item.shown(item_id) for item_id, item in find(request).input_items()]
     return page(items if query.order == "asc" else items[::-1], query.after, query.limit)
 
 

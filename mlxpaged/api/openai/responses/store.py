@@ -1,10 +1,15 @@
-"""Keeps the newest responses in memory, so that clients can read and continue them."""
+"""Keeps the newest responses in memory, so that clients can read and continue them.
+
+What is kept is serialized: a `{}` of two bytes takes thirty times as much as an object. A response holds its own items
+and the response that it continues, whose items it needs for as long. All that is held counts.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -12,45 +17,110 @@ from pydantic import TypeAdapter
 from mlxpaged.api.openai.responses.schema import Item, OutputItem
 
 MAX_RESPONSES = 1000
-MAX_CHARS = 64 * 1024 * 1024
-"""The most characters of all responses and inputs. Items that a response shares with earlier ones count once."""
+MAX_BYTES = 64 * 1024 * 1024
+"""The most bytes of all responses and their items. If there are too many, the owner who has most loses the oldest: who
+has less than an equal share loses nothing."""
 
+ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 OUTPUT: TypeAdapter[list[OutputItem]] = TypeAdapter(list[OutputItem])
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StoredResponse:
-    """owner: the name of its API key, if any. conversation: all items up to the end of the answer, without the
-    instructions. inputs: the request's items, by their ids."""
+    """owner: the name of its API key, if any. body: the response. previous: the one that it continues. inputs, outputs:
+    the items of the request and of the answer, by their ids. All but the owner are JSON. uses: how many hold it, the
+    store and the responses that continue it."""
 
     owner: str | None
-    response: dict[str, Any]
-    conversation: Sequence[Item]
-    inputs: dict[str, Item]
-    num_chars: int
+    body: bytes
+    previous: StoredResponse | None
+    inputs: dict[str, bytes]
+    outputs: dict[str, bytes]
+    uses: int = field(default=1, init=False)
+
+    @property
+    def response(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.body)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + sum(len(item) for items in (self.inputs, self.outputs) for item in items.values())
+
+    @property
+    def conversation(self) -> list[Item]:
+        """Returns all items up to the end of the answer, without the instructions."""
+        chain = [self]
+        while (previous := chain[-1].previous) is not None:
+            chain.append(previous)
+        return [
+            ITEM.validate_json(item)
+            for stored in reversed(chain)
+            for items in (stored.inputs, stored.outputs)
+            for item in items.values()
+        ]
+
+    def input_items(self) -> Iterator[tuple[str, Item]]:
+        for item_id, item in self.inputs.items():
+            yield item_id, ITEM.validate_json(item)
 
 
 class ResponseStore:
     def __init__(self) -> None:
         self.responses: dict[str, StoredResponse] = {}
-        self.items: dict[str, tuple[str | None, Item]] = {}  # (owner, item) by id, of requests and answers
-        self._num_chars = 0
+        self._holders: dict[str, StoredResponse] = {}  # by the ids of their items
+        self._num_bytes: Counter[str | None] = Counter()  # of each owner
 
-    def add(self, owner: str | None, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item]) -> None:
-        """Stores a response, and deletes the oldest ones if there are too many. items: the request's own."""
-        inputs = {f"{response['id']}-input-{index}": item for index, item in enumerate(items)}
-        output = OUTPUT.validate_python(response["output"])
-        num_chars = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)
-        conversation = [*earlier, *items, *output]
-        self.responses[response["id"]] = StoredResponse(owner, response, conversation, inputs, num_chars)
-        named = inputs | {item.id: item for item in output if item.id is not None}
-        self.items.update({item_id: (owner, item) for item_id, item in named.items()})
-        self._num_chars += num_chars
-        while len(self.responses) > MAX_RESPONSES or (self._num_chars > MAX_CHARS and len(self.responses) > 1):
-            self.delete(next(iter(self.responses)))
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all that is held."""
+        return self._num_bytes.total()
+
+    def item(self, item_id: str) -> tuple[str | None, Item] | None:
+        """Returns an item of a stored request or answer, and its owner."""
+        holder = self._holders.get(item_id)
+        if holder is None:
+            return None
+        return holder.owner, ITEM.validate_json((holder.inputs | holder.outputs)[item_id])
+
+    def add(
+        self, owner: str | None, response: dict[str, Any], previous: StoredResponse | None, items: Sequence[Item]
+    ) -> None:
+        """Stores a response, and deletes old ones if there are too many. previous: the response that it continues.
+        items: the request's own. A conversation that is too long for the store is not stored."""
+        inputs = {
+            f"{response['id']}-input-{index}": ITEM.dump_json(item, exclude_none=True)
+            for index, item in enumerate(items)
+        }
+        outputs = {
+            item.id or "": ITEM.dump_json(item, exclude_none=True)
+            for item in OUTPUT.validate_python(response["output"])
+        }
+        stored = StoredResponse(owner, json.dumps(response).encode(), previous, inputs, outputs)
+        self.responses[response["id"]] = stored
+        self._holders |= dict.fromkeys((*inputs, *outputs), stored)
+        self._num_bytes[owner] += stored.num_bytes
+        if previous is not None:
+            previous.uses += 1
+        while len(self.responses) > MAX_RESPONSES:
+            self._delete_oldest(Counter(each.owner for each in self.responses.values()))
+        while self.num_bytes > MAX_BYTES:
+            self._delete_oldest(self._num_bytes)
 
     def delete(self, response_id: str) -> None:
-        found = self.responses.pop(response_id)
-        self._num_chars -= found.num_chars
-        for item_id in (*found.inputs, *(item["id"] for item in found.response["output"])):
-            del self.items[item_id]
+        stored: StoredResponse | None = self.responses.pop(response_id)
+        assert stored is not None
+        for item_id in (*stored.inputs, *stored.outputs):
+            del self._holders[item_id]
+        while stored is not None:  # those before it, if nothing else holds them
+            stored.uses -= 1
+            if stored.uses:
+                return
+            self._num_bytes[stored.owner] -= stored.num_bytes
+            stored = stored.previous
+
+    def _delete_oldest(self, used: Counter[str | None]) -> None:
+        """used: how much each owner has."""
+        owners = {each.owner for each in self.responses.values()}
+        greediest = max(owners, key=lambda owner: used[owner])
+        self.delete(next(key for key, each in self.responses.items() if each.owner == greediest))

@@ -1,0 +1,81 @@
+"""What the store of responses keeps, and whose it forgets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpaged.api.openai.responses import store as response_store
+from mlxpaged.api.openai.responses.schema import MessageItem
+from mlxpaged.api.openai.responses.store import ResponseStore
+
+NAMES = iter(range(10**6))
+
+
+def put(store: ResponseStore, owner: str, size: int = 1000, previous: str | None = None) -> str:
+    """Its id. The question has so many characters, the answer is "Yes."."""
+    number = next(NAMES)
+    content = [{"type": "output_text", "text": "Yes.", "annotations": [{}] * 10}]
+    answer = {"id": f"msg-{number}", "type": "message", "role": "assistant", "content": content}
+    response = {"id": f"resp-{number}", "output": [answer]}
+    before = None if previous is None else store.responses[previous]
+    store.add(owner, response, before, [MessageItem(role="user", content="x" * size)])
+    return f"resp-{number}"
+
+
+def text_of(item: Any) -> str:
+    return item.content if isinstance(item.content, str) else item.content[0].text
+
+
+def test_a_conversation_outlives_the_responses_before_it() -> None:
+    store = ResponseStore()
+    first = put(store, "anna", 1)
+    second = put(store, "anna", 2, first)
+    store.delete(first)
+    third = put(store, "anna", 3, second)
+    assert [text_of(item) for item in store.responses[third].conversation] == ["x", "Yes.", "xx", "Yes.", "xxx", "Yes."]
+    assert first not in store.responses
+    assert store.item(f"{first}-input-0") is None
+    held = store.num_bytes
+    store.delete(second)
+    assert store.num_bytes == held  # the third needs them
+    store.delete(third)
+    assert store.num_bytes == 0
+
+
+def test_what_a_conversation_holds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each response continues the one before: deleting those frees nothing, until the chain itself is too long."""
+    monkeypatch.setattr(response_store, "MAX_BYTES", 100_000)
+    store, last = ResponseStore(), None
+    for _ in range(300):
+        last = put(store, "anna", 2000, last if last in store.responses else None)
+        assert store.num_bytes <= 100_000
+    assert last in store.responses
+    big = put(store, "anna", 200_000)
+    assert (store.responses, store.num_bytes, big in store.responses) == ({}, 0, False)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_BYTES", 60_000), ("MAX_RESPONSES", 20)])
+def test_a_key_loses_nothing_by_what_another_stores(monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
+    monkeypatch.setattr(response_store, limit, value)
+    store = ResponseStore()
+    hers = [put(store, "anna") for _ in range(5)]
+    last = None
+    for _ in range(200):
+        last = put(store, "bert", 1500, last if last in store.responses else None)
+    assert all(name in store.responses for name in hers)
+    assert last in store.responses
+    kept = put(store, "carl")
+    assert all(name in store.responses for name in (*hers, kept))
+
+
+def test_items_are_found_with_their_owners() -> None:
+    store = ResponseStore()
+    name = put(store, "anna", 3)
+    number = name.removeprefix("resp-")
+    for item_id, text in ((f"{name}-input-0", "xxx"), (f"msg-{number}", "Yes.")):
+        found = store.item(item_id)
+        assert found is not None
+        assert (found[0], text_of(found[1])) == ("anna", text)
+    assert store.item("msg-none") is None
