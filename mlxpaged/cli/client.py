@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from mlxpaged.cli.visible import visible
+
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 30.0
 """A server that starts accepts connections before it has imported what it answers with."""
@@ -21,7 +23,7 @@ class ServerError(Exception):
     """The server cannot be reached, or has refused a request. status: None if there was no response."""
 
     def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(visible(message))  # it may be text of the server
         self.status = status
         self.code = code
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
-import io
 import logging
 import os
-import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -117,6 +116,9 @@ class Watchdog(threading.Thread):
 
 
 def dump_stacks() -> None:
-    """Write the stacks of all threads to standard error, as the log."""
-    with suppress(io.UnsupportedOperation, OSError, ValueError):  # it is closed, or no file
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    """Write the stacks of all threads to the log."""
+    with suppress(OSError), tempfile.TemporaryFile() as file:  # the disk may be full
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        for line in file.read().decode(errors="replace").splitlines():
+            logger.critical("%s", line)

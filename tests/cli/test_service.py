@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.cli.running_servers import registered
-from mlxpaged.cli.service.manager import Job
+from mlxpaged.cli.service.manager import Job, ServiceError
 from mlxpaged.cli.service.systemd import Systemd
 from tests.cli.helpers import Result
 
@@ -181,3 +181,15 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     path.write_bytes(Systemd().content(job))
     done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["a\nExecStartPre=/bin/evil", "a\rb", "a\x7f", "ends\\"])
+def test_a_directory_cannot_add_a_directive_to_a_unit(name: str) -> None:
+    with pytest.raises(ServiceError, match="cannot be the working directory of a service"):
+        Systemd().content(Job(("mlxpaged", "serve"), Path(f"/{name}"), {}))
+
+
+def test_a_word_cannot_add_a_directive_to_a_unit() -> None:
+    unit = Systemd().content(Job(("mlxpaged", "a\nb\x1b"), Path("/a"), {"NAME": "c\nd"})).decode()
+    assert r'ExecStart="mlxpaged" "a\x0ab\x1b"' in unit
+    assert r'Environment="NAME=c\x0ad"' in unit

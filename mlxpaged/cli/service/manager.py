@@ -28,7 +28,7 @@ class Manager(ABC):
 
     @abstractmethod
     def content(self, job: Job) -> bytes:
-        """Returns the content of the file."""
+        """Returns the content of the file. Raises ServiceError for a job that the file cannot describe."""
 
     @abstractmethod
     def start(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-from mlxpaged.cli.service.manager import Job, Manager, call
+from mlxpaged.cli.service.manager import Job, Manager, ServiceError, call
 
 UNIT = "mlxpaged.service"
 RESTART_SECONDS = 30
 """Between two starts of a server that fails, which may have read many gigabytes before."""
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 TEMPLATE = """[Unit]
 Description=mlxpaged, a server for language models
@@ -35,7 +38,7 @@ class Systemd(Manager):
         variables = (f"Environment={quoted(f'{name}={value}')}\n" for name, value in job.variables.items())
         return TEMPLATE.format(
             command=" ".join(quoted(word).replace("$", "$$") for word in job.command),
-            directory=str(job.directory).replace("%", "%%"),
+            directory=as_path(job.directory),
             variables="".join(variables),
             restart=RESTART_SECONDS,
         ).encode()
@@ -59,7 +62,17 @@ class Systemd(Manager):
         return call("systemctl", "--user", *args).stdout
 
 
+def as_path(path: Path) -> str:
+    """Returns a path as the value of a directive, which has no quotes. Raises ServiceError for one that would end the
+    line, or join it with the next."""
+    text = str(path)
+    if CONTROL.search(text) or text.endswith("\\"):
+        raise ServiceError(f"{text!r} cannot be the working directory of a service: rename it, or start elsewhere")
+    return text.replace("%", "%%")
+
+
 def quoted(word: str) -> str:
-    """Quotes a word of a unit: backslashes, quotes, and % of its specifiers."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("%", "%%")
-    return f'"{escaped}"'
+    """Quotes a word of a unit: backslashes, quotes, control characters, and % of its specifiers. A line feed as it is
+    would begin another directive."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return '"' + CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'
