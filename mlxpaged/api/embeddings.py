@@ -108,7 +108,8 @@ async def tokens_of(
         for index, each in enumerate(part, len(found)):
             if isinstance(each, str):
                 check_length(model, index, model.tokenizer.least_tokens(len(each)), "at least ")
-        found += await server.tokenize(partial(encode, model, part, truncate))
+        size = sum(map(len, part))
+        found += await server.tokenize(model.tokenizer, size, partial(encode, model, part, truncate))
     return found
 
 

@@ -165,7 +165,9 @@ async def judge(
         check_text_length(f"{param}.{index}", sum(map(len, pair)), info)
     prompts = []
     for index, pair in enumerate(pairs):  # one at a time: the tokenizer's thread serves other requests in between
-        prompt = await server.tokenize(partial(reranker.prompt, *pair, body.instruction))
+        prompt = await server.tokenize(
+            info.tokenizer, sum(map(len, pair)), partial(reranker.prompt, *pair, body.instruction)
+        )
         try:
             info.max_new_tokens(len(prompt), 1)
         except PromptTooLongError as error:

@@ -21,7 +21,9 @@ from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
+from mlxpaged.api.tokenizer_lanes import TokenizerLanes
 from mlxpaged.daemon_thread import in_daemon_thread
+from mlxpaged.models import Tokenizer
 from mlxpaged.process_memory import require_memory
 from mlxpaged.registry import LoadFailedError, Model, ModelUnknownError, NoRoomError, Registry
 
@@ -61,8 +63,7 @@ class Server:
         self.ignored_fields = IgnoredFields()
         self._clock = clock
         self._started = clock()
-        # One thread, because a fast tokenizer is not thread-safe; a long prompt must not block the event loop.
-        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-tokenizer")
+        self._tokenizer_lanes = TokenizerLanes()
         # Two, so that a large body does not block the next one. More would only wait for the interpreter lock.
         self._body_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-body")
         self._huge_body_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-body-huge")
@@ -184,9 +185,9 @@ class Server:
             now = time.monotonic()
             self._rests_until = now + min(now - begun, LONGEST_REST)
 
-    async def tokenize(self, function: Callable[[], Result]) -> Result:
-        """Run a function on the tokenizer's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
+    async def tokenize(self, tokenizer: Tokenizer, size: int, function: Callable[[], Result]) -> Result:
+        """Run a function that uses a tokenizer, on a thread. size: characters or tokens that it works on."""
+        return await self._tokenizer_lanes.run(tokenizer, size, function)
 
     async def compile(
         self, info: engine.EngineInfo, constraint: engine.Constraint | engine.StructuredOutput | None
@@ -234,8 +235,9 @@ class Server:
         return self._clock() - self._started
 
     async def close(self) -> None:
-        for threads in (self._body_threads, self._huge_body_thread, self._tokenizer_thread):
+        for threads in (self._body_threads, self._huge_body_thread):
             threads.shutdown(wait=False, cancel_futures=True)
+        self._tokenizer_lanes.close()
         if self.registry is not None and await self.registry.stop(timeout=10.0 if self.registry.loaded else 1.0):
             logger.info("engine thread stopped")
 

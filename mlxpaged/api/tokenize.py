@@ -100,7 +100,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         except ControlTokenError as error:
             raise bad_parameter("split_special_tokens", str(error)) from None
 
-    tokens = await server.tokenize(work)
+    size = len(body.prompt) if body.prompt is not None else sum(len(message["content"]) for message in messages)
+    tokens = await server.tokenize(info.tokenizer, size, work)
 
     def answer() -> str:
         strings = [info.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
@@ -133,7 +134,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     largest = await server.prepare(request, lambda: max(body.tokens, default=0))
     if largest >= info.vocab_size:
         raise bad_parameter("tokens", f"token id {largest} is not in the vocabulary of {info.vocab_size} tokens")
-    prompt = await server.tokenize(lambda: info.tokenizer.text_with_specials(body.tokens))
+    size = len(body.tokens)
+    prompt = await server.tokenize(info.tokenizer, size, lambda: info.tokenizer.text_with_specials(body.tokens))
     return JSONResponse(DetokenizeResponse(prompt=prompt).model_dump())
 
 

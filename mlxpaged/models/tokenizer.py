@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from mlxpaged.formats import FORMATS, HARMONY, HERMES, Format, format_of, harmony, thought_tags
-from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, unmarked
+from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, encoded, unmarked
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.panics import guarded
 from mlxpaged.models.template_environment import LimitedEnvironment
@@ -56,8 +56,9 @@ class Tags:
 
 
 class Tokenizer:
-    """A model's tokenizer, used by several threads. Decoding only reads. Encoding may change the settings of a fast
-    tokenizer while it runs, so `encode` and `apply_chat_template` use a copy of their own, on one thread only."""
+    """A model's tokenizer, used by several threads. Decoding only reads. Encoding sets the options of a fast tokenizer
+    if they are others than before, so `encode` and `apply_chat_template` use a copy of their own, always with the same
+    options. is_thread_safe: whether several threads may encode at once; they may not with a tokenizer in Python."""
 
     def __init__(self, wrapped: Any, tool_format: str | None = None) -> None:
         """tool_format: one of FORMATS; None for the one that the chat template or the vocabulary shows. Raises
@@ -107,6 +108,10 @@ class Tokenizer:
         return ControlTokens(ids, by_model, can_normalize_into(self._fast, ids))
 
     @property
+    def is_thread_safe(self) -> bool:
+        return self._fast is not None
+
+    @property
     def _fast(self) -> Any:
         """The tokenizer of the library tokenizers; None if the model has none."""
         return getattr(self._encoder, "backend_tokenizer", None)
@@ -116,8 +121,7 @@ class Tokenizer:
         """Tokens of a text. add_special_tokens: with the special tokens that the model expects around a prompt.
         split_special_tokens: control tokens in the text are text. Raises ControlTokenError if they cannot be."""
         if split_special_tokens:
-            renamed = self._control.renamed_tokenizer(self._fast)
-            return list(renamed.encode(text, add_special_tokens=add_special_tokens).ids)
+            return encoded(self._control.renamed_tokenizer(self._fast), text, add_special_tokens)
         return list(self._encoder.encode(text, add_special_tokens=add_special_tokens))
 
     def mark(self, messages: Sequence[Mapping[str, Any]], *others: Any) -> tuple[Any, ...]:

@@ -392,7 +392,11 @@ def test_a_request_is_cancelled_by_its_id_and_by_its_timeout(server: RunningServ
 
 def test_the_time_in_the_tokenizers_queue_counts(server: RunningServer) -> None:
     go_on = threading.Event()
-    server.run(server.app.state.server.tokenize(lambda: go_on.wait(DEADLINE)))
+    info = vectors(server).info
+    assert info is not None
+    assert info.embedding_model is not None
+    tokenizer = info.embedding_model.tokenizer
+    server.run(server.app.state.server.tokenize(tokenizer, 1, lambda: go_on.wait(DEADLINE)))
     pending = Background.post(server, PATH, {"input": "x", "timeout": 0.2})
     wait_until(lambda: not vectors(server).is_idle)
     finish_round(server)

@@ -122,7 +122,7 @@ async def of_texts(http: Request, request: GenerationRequest, info: EngineInfo) 
         texts = [each if isinstance(each, str) else info.tokenizer.decode(each) for each in prompts]
         return Prompts(param, tokens, request.params, texts)
 
-    return await server_of(http).tokenize(encode)
+    return await server_of(http).tokenize(info.tokenizer, sum(map(len, prompts)), encode)
 
 
 async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]) -> int:
@@ -154,7 +154,7 @@ async def leave_room(http: Request, tools: Sequence[Tool], info: EngineInfo) -> 
     text = await server.prepare(http, lambda: tool_prompt([tool.for_template() for tool in tools]))
     if tokenizer.least_tokens(len(text)) > most:
         return False
-    return len(await server.tokenize(lambda: tokenizer.encode(text))) <= most
+    return len(await server.tokenize(tokenizer, len(text), lambda: tokenizer.encode(text))) <= most
 
 
 async def render(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> list[int]:
@@ -162,7 +162,8 @@ async def render(http: Request, request: GenerationRequest, chat: Chat, info: En
     server = server_of(http)
     rendered = await server.prepare(http, lambda: rendering(request, chat, info))
     try:
-        return await server.tokenize(rendered)
+        size = sum(len(message["content"]) for message in chat.messages)
+        return await server.tokenize(info.tokenizer, size, rendered)
     except ChatTemplateError as error:
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
 
