@@ -21,15 +21,16 @@ GRAMMAR = replace(GREEDY, constraint=Constraint("regex", "[a-z]{1,20}"))
 
 @dataclass
 class Outcome:
-    """tokens: by request. sent, needed: bytes of collectives, of all steps. messages: bytes of each."""
+    """tokens: by request. sent, needed: bytes of collectives, of all steps. messages: bytes of each. Outcomes are equal
+    if the tokens are: how many steps there were, and what they moved, depends on when the ranks were ready."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    preemptions: int = 0
-    swapped_in: int = 0
-    hits: int = 0
-    copied: int = 0
-    model_calls: int = 0
-    overlapped: int = 0
+    preemptions: int = field(default=0, compare=False)
+    swapped_in: int = field(default=0, compare=False)
+    hits: int = field(default=0, compare=False)
+    copied: int = field(default=0, compare=False)
+    model_calls: int = field(default=0, compare=False)
+    overlapped: int = field(default=0, compare=False)
     sent: int = field(default=0, compare=False)
     needed: int = field(default=0, compare=False)
     messages: list[int] = field(default_factory=list, compare=False)
