@@ -52,6 +52,7 @@ from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
 from mlxpaged.models.short_names import DEMO_MODEL, full_name, near_names
 from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.weight_headers import check_sizes
 
@@ -262,6 +263,7 @@ def load_model(
 
 def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int]) -> Tokenizer:
     """The tokenizer of a model's directory. end_tokens: of its generation_config.json. Raises any exception."""
+    check_tokenizer_file(path)
     # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
     ends = end_tokens or read_object(path / "config.json").get("eos_token_id")
     return guarded(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=ends), tool_parser))()
@@ -329,6 +331,7 @@ def load_embedding_model(
             model, config = load_decoder(path)
             read_weights(model, turns.report)
             end_tokens = config.get("eos_token_id")
+            check_tokenizer_file(path)
             tokenizer = turns.during(guarded(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=end_tokens))))
         except Exception as error:  # as in `load_model`
             raise UnsupportedModelError(f"it cannot be loaded: {in_one_line(error)}") from error

@@ -18,6 +18,7 @@ from mlxpaged.models import files
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.files import check_files
 from mlxpaged.models.loader import load_model
+from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from tests.support import make_tiny_model
 
 SECONDS = 2.0
@@ -113,6 +114,24 @@ def empty_vocabulary(directory: Path) -> None:
     (directory / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": []}))
 
 
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def sequence(name: str, rule: dict[str, Any], count: int = 30) -> dict[str, Any]:
+    return {"type": "Sequence", name: [rule] * count}
+
+
+DOUBLE = replace({"String": "a"}, "aa")
+GROWS = sequence("normalizers", DOUBLE)
+
+
+def many_tokens(directory: Path) -> None:
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["model"]["vocab"] = {str(i): i for i in range(MILLION)}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+
+
 MILLION, ALL = 10**6, 10**15
 
 DIRECTORIES = {
@@ -165,6 +184,29 @@ DIRECTORIES = {
     "large template": (sparse("chat_template.jinja", 2**21), r"its chat_template\.jinja has 2\.1 MB"),
     "deep config": (write("config.json", '{"a":' * 100_000), r"its config\.json .* cannot be read: maximum recursion"),
     "deep settings": (write("tokenizer_config.json", "[" * 100_000), r"its tokenizer_config\.json .* cannot be read"),
+    "a growing normalizer": (change("tokenizer.json", normalizer=GROWS), r"normalizer .* can make 4,294,967,296 "),
+    "a growing decoder": (
+        change("tokenizer.json", decoder=sequence("decoders", DOUBLE)),
+        r"the decoder of its tokenizer",
+    ),
+    "growing in two places": (
+        change(
+            "tokenizer.json",
+            normalizer=sequence("normalizers", DOUBLE, 4),
+            pre_tokenizer={"type": "Sequence", "pretokenizers": [sequence("pretokenizers", DOUBLE, 4)]},
+        ),
+        r"can make 256 characters of one; the limit is 100",
+    ),
+    "growing by a pattern": (
+        change("tokenizer.json", normalizer=replace({"Regex": "x*"}, "y" * 200)),
+        r"can make 804 characters of one",
+    ),
+    "a long prefix": (
+        change("tokenizer.json", normalizer={"type": "Prepend", "prepend": "x" * 2000}),
+        "adds more than",
+    ),
+    "a million tokens": (many_tokens, r"its tokenizer\.json has 1,000,\d+ entries"),
+    "a tokenizer that is a list": (write("tokenizer.json", "[]"), r"its tokenizer\.json is not an object"),
     "deep tokenizer": (write("tokenizer.json", "[" * 100_000), "cannot be loaded: "),
     "deep defaults": (write("generation_config.json", "[" * 100_000), "cannot be loaded: "),
 }
@@ -187,6 +229,18 @@ def test_a_hostile_directory_is_refused_with_the_reason_in_one_line(model: Path,
     damage, reason = DIRECTORIES[name]
     damage(model)
     assert re.search(reason, refused(model))
+
+
+def test_rules_of_known_tokenizers_are_loaded(model: Path) -> None:
+    """Compatibility forms before bytes as characters, and replacements of one character by another."""
+    rules = [{"type": "NFKC"}, replace({"String": " "}, "\u2581"), {"type": "Prepend", "prepend": "\u2581"}]
+    change("tokenizer.json", normalizer={"type": "Sequence", "normalizers": rules})(model)
+    check_tokenizer_file(model)
+    pre = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    change("tokenizer.json", normalizer={"type": "NFKC"}, pre_tokenizer=pre)(model)
+    check_tokenizer_file(model)
+    without("tokenizer.json")(model)
+    check_tokenizer_file(model)
 
 
 def test_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,94 @@
+"""What a tokenizer.json may do to a text, proved from the file before it is loaded.
+
+The library tokenizers runs what the file says, without a limit: thirty rules that write two letters for one make a
+billion of each letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files import check_file
+
+NAME = "tokenizer.json"
+MAX_ENTRIES = 700_000
+"""Tokens, and other keys. Gemma 3 has 262,000 tokens and 320,000 keys. A million take 20 s to load."""
+MAX_GROWTH = 100
+"""Characters that one character of a text or token may become. The largest of known models is 72: compatibility forms
+(18 for U+FDFA), and then bytes as characters."""
+MAX_ADDED = 1024
+"""Characters that a rule may add to a text, whatever its length."""
+
+GROWTH = {
+    "BertNormalizer": 8,
+    "ByteLevel": 4,
+    "Lowercase": 2,
+    "NFC": 3,
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+    "Precompiled": 18,
+}
+"""Characters that one character may become, by the type of a rule (Unicode 16, UAX #15). Rules that are not named here
+neither add nor replace characters, but for `Replace`, and those of `ADDING`."""
+ADDING = {"Prepend": "prepend", "Metaspace": "replacement"}
+RULES = ("normalizers", "pretokenizers", "decoders", "processors")
+"""Under one of these names, a sequence has its rules."""
+
+
+def check_tokenizer_file(directory: Path) -> None:
+    """Raises UnsupportedModelError for a tokenizer.json that could take all memory or time."""
+    path = directory / NAME
+    check_file(path)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:  # the model has another kind of tokenizer
+        return
+    except OSError as error:
+        raise UnsupportedModelError(f"its {NAME} cannot be read: {error}") from error
+    if (count := data.count(b'":') + data.count(b'" :')) > MAX_ENTRIES:
+        raise UnsupportedModelError(f"its {NAME} has {count:,} entries; the limit is {MAX_ENTRIES:,}")
+    try:
+        found = from_json(data, cache_strings="none")
+    except ValueError as error:
+        raise UnsupportedModelError(f"its {NAME} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UnsupportedModelError(f"its {NAME} is not an object")
+    for names in (("normalizer", "pre_tokenizer"), ("decoder",)):
+        growth = 1.0
+        for name in names:
+            growth *= growth_of(found.get(name))
+        if growth > MAX_GROWTH:
+            what = f"the {' and '.join(names)} of its {NAME} can make {growth:,.0f} characters of one"
+            raise UnsupportedModelError(f"{what}; the limit is {MAX_GROWTH}")
+
+
+def growth_of(rule: Any) -> float:
+    """Returns how many characters one character can become. Raises UnsupportedModelError for a rule that adds much."""
+    if not isinstance(rule, Mapping):
+        return 1.0
+    kind, growth = rule.get("type"), 1.0
+    for name in RULES:
+        inner = rule.get(name)
+        for each in inner if isinstance(inner, list) else ():
+            growth *= growth_of(each)
+            if growth > 1e9:
+                return growth
+    if kind == "Replace":
+        return growth * replacing(rule.get("pattern"), str(rule.get("content") or ""))
+    if isinstance(kind, str) and kind in ADDING and len(str(rule.get(ADDING[kind]) or "")) > MAX_ADDED:
+        raise UnsupportedModelError(f"a rule of its {NAME} adds more than {MAX_ADDED:,} characters to a text")
+    return growth * GROWTH.get(str(kind), 1)
+
+
+def replacing(pattern: Any, content: str) -> float:
+    """A match of a regular expression may be empty: then the content comes beside each character."""
+    literal = pattern.get("String") if isinstance(pattern, Mapping) else None
+    if isinstance(literal, str) and literal:
+        return max(1.0, len(content) / len(literal))
+    return 1.0 + len(content)
