@@ -8,8 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tests.faults import wire
 from tests.faults.fault import Context, fault, must, refused
-from tests.faults.streams import CHAT, COMPLETIONS, chat, user
+from tests.faults.streams import CHAT, COMPLETIONS, chat, headers_of, user
 from tests.faults.table import LostError, Outcome, judge
 from tests.faults.wire import answer_of
 
@@ -89,6 +90,38 @@ async def bomb(context: Context, i: int) -> Outcome:
     path = ("/tokenize", COMPLETIONS)[i % 2]
     body = {"model": "tiny", "prompt": text} | ({"max_tokens": 1} if i % 2 else {})
     return judge(path, await context.post(path, body), None, (200, 400, 413))
+
+
+KEYS = "{" + ",".join(f'"{n}":1' for n in range(900_000)) + "}"
+"""Thirteen megabytes of JSON."""
+
+
+@fault("a body of a million keys", 12, parallel=2, seconds=60)
+async def many_keys(context: Context, i: int) -> Outcome:
+    place = ('"metadata":%s', '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}]')[i % 2] % KEYS
+    body = f'{{"model":"tiny","messages":[{{"role":"user","content":"x"}}],{place}}}'
+    return refused(CHAT, await context.post(CHAT, body.encode()), 400, code="too_many_keys")
+
+
+@fault("a number that JSON does not have", 200)
+async def no_number(context: Context, i: int) -> Outcome:
+    number = ("NaN", "1e999", "-Infinity", "[[-1e400]]")[i % 4]
+    tool = f'{{"type":"function","name":"f","parameters":{{"const":{number}}}}}'
+    body = f'{{"model":"tiny","input":"x","tools":[{tool}]}}'
+    return refused("/v1/responses", await context.post("/v1/responses", body.encode()), 400, code="invalid_json")
+
+
+@fault("a body in chunks of one byte", 12, parallel=2, seconds=60)
+async def tiny_chunks(context: Context, i: int) -> Outcome:
+    fields = headers_of(context.server, "victim") | {"Transfer-Encoding": "chunked"}
+    data = wire.head_of("POST", CHAT, None, fields) + b"1\r\n \r\n" * 1_500_000 + b"0\r\n\r\n"
+    return refused(CHAT, await wire.exchange(context.server.address, data), 400)
+
+
+@fault("90 presented keys", 200)
+async def many_keys_presented(context: Context, i: int) -> Outcome:
+    data = context.bytes_of(i).replace(b"\r\n", b"\r\n" + b"X-Api-Key: unknown\r\n" * 90, 1)
+    return refused("", await wire.exchange(context.server.address, data), 401)
 
 
 def change(**fields: Any) -> Any:
