@@ -29,7 +29,8 @@ OF_OTHERS = {"--add-host", "--backend", "--before", "--budget", "--continuous-ba
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    config = EngineConfig(served_model_name="local", kv_cache_bytes=16_000_000)
+    """The model of the README's first command."""
+    config = EngineConfig(kv_cache_bytes=16_000_000)
     with running_server(config) as server:
         yield server
 
