@@ -64,10 +64,16 @@ mlxpaged {__version__}
 {extra}  batch     up to {config.max_num_seqs} sequences
   address   {url}
 {ollama}
+In a browser: {page_address(url)}
 Try it:
   curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
     -d '{json.dumps(body)}'
 """
+
+
+def page_address(url: str) -> str:
+    """The address of the page for a browser on this machine, which has no machine named 0.0.0.0."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:") + "/"
 
 
 def megabytes(size: int) -> str:

@@ -20,7 +20,7 @@ import pytest
 from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import http_server, serve
-from mlxpaged.cli.banner import banner
+from mlxpaged.cli.banner import banner, page_address
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer, url_of
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineInfo, build_engine
@@ -69,6 +69,9 @@ def test_the_banner_describes_the_server_and_its_curl_line_works(tmp_path: Path)
         assert re.search(r"\d+ blocks of 32 tokens", banner)
         assert "up to 7 sequences" in banner
         assert re.search(rf"address +{command.url}\n", banner)
+        page = re.search(r"^In a browser: (\S+)$", banner, flags=re.MULTILINE)
+        assert page is not None
+        assert httpx.get(page[1], trust_env=False).headers["content-type"].startswith("text/html")
         curl = banner[banner.index("curl ") :]
         script = curl.replace("curl ", "curl -s --noproxy '*' ", 1)
         answer = subprocess.run(["sh", "-c", script], capture_output=True, timeout=DEADLINE, check=True)
@@ -102,6 +105,19 @@ def test_the_banner_tells_of_slower_layers_and_of_cache_groups(tmp_path: Path, n
     engine = registry.default.engine = AsyncEngine(config)
     engine.info = EngineInfo(build_engine(config, load_model(config.model)), config)
     assert line in banner(registry, "http://127.0.0.1:1", needs_key=False)
+
+
+@pytest.mark.parametrize(
+    ("url", "page"),
+    [
+        ("http://127.0.0.1:80", "http://127.0.0.1:80/"),
+        ("http://0.0.0.0:80", "http://127.0.0.1:80/"),
+        ("http://[::]:80", "http://[::1]:80/"),
+        ("http://10.0.0.7:80", "http://10.0.0.7:80/"),
+    ],
+)
+def test_the_address_of_the_page_is_one_that_a_browser_on_this_machine_can_open(url: str, page: str) -> None:
+    assert page_address(url) == page
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
