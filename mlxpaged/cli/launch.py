@@ -21,6 +21,8 @@ from mlxpaged.cli.connection import Connection, add_server_flags, connected, run
 NO_KEY = "unused"
 """Agents want a key, which a server without keys does not look at."""
 OUTPUT_TOKENS = 8192
+TOO_SMALL = 3
+"""The exit status if the model's context is smaller than the agent needs."""
 SIGNALLED = 128
 """Added to the number of the signal that has ended the agent, as in a shell."""
 
@@ -33,10 +35,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Agent:
-    """settings: what it needs to use a server."""
+    """settings: what it needs to use a server. context: tokens of a useful session. because: what takes them."""
 
     install: str
     settings: Callable[[Connection], Settings]
+    context: int
+    because: str
 
 
 def claude(connection: Connection) -> Settings:
@@ -81,9 +85,24 @@ def opencode(connection: Connection) -> Settings:
 
 
 AGENTS = {
-    "claude": Agent("npm install -g @anthropic-ai/claude-code", claude),
-    "codex": Agent("npm install -g @openai/codex", codex),
-    "opencode": Agent("npm install -g opencode-ai", opencode),
+    "claude": Agent(
+        "npm install -g @anthropic-ai/claude-code",
+        claude,
+        context=32_768,
+        because="its own prompt and tools take about 8,000, the files that it reads and its answers the rest",
+    ),
+    "codex": Agent(
+        "npm install -g @openai/codex",
+        codex,
+        context=32_768,
+        because="its own prompt and tools take more than 4,096, the files that it reads and its answers the rest",
+    ),
+    "opencode": Agent(
+        "npm install -g opencode-ai",
+        opencode,
+        context=32_768,
+        because=f"an answer may take {OUTPUT_TOKENS:,}, its own prompt and tools and the files that it reads the rest",
+    ),
 }
 
 
@@ -93,17 +112,29 @@ def max_model_len(connection: Connection) -> int | None:
     return next((entry.get("max_model_len") for entry in entries if entry["id"] == connection.model), None)
 
 
+def too_small(name: str, connection: Connection) -> str | None:
+    """Says that the model's context is smaller than the agent needs. None if it is not, or if it is not known."""
+    agent, limit = AGENTS[name], max_model_len(connection)
+    if limit is None or limit >= agent.context:
+        return None
+    needs = f"{name} needs a context of about {agent.context:,} tokens, and {connection.model} has {limit:,}"
+    return f"{needs}: {agent.because}"
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "launch",
         usage="%(prog)s {claude,codex,opencode} [MODEL] [flags] [-- ...]",
         description="Start a coding agent that uses the running server. What is after -- goes to the agent.",
-        epilog="The exit status is that of the agent; 1 if it is not installed or if there is no server.",
+        epilog="The exit status is that of the agent; 1 if it is not installed or if there is no server; "
+        f"{TOO_SMALL} if the model's context is smaller than the agent needs.",
     )
     parser.add_argument("agent", choices=tuple(AGENTS), help="the program to start")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="name of a served model (default: the first one)")
     printed = "print the variables and the command instead, for a server that runs"
     parser.add_argument("--print", action="store_true", help=printed, dest="prints")
+    anyway = "start the agent also if the model's context is smaller than it needs"
+    parser.add_argument("--small-context", action="store_true", help=anyway, dest="takes_small_context")
     add_server_flags(parser, starts=True)
     keep_after_dashes(parser, "agent_args")
     parser.set_defaults(run=run)
@@ -119,6 +150,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"mlxpaged: {args.agent} is not installed. To install it: {agent.install}", file=sys.stderr)
             return 1
         with connected(args, args.model) as connection:
+            if (lack := too_small(args.agent, connection)) is not None and not args.takes_small_context:
+                remedy = "serve a model with a longer context, or start it anyway with --small-context"
+                print(f"mlxpaged: {lack}; {remedy}", file=sys.stderr)
+                return TOO_SMALL
             settings = agent.settings(connection)
             words = [*settings.args, *args.agent_args]
             if args.prints:

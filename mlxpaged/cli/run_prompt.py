@@ -17,7 +17,12 @@ from mlxpaged.cli.connection import Connection, add_server_flags, connected
 from mlxpaged.cli.status_line import StatusLine
 from mlxpaged.cli.visible import visible
 
+CUT = 3
+"""The exit status if the answer has reached the most tokens it may have. A schema may not hold for it then."""
+
 temperature = flags.fitting(float, "a number from 0 to 2", lambda value: 0 <= value <= 2)
+top_p = flags.fitting(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
+seed = flags.fitting(int, "a whole number from 0 to 2**64 - 1", lambda value: 0 <= value < 2**64)
 
 
 def schema(text: str) -> Any:
@@ -36,13 +41,16 @@ def add_parser(commands: Any) -> None:
         "run",
         usage="%(prog)s MODEL [PROMPT] [flags]",
         description="Print the answer to one prompt. Text on standard input is added to the prompt.",
-        epilog="Exit status: 0 the answer is complete; 1 there is none; 130 interrupted.",
+        epilog="Exit status: 0 the answer is complete; 1 there is none; "
+        f"{CUT} it is cut, because it has reached the most tokens it may have; 130 interrupted.",
     )
     parser.add_argument("model", metavar="MODEL", help="name of a served model, or what `mlxpaged serve` takes")
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="without it, standard input is the prompt")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--max-tokens", type=flags.positive_int, metavar="N", help="most tokens of the answer")
     parser.add_argument("--temperature", type=temperature, metavar="T", help="0 to 2 (default: the model's)")
+    parser.add_argument("--top-p", type=top_p, metavar="P", help="above 0, at most 1 (default: the model's)")
+    parser.add_argument("--seed", type=seed, metavar="N", help="the same seed repeats an answer")
     enforced = "the answer fits this JSON schema: the schema itself, or a file with it"
     parser.add_argument("--json-schema", type=schema, metavar="SCHEMA", help=enforced)
     parser.add_argument("--think", action="store_true", help="print the model's thinking on standard error")
@@ -77,7 +85,7 @@ def whole_prompt(args: argparse.Namespace) -> str:
 def request(args: argparse.Namespace, prompt: str) -> dict[str, Any]:
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     body: dict[str, Any] = {"messages": [*system, {"role": "user", "content": prompt}]}
-    for name in ("max_tokens", "temperature"):
+    for name in ("max_tokens", "temperature", "top_p", "seed"):
         if getattr(args, name) is not None:
             body[name] = getattr(args, name)
     if args.json_schema is not None:
@@ -121,4 +129,5 @@ def print_answer(connection: Connection, body: dict[str, Any], shows_thinking: b
             print(flush=True)
     if answer.finish_reason == "length":
         print("mlxpaged: the answer is cut: it has reached the most tokens it may have", file=sys.stderr)
+        return CUT
     return 0

@@ -45,7 +45,7 @@ def got(directory: Path) -> tuple[dict[str, str], list[str]]:
 def test_claude_gets_variables_and_its_own_arguments(
     agents: Path, run: Callable[..., Result], demo_server: RunningServer
 ) -> None:
-    result = run("launch", "claude", "--url", demo_server.url, "--", "-p", "say -- it", "--url", "x")
+    result = run("launch", "claude", "--small-context", "--url", demo_server.url, "--", "-p", "say -- it", "--url", "x")
     assert result == Result(7, "", ""), "the exit status is the agent's"
     variables, args = got(agents)
     assert args == ["-p", "say -- it", "--url", "x"]
@@ -58,7 +58,7 @@ def test_claude_gets_variables_and_its_own_arguments(
 def test_codex_gets_overrides_of_its_file_and_the_key_as_a_variable(
     agents: Path, run: Callable[..., Result], demo_server: RunningServer
 ) -> None:
-    run("launch", "codex", "demo", "--url", demo_server.url, "--api-key", "sk-1", "--", "exec", "x")
+    run("launch", "codex", "demo", "--small-context", "--url", demo_server.url, "--api-key", "sk-1", "--", "exec", "x")
     variables, args = got(agents)
     assert args[-2:] == ["exec", "x"]
     assert f'model_providers.mlxpaged.base_url="{demo_server.url}/v1"' in args
@@ -69,7 +69,7 @@ def test_codex_gets_overrides_of_its_file_and_the_key_as_a_variable(
 
 
 def test_opencode_gets_a_configuration(agents: Path, run: Callable[..., Result], demo_server: RunningServer) -> None:
-    run("launch", "opencode", "--url", demo_server.url)
+    run("launch", "opencode", "--small-context", "--url", demo_server.url)
     variables, args = got(agents)
     config = json.loads(variables["OPENCODE_CONFIG_CONTENT"])
     assert args == [""]
@@ -80,14 +80,37 @@ def test_opencode_gets_a_configuration(agents: Path, run: Callable[..., Result],
 
 
 @pytest.mark.parametrize("agent", launch.AGENTS)
+@pytest.mark.parametrize("flags", [(), ("--print",)])
+def test_a_context_that_is_too_small_is_said_before_the_agent_starts(
+    agents: Path, run: Callable[..., Result], demo_server: RunningServer, agent: str, flags: tuple[str, ...]
+) -> None:
+    result = run("launch", agent, *flags, "--url", demo_server.url)
+    assert (result.status, result.stdout) == (3, "")
+    assert result.stderr.startswith(f"mlxpaged: {agent} needs a context of about 32,768 tokens, and demo has 4,096: ")
+    assert "--small-context" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (agents / "args").exists()
+
+
+@pytest.mark.parametrize("agent", launch.AGENTS)
+def test_a_context_that_is_large_enough_is_not_mentioned(agent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = launch.AGENTS[agent].context
+    entries = [{"id": "a", "max_model_len": limit}, {"id": "b", "max_model_len": limit - 1}, {"id": "c"}]
+    monkeypatch.setattr(Client, "get", lambda self, path: {"data": entries})
+    said = [launch.too_small(agent, Connection(Client("http://x"), name, False)) for name in "abc"]
+    assert [said[0], said[2]] == [None, None], "the context of a model that is not loaded is not known"
+    assert said[1] is not None
+
+
+@pytest.mark.parametrize("agent", launch.AGENTS)
 def test_what_is_printed_does_the_same_in_a_shell(
     agents: Path, run: Callable[..., Result], demo_server: RunningServer, agent: str
 ) -> None:
-    printed = run("launch", agent, "--print", "--url", demo_server.url, "--", "it's", "$HOME")
+    printed = run("launch", agent, "--print", "--small-context", "--url", demo_server.url, "--", "it's", "$HOME")
     assert printed.status == 0
     subprocess.run(["sh", "-c", printed.stdout], check=False)
     by_shell = got(agents)
-    run("launch", agent, "--url", demo_server.url, "--", "it's", "$HOME")
+    run("launch", agent, "--small-context", "--url", demo_server.url, "--", "it's", "$HOME")
     by_launch = got(agents)
     names = [shlex.split(line)[1].split("=")[0] for line in printed.stdout.splitlines()[:-1]]
     assert names

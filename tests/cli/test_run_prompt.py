@@ -66,7 +66,15 @@ def test_words_and_standard_input_are_one_prompt(ask: Callable[..., Result], mon
 def test_a_system_message_and_limits_are_sent(ask: Callable[..., Result]) -> None:
     assert ask("Why?", "--system", "Be rude.").stdout == "Be\x1bcause.\n", "the prompt comes last"
     cut = ask("--temperature", "0", "Long?", "--max-tokens", "6")
-    assert cut == Result(0, "so so \n", "mlxpaged: the answer is cut: it has reached the most tokens it may have\n")
+    assert cut == Result(3, "so so \n", "mlxpaged: the answer is cut: it has reached the most tokens it may have\n")
+
+
+def test_a_seed_repeats_an_answer(run: Callable[..., Result], demo_server: RunningServer) -> None:
+    flags = ("--temperature", "2", "--top-p", "0.99", "--max-tokens", "8", "--url", demo_server.url)
+    answers = [run("run", "demo", "Tell me of xyzzy?", *flags, "--seed", "7").stdout for _ in range(2)]
+    others = {run("run", "demo", "Tell me of xyzzy?", *flags, "--seed", str(seed)).stdout for seed in range(8)}
+    assert answers[0] == answers[1]
+    assert len(others) > 1
 
 
 def test_a_schema_is_enforced(run: Callable[..., Result], demo_server: RunningServer, tmp_path: Path) -> None:
@@ -82,6 +90,8 @@ def test_a_schema_is_enforced(run: Callable[..., Result], demo_server: RunningSe
     [
         (["scripted"], 2, "there is no prompt"),
         (["scripted", "x", "--temperature", "3"], 2, "must be a number from 0 to 2"),
+        (["scripted", "x", "--top-p", "0"], 2, "must be a number above 0 and at most 1"),
+        (["scripted", "x", "--seed", "x"], 2, "must be a whole number from 0 to 2**64 - 1"),
         (["scripted", "x", "--max-tokens"], 2, "expected one argument"),
         (["scripted", "x", "--json-schema", "[]"], 2, "neither a JSON schema nor a file with one"),
         (["scripted", "x", "--api-key", "schlüssel"], 2, "must be letters, digits and signs of ASCII"),
