@@ -23,7 +23,10 @@ COMMANDS = (
     *("serve", "chat", "run", "ps", "stop", "launch", "service install", "bench", "doctor"),
     *("keys add", "keys list", "keys remove", "pull", "ls", "rm", "config", "completion"),
 )
-OF_OTHERS = {"--add-host", "--backend", "--before", "--budget", "--continuous-batching", "--model", "--openai-api-base"}
+OF_OTHERS = {
+    *("--add-host", "--backend", "--before", "--budget", "--continuous-batching", "--ctx-size", "--model"),
+    *("--openai-api-base", "--temp"),
+}
 """Flags of Docker, of clients, of other servers and of benchmarks/compare.py, and the other form of MODEL."""
 
 

@@ -30,6 +30,8 @@ COMMANDS = {
     "keys": ("keys.flags", "make, list and remove API keys"),
     "config": ("config", "show the configuration, and where each value comes from"),
     "completion": ("completion", "print a script that completes words in a shell"),
+    "help": ("help", "show the help of a command"),
+    "version": ("version", "show the version"),
 }
 """Name -> (module, summary for the help)."""
 
@@ -45,13 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Import the module of the command and call it. Returns the exit status."""
+    """Import the module of the command and call it. Without a command, that is the help. Returns the exit status."""
     chosen, file = chosen_command(argv)
+    if chosen is None:
+        chosen, argv = "help", [*argv, "help"]
     is_help = any(word in ("-h", "--help") for word in argv)
     config = ConfigFile() if is_help else ConfigFile.read(file)  # a broken file does not hide the help
     parser = make_parser([chosen] if chosen in COMMANDS else [], config)
-    if chosen is not None:
-        parser.check_command(chosen, COMMANDS)
+    parser.check_command(chosen, COMMANDS)
     if not config.keys <= keys_of(parser):
         config.check_keys(keys_of(make_parser(COMMANDS)))
     args = parser.parse_args(argv)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlxpaged.cli.guesses import meant_key
+
 VARIABLE = "MLXPAGED_CONFIG"
 NAME = Path("mlxpaged", "config.toml")
 
@@ -79,7 +81,7 @@ class ConfigFile:
         names = sorted(known)
         for key in self._values:
             if key not in names:
-                raise ConfigFileError(f"{self.place(key)}: unknown key {key!r}{nearest(key, names)}")
+                raise ConfigFileError(f"{self.place(key)}: unknown key {key!r}{meant_key(key, names)}")
 
     def place(self, key: str) -> str:
         """The file and the line of a key, for messages."""
@@ -115,11 +117,3 @@ class ConfigFile:
         if not isinstance(found, bool):
             raise ConfigFileError(f"{self.place(key)}: {key} must be true or false")
         return Given(str(int(found)), self.place(key))
-
-
-def nearest(word: str, names: Iterable[str]) -> str:
-    """The end of a message about a word that does not exist: the nearest one that does, if one is near."""
-    from difflib import get_close_matches  # 10 ms, and most commands are spelt right
-
-    found = get_close_matches(word, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]}?" if found else ""

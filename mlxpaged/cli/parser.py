@@ -1,4 +1,4 @@
-"""The parser of all commands: one error is one line, a wrong word names the nearest right one, and heavy imports wait.
+"""The parser of all commands: one error is one line, a wrong word names the one that was meant, and heavy imports wait.
 
 "Heavy" is the engine, mlx or transformers: they take seconds, and `--help` does without them.
 """
@@ -10,14 +10,20 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from mlxpaged.cli.config_file import ConfigFile, Given, nearest
+from mlxpaged.cli.config_file import ConfigFile, Given
+from mlxpaged.cli.guesses import meant_command, meant_flag
 
 INTERRUPTED = 130
 """The exit status is 128 plus the number of SIGINT, as in a shell."""
+
+
+FLAG = re.compile(r"--[^\s]+|-[A-Za-z]+")
+"""Words that can only be flags: no file, number or prompt."""
 
 
 class Setting(NamedTuple):
@@ -77,15 +83,15 @@ class Parser(argparse.ArgumentParser):
     def check_command(self, word: str, known: Iterable[str]) -> None:
         """End with an error if the word is not among the known commands."""
         if word not in known:
-            self.error(f"there is no command {word!r}{nearest(word, known)}")
+            self.error(f"there is no command {word!r}{meant_command(word, known)}")
 
     def _check_flags(self, words: list[str]) -> None:
         for word in words:
             flag = word.partition("=")[0]
             if word == "--":
                 return
-            if flag.startswith("--") and " " not in flag and flag not in self.flags:
-                self.error(f"there is no flag {flag}{nearest(flag, self.flags)}")
+            if FLAG.fullmatch(flag) and flag not in self.flags:
+                self.error(f"there is no flag {flag}{meant_flag(flag, self.flags)}")
 
     def error(self, message: str) -> NoReturn:
         """One line, without the usage, which would hide it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpaged.cli.banner import megabytes
-from mlxpaged.cli.config_file import nearest
+from mlxpaged.cli.guesses import meant_name
 from mlxpaged.models.short_names import full_name
 
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     name = full_name(args.name)
     found = {download.name: download for download in downloads()}
     if name not in found:
-        near = " (rm does not delete directories)" if Path(name).expanduser().exists() else nearest(name, found)
+        near = " (rm does not delete directories)" if Path(name).expanduser().exists() else meant_name(name, found)
         print(f"mlxpaged: {args.name} is not a downloaded model{near}", file=sys.stderr)
         return 1
     size = megabytes(found[name].bytes)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpaged.cli import COMMANDS, config_file, make_parser
+from mlxpaged.cli import COMMANDS, config_file, guesses, make_parser
 from mlxpaged.cli.config_file import ConfigFile
 from tests.cli.helpers import Result
 
@@ -95,6 +95,7 @@ def test_a_key_is_not_shown(write: Write, run: Run) -> None:
     [
         ("port = 1\n\nmax-num-seq = 5\n", "line 3: unknown key 'max-num-seq'; did you mean max-num-seqs?"),
         ("max_queue = 5\n", "line 1: unknown key 'max_queue'; did you mean max-queue?"),
+        ("ctx-size = 5\n", "line 1: unknown key 'ctx-size'; did you mean max-model-len?"),
         ("[serve]\nport = 5\n", "line 1: unknown key 'serve'"),
         ("port = 'no'\n", "must be a whole number from 0 to 65535, got 'no' ("),
         ("port = true\n", "line 1: port must be a text or a number"),
@@ -167,14 +168,74 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         (["config", "serv"], "mlxpaged config: there is no command 'serv'; did you mean serve?"),
         (["keys", "lst"], "mlxpaged keys: there is no command 'lst'; did you mean list?"),
         (["service", "instal", "--", "demo"], "mlxpaged service: there is no command 'instal'; did you mean install?"),
+        (["list"], "mlxpaged: there is no command 'list'; did you mean ls?"),
+        (["show", "qwen3:4b"], "mlxpaged: there is no command 'show'; did you mean ls?"),
+        (["search", "qwen"], "mlxpaged: there is no command 'search'; did you mean pull?"),
+        (["delete", "qwen"], "mlxpaged: there is no command 'delete'; did you mean rm?"),
+        (["keys", "delete", "ben"], "mlxpaged keys: there is no command 'delete'; did you mean remove?"),
+        (["comp"], "mlxpaged: there is no command 'comp'; did you mean completion?"),
+        (["help", "frobnicate"], "mlxpaged: there is no command 'frobnicate' (see"),
+        (["serve", "--ctx-size", "9"], "mlxpaged serve: there is no flag --ctx-size; did you mean --max-model-len?"),
+        (["serve", "--num_ctx=9"], "mlxpaged serve: there is no flag --num_ctx; did you mean --max-model-len?"),
+        (["serve", "-c", "9"], "mlxpaged serve: there is no flag -c; did you mean --max-model-len?"),
+        (["serve", "-m", "demo"], "mlxpaged serve: there is no flag -m; did you mean --model?"),
+        (["serve", "demo", "-p", "9"], "mlxpaged serve: there is no flag -p; did you mean --port?"),
+        (["serve", "--temp", "0"], "mlxpaged serve: there is no flag --temp; did you mean --default-temperature?"),
+        (["serve", "--verbose"], "mlxpaged serve: there is no flag --verbose; did you mean --log-level?"),
+        (
+            ["serve", "--quantize-kv"],
+            "mlxpaged serve: there is no flag --quantize-kv; the KV cache cannot be quantized",
+        ),
+        (
+            ["serve", "--draft-model", "x"],
+            "mlxpaged serve: there is no flag --draft-model; speculative decoding is not",
+        ),
+        (
+            ["serve", "--max-num-b", "9"],
+            "mlxpaged serve: there is no flag --max-num-b; did you mean --max-num-batched-t",
+        ),
+        (
+            ["serve", "--max_num_seqs", "9"],
+            "mlxpaged serve: there is no flag --max_num_seqs; did you mean --max-num-seqs?",
+        ),
+        (["run", "demo", "x", "--temp", "0"], "mlxpaged run: there is no flag --temp; did you mean --temperature?"),
+        (["run", "demo", "-p", "x"], "mlxpaged run: there is no flag -p; a prompt has no flag: mlxpaged run MODEL"),
+        (["run", "--model", "demo", "x"], "mlxpaged run: there is no flag --model; MODEL has no flag here"),
+        (["run", "demo", "x", "--ctx-size", "9"], "mlxpaged run: there is no flag --ctx-size (see"),
+        (["chat", "-q"], "mlxpaged chat: there is no flag -q (see"),
     ],
 )
-def test_a_wrong_word_gets_one_line_with_the_nearest_right_one(run: Run, args: list[str], message: str) -> None:
+def test_a_wrong_word_gets_one_line_with_what_was_meant(run: Run, args: list[str], message: str) -> None:
     result = run(*args)
     assert (result.status, result.stdout) == (2, "")
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
     assert "--help)" in result.stderr
+
+
+def test_what_is_guessed_exists() -> None:
+    parser = make_parser(COMMANDS)
+    words = {*parser.commands, *(word for each in parser.commands.values() for word in each.commands)}
+    flags = {flag for each in parser.commands.values() for flag in each.flags}
+    flags |= {flag for each in parser.commands.values() for verb in each.commands.values() for flag in verb.flags}
+    assert {word for meanings in guesses.COMMANDS.values() for word in meanings} <= words
+    assert {f"--{name}" for meanings in guesses.FLAGS.values() for name in meanings} <= flags
+    for name, meanings in guesses.COMMANDS.items():
+        assert name not in parser.commands, meanings
+
+
+@pytest.mark.parametrize("words", [(), ("help",), ("--help",), ("--config", "/nowhere", "--help")])
+def test_without_a_command_the_help_is_printed(run: Run, words: tuple[str, ...]) -> None:
+    result = run(*words)
+    assert (result.status, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: mlxpaged ")
+    assert all(summary in " ".join(result.stdout.split()) for _, summary in COMMANDS.values())
+
+
+def test_help_and_version_are_commands_too(run: Run) -> None:
+    assert run("help", "keys", "add") == run("keys", "add", "--help")
+    assert run("help", "serve").stdout.startswith("usage: mlxpaged serve ")
+    assert run("version") == run("--version")
 
 
 def test_the_help_of_no_command_imports_the_engine() -> None:

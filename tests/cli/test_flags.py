@@ -499,7 +499,7 @@ def test_a_bad_value_of_a_switchs_variable_is_refused(
     assert variable(flag) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("args", [[], ["--nothing"], ["bake"], ["serve", "--nothing"], ["serve", "a", "b"]])
+@pytest.mark.parametrize("args", [["--nothing"], ["bake"], ["serve", "--nothing"], ["serve", "a", "b"]])
 def test_an_unknown_command_or_flag_ends_with_status_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(args)
