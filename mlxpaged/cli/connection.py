@@ -18,6 +18,7 @@ from mlxpaged.cli.flags import Flags
 from mlxpaged.cli.parser import Parser
 from mlxpaged.cli.running_servers import running_servers
 from mlxpaged.cli.status_line import StatusLine
+from mlxpaged.models.short_names import taken, without_address
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 LOADED = "loaded"
@@ -88,12 +89,15 @@ def found(args: argparse.Namespace) -> Client | None:
 def connected(args: argparse.Namespace, model: str | None) -> Iterator[Connection]:
     """Connects to the running server when its models are loaded. Without --url, a server is started if none runs, and
     ended with the context. Standard error shows what is waited for. model: the user's name for it; None: any."""
-    line = StatusLine(sys.stderr)
+    line, wanted = StatusLine(sys.stderr), model
+    said = None if model is None else taken(model)
     with contextlib.ExitStack() as stack:
         stack.callback(line.clear)
         client = found(args)
         is_own = client is None
         if client is None:
+            if said is not None:
+                print(f"mlxpaged: {said}", file=sys.stderr)
             server = BackgroundServer(model, args.config)
             stack.callback(server.end)
             client = Client(server.wait_ready(line.show), args.api_key)
@@ -102,6 +106,8 @@ def connected(args: argparse.Namespace, model: str | None) -> Iterator[Connectio
             wait_loaded(client, line.show)
         name = chosen(client, model, line.show)
         line.clear()
+        if said is not None and not is_own and name != wanted:
+            print(f"mlxpaged: {said}", file=sys.stderr)
         yield Connection(client, name, is_own)
 
 
@@ -109,6 +115,7 @@ def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> st
     """Returns the server's name of the model, which is loaded then, if the server can do this and the key may. Raises
     ServerError."""
     entries = generating(client)
+    model = None if model is None else without_address(model)
     if model is None:
         if not entries:
             raise ServerError(f"the server at {client.url} serves no model that generates text")

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.short_names import DEMO_MODEL, full_name, largest_within, near_names, short_name, short_names
+from mlxpaged.models.short_names import (
+    DEMO_MODEL,
+    full_name,
+    largest_within,
+    near_names,
+    short_name,
+    short_names,
+    taken,
+)
 
 if TYPE_CHECKING:
     from mlxpaged.models.preflight import FileSizes
@@ -35,13 +43,15 @@ def add_parser(commands: Any) -> None:
         description="Download a model from the Hugging Face hub. First its small files show whether it can be served "
         "here and which context fits beside its weights. An interrupted download is resumed.",
     )
-    parser.add_argument("name", metavar="MODEL", help="hub repository, or a short name such as qwen3:4b")
+    parser.add_argument("name", metavar="MODEL", help="hub repository, its address, or a short name such as qwen3:4b")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 0, or 1 if the model cannot be downloaded or could not be served."""
     name = full_name(args.name)
+    if (said := taken(args.name)) is not None:
+        print(said, flush=True)
     if name == DEMO_MODEL or Path(name).expanduser().is_dir():
         print(f"{args.name} is on this machine: mlxpaged serve {args.name}")
         return 0

@@ -27,6 +27,7 @@ from mlxpaged.cli.running_servers import registered
 from mlxpaged.formats import FORMATS
 from mlxpaged.models import AdapterPath
 from mlxpaged.models.generation_config import LIMITS
+from mlxpaged.models.short_names import without_address
 
 if TYPE_CHECKING:
     from mlxpaged.engine import EngineConfig
@@ -186,8 +187,8 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     plain = dataclasses.replace(base, tool_parser=None, reranker=False)
     models = [Model(name, base)]
     if args.embedding_model is not None:
-        name = args.served_embedding_model_name or args.embedding_model
-        models.append(Model(name, of(plain, args.embedding_model, name, only_embeds=True)))
+        name = args.served_embedding_model_name or without_address(args.embedding_model)
+        models.append(Model(name, of(plain, without_address(args.embedding_model), name, only_embeds=True)))
     num_at_start = len(models)
     for other in others:
         name, path = name_and_path(other)
@@ -245,9 +246,10 @@ def of(config: EngineConfig, model: str, name: str, **fields: Any) -> EngineConf
 
 
 def name_and_path(model: str) -> tuple[str, str]:
-    """A directory that exists may have an equals sign in its name."""
+    """A directory that exists may have an equals sign in its name. An address of the hub becomes the repository."""
+    model = without_address(model)
     name, equals, path = model.partition("=")
-    return (model, model) if not (name and equals and path) or Path(model).exists() else (name, path)
+    return (model, model) if not (name and equals and path) or Path(model).exists() else (name, without_address(path))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
-from mlxpaged.models.short_names import DEMO_MODEL, full_name, near_names
+from mlxpaged.models.short_names import DEMO_MODEL, full_name, near_names, taken
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
@@ -113,6 +113,8 @@ def resolve_model(name: str, reserved: Reserved = NOTHING, num_ranks: int = 1) -
     Raises ModelNotFoundError, whose message says what was tried, or UnsupportedModelError."""
     if name == DEMO_MODEL:
         return DEMO_PATH
+    if (said := taken(name)) is not None:
+        logger.info("%s", said)
     name = full_name(name)
     path = Path(name).expanduser()
     if path.is_file():
@@ -128,7 +130,7 @@ def resolve_model(name: str, reserved: Reserved = NOTHING, num_ranks: int = 1) -
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
             near = ", ".join(near_names(name)) if "/" not in name else ""
             meant = f"; did you mean {near}?" if near else "; a hub repository is named OWNER/NAME"
-            raise ModelNotFoundError(f"no such directory: {path}{meant}")
+            raise ModelNotFoundError(f"no such directory: {name if '://' in name else path}{meant}")
         path = download(name, reserved, num_ranks)
     check_before_loading(name, path, local_file_sizes(path), reserved, num_ranks)
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -12,16 +13,31 @@ DEMO_MODEL = "demo"
 TABLE = Path(__file__).with_suffix(".toml")
 """Its first lines say where its figures come from."""
 
+HUB_ADDRESS = re.compile(
+    r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)"
+    r"([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/main(?:/[^?#]*)?)?/?(?:[?#].*)?",
+    flags=re.IGNORECASE,
+)
+"""The address of a repository, as a browser shows it or as Ollama takes it. A revision other than main is not taken:
+the newest files would be served instead."""
+
+LATEST = ":latest"
+"""Ollama and its clients add this tag to a name that has none."""
+
+OLDER_NAMES = {"llama3": "llama3.1"}
+"""Families that are not in the table, and the ones that take their place."""
+
 
 class ShortName(NamedTuple):
     """repository: on the hub. model_type: of its config.json. parameters: in billions. bytes: of the weights, about.
-    kind: "generate", "embeddings" or "reranker"."""
+    kind: "generate", "embeddings" or "reranker". default: whether its family's name stands for it."""
 
     repository: str
     model_type: str
     parameters: float
     bytes: int
     kind: str
+    default: bool = False
 
 
 @functools.cache
@@ -33,11 +49,35 @@ def short_names() -> dict[str, ShortName]:
     return {name: ShortName(**row) for name, row in rows.items()}
 
 
+def without_address(name: str) -> str:
+    """The repository of an address of the hub. Any other name is returned as it is."""
+    found = HUB_ADDRESS.fullmatch(name.strip())
+    return name if found is None else found[1]
+
+
 def full_name(name: str) -> str:
-    """The hub repository of a short name, in any case. Any other name is returned as it is: of a directory, a
-    repository or the demo model."""
-    found = short_names().get(name.lower()) if ":" in name else None
+    """The hub repository of a short name, in any case, or of an address of the hub. Any other name is returned as it
+    is: of a directory, a repository or the demo model."""
+    name = without_address(name)
+    found = short_names().get(default_name(name) or name.lower())
     return name if found is None else found.repository
+
+
+def default_name(name: str) -> str | None:
+    """The short name that a family's name without a tag stands for. None if the name has a tag, if there is no such
+    family, or if a directory has this name."""
+    family = name.lower().removesuffix(LATEST)
+    family = OLDER_NAMES.get(family, family)
+    rows = [(each, row) for each, row in short_names().items() if each.partition(":")[0] == family]
+    if not rows or Path(name).is_dir():
+        return None
+    return rows[0][0] if len(rows) == 1 else next(each for each, row in rows if row.default)
+
+
+def taken(name: str) -> str | None:
+    """Says which model a name without a tag stands for. None if the name is no such name."""
+    found = default_name(name)
+    return None if found is None else f"{name} stands for {found} ({short_names()[found].repository})"
 
 
 def short_name(repository: str) -> str | None:

@@ -26,15 +26,12 @@ from mlxpaged.engine.engine_thread import EngineHost, EngineThread
 from mlxpaged.engine.request import EndedRequest
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
-from mlxpaged.models.short_names import full_name
+from mlxpaged.models.short_names import LATEST, full_name, without_address
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model
 
 logger = logging.getLogger(__name__)
-
-LATEST = ":latest"
-"""Ollama and its clients add this tag to a name that has none."""
 
 WATCH_SECONDS = 1.0
 """Between two looks at which models have been idle for too long."""
@@ -259,12 +256,12 @@ class Registry:
         """The model of this name, if it is served; the default one for None. The name may be MODEL:ADAPTER."""
         if name is None:
             return self.default
-        found = self._served(name)
+        found = self._served(without_address(name))
         return None if found is None else found[0]
 
     def adapter_in(self, name: str | None) -> str | None:
         """The adapter of a model's name; None if it has none."""
-        found = None if name is None else self._served(name)
+        found = None if name is None else self._served(without_address(name))
         return None if found is None else found[1]
 
     def _served(self, name: str) -> tuple[Model, str | None] | None:

@@ -14,13 +14,22 @@ import pytest
 from huggingface_hub import constants
 
 from mlxpaged.cli import pull
+from mlxpaged.cli.serve import name_and_path
 from mlxpaged.models import device_memory, loader
 from mlxpaged.models.downloads import downloads
 from mlxpaged.models.fit import fit, layers_of
 from mlxpaged.models.layers import KV, PerSequence
 from mlxpaged.models.loader import DEMO_PATH, resolve_model
 from mlxpaged.models.preflight import has_module, modules_of
-from mlxpaged.models.short_names import full_name, largest_within, near_names, short_name, short_names
+from mlxpaged.models.short_names import (
+    default_name,
+    full_name,
+    largest_within,
+    near_names,
+    short_name,
+    short_names,
+    without_address,
+)
 from mlxpaged.registry import Catalog
 from tests.cli.helpers import DEADLINE, Result, hub, mlxpaged
 from tests.models.architectures import ARCHITECTURES, REFUSED, make_architecture
@@ -171,14 +180,80 @@ def test_weights_that_the_disk_cannot_hold_are_not_downloaded(
     assert not requested_weights(online)
 
 
-@pytest.mark.parametrize("name", ["mlx-community/Qwen3-4B-5bit", "qwen3:5b", "qwen3"])
+ADDRESSES = (
+    f"https://huggingface.co/{NAME}",
+    f"http://hf.co/{NAME}/",
+    f"hf.co/{NAME}",
+    f"huggingface.co/{NAME}",
+    f"https://huggingface.co/{NAME}/tree/main",
+    f"https://huggingface.co/{NAME}/blob/main/config.json?download=true#L5",
+    f"https://www.huggingface.co/{NAME}?library=mlx",
+    f"hf://{NAME}",
+)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_of_the_hub_is_its_repository(address: str) -> None:
+    assert without_address(address) == full_name(address) == NAME
+    assert name_and_path(address) == (NAME, NAME)
+    assert name_and_path(f"mine={address}") == ("mine", NAME)
+
+
+@pytest.mark.parametrize(
+    "name", ["https://huggingface.co/a/b/tree/v1", "https://example.com/a/b", "hf.co/a", "xhf.co/a/b", "a/b", "./hf.co"]
+)
+def test_other_addresses_and_names_are_left_as_they_are(name: str) -> None:
+    assert without_address(name) == full_name(name) == name
+
+
+def test_what_an_address_names_is_pulled_found_and_removed(run: Run, online: list[str]) -> None:
+    address = f"https://huggingface.co/{NAME}/tree/main"
+    assert run("pull", address).status == 0
+    [download] = downloads()
+    assert resolve_model(address) == download.path
+    found = Catalog().find(address)
+    assert found is not None
+    assert found.name == NAME
+    assert run("rm", address, "--yes").status == 0
+    other = run("pull", "https://huggingface.co/a/b/tree/v1")
+    assert other.status == 1
+    assert "there is no model named 'https://huggingface.co/a/b/tree/v1'" in other.stderr
+
+
+def test_a_family_without_a_tag_is_its_default_and_the_message_says_so(run: Run, offline: None) -> None:
+    for name in ("qwen3", "Qwen3:latest"):
+        result = run("pull", name)
+        assert result.stdout == f"{name} stands for qwen3:8b (mlx-community/Qwen3-8B-4bit)\n"
+    assert full_name("llama3") == short_names()["llama3.1:8b"].repository
+    assert full_name("gemma3") == short_names()["gemma3:4b"].repository
+    assert full_name("smollm3") == short_names()["smollm3:3b"].repository
+    assert default_name("qwen3:4b") is default_name("demo") is default_name("x" * 5000) is None
+
+
+def test_a_directory_comes_before_the_family_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen3").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert full_name("qwen3") == "qwen3"
+
+
+def test_every_family_has_one_default() -> None:
+    families: dict[str, list[bool]] = {}
+    for name, row in short_names().items():
+        families.setdefault(name.partition(":")[0], []).append(row.default)
+    for family, defaults in families.items():
+        assert len(defaults) == 1 or sum(defaults) == 1, family
+        assert default_name(family) is not None
+
+
+@pytest.mark.parametrize("name", ["mlx-community/Qwen3-4B-5bit", "qwen3:5b", "qwen3-4b"])
 def test_a_name_that_does_not_exist_gets_near_ones(run: Run, online: list[str], name: str) -> None:
     result = run("pull", name)
     assert (result.status, result.stdout) == (1, "")
     assert "mlxpaged: " in result.stderr
-    assert "short names: qwen3:0.6b, qwen3:1.7b, qwen3:4b" in result.stderr or "/" in name
+    near = {"qwen3:5b": "qwen3:0.6b, qwen3:1.7b, qwen3:4b", "qwen3-4b": "qwen3:4b, "}
+    assert f"short names: {near.get(name)}" in result.stderr or "/" in name
     found = "on the hub: " + NAME in result.stderr
-    assert found == (name == "qwen3")
+    assert found == (name == "qwen3-4b")
 
 
 def test_without_the_hub_a_miss_says_so(run: Run, offline: None) -> None:
@@ -278,7 +353,7 @@ def test_a_short_name_stands_for_its_repository() -> None:
     assert "llama3.2:1b" in near_names("llama3.2:2b")
     assert near_names("gema4:26b")[0] == "gemma4:26b"
     with pytest.raises(loader.ModelNotFoundError, match=r"did you mean llama3\.2:1b, llama3\.2:3b\?"):
-        resolve_model("llama3.2")
+        resolve_model("llama3.2:2b")
 
 
 def test_the_model_that_is_suggested_is_the_largest_that_fits() -> None:

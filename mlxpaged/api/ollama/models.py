@@ -17,8 +17,8 @@ from mlxpaged.api.ollama.renderer import timestamp
 from mlxpaged.api.ollama.schema import OllamaShowRequest
 from mlxpaged.api.server import server_of
 from mlxpaged.engine import EmbeddingInfo, EngineInfo
+from mlxpaged.models.short_names import LATEST
 from mlxpaged.registry import Model
-from mlxpaged.registry.registry import LATEST
 
 VERSION = "0.13.5"
 """The version of Ollama whose API these endpoints follow. Some clients refuse older ones."""
