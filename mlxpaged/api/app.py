@@ -62,7 +62,8 @@ def create_app(
             registry.watch()
             runner = app.state.batch_runner = None if store is None else BatchRunner(app, registry, store)
         yield
-        logger.info("HTTP closed; stopping the engine thread")
+        if registry is None or registry.loaded:  # after a failed start there is nothing to stop
+            logger.info("HTTP closed; stopping the engine thread")
         if runner is not None:
             await runner.stop()
         await server.close()

@@ -238,8 +238,10 @@ class Server:
         for threads in (self._body_threads, self._huge_body_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         self._tokenizer_lanes.close()
-        if self.registry is not None and await self.registry.stop(timeout=10.0 if self.registry.loaded else 1.0):
-            logger.info("engine thread stopped")
+        if self.registry is not None:
+            had_model = bool(self.registry.loaded)
+            if await self.registry.stop(timeout=10.0 if had_model else 1.0) and had_model:
+                logger.info("engine thread stopped")
 
 
 class Load:

@@ -98,7 +98,8 @@ class HttpServer(uvicorn.Server):
         loop = uvloop.new_event_loop() if self._registry is None else self._registry.loop
         assert isinstance(loop, uvloop.Loop)
         uvloop.run(self.serve(sockets=self._listeners), loop_factory=lambda: loop)
-        logger.info("bye")
+        if not self._exit_status:
+            logger.info("bye")
         self._stdout.flush()
         return self._exit_status
 
@@ -138,20 +139,21 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         urls = " and ".join(map(url_of, self._listeners))
-        logger.info("listening on %s, BLAS: %s", urls, blas.describe())
         self._tasks.append(asyncio.ensure_future(return_freed_memory_regularly()))
+        listening = f"listening on {urls}, BLAS: {blas.describe()}"
         if self._registry is None:
+            logger.info("%s", listening)
             self._stdout.write(f"mlxpaged {__version__} without a model at {urls}\n")
         else:
-            self._tasks.append(asyncio.ensure_future(self._announce(self._registry)))
+            self._tasks.append(asyncio.ensure_future(self._announce(self._registry, listening)))
 
-    async def _announce(self, registry: Registry) -> None:
-        display = StartDisplay(sys.stderr)
+    async def _announce(self, registry: Registry, listening: str) -> None:
+        display = StartDisplay(sys.stderr, listening)
         loaded = asyncio.ensure_future(registry.wait_loaded())
         while not loaded.done():
             await asyncio.wait([loaded], timeout=DISPLAY_SECONDS)
             display.show(registry.progress)
-        display.end()
+        display.end(is_loaded=loaded.exception() is None)
         try:
             loaded.result()
         except EngineUnavailableError as error:

@@ -356,7 +356,7 @@ class EngineThread(threading.Thread):
         except LoadCancelled:
             self._end_slot(slot)
         except EXPECTED as error:
-            logger.critical("%s", error)
+            logger.debug("a model could not be loaded", exc_info=error)  # the caller shows the message
             self._end_slot(slot, error)
         except BaseException as error:
             logger.critical("a model could not be loaded", exc_info=error)

@@ -384,6 +384,7 @@ class Registry:
                 except EngineUnavailableError:
                     model.engine, failure = None, engine.failure
                     if failure is None or not failure.lacks_memory:
+                        logger.error("%s is not loaded: %s", model.name, engine.reason)
                         raise LoadFailedError(str(engine.reason)) from None
                     logger.info("%s does not fit yet: %s", model.name, failure.reason)
                     if failure.missing_bytes <= self._reclaimable_bytes():

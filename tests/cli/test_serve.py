@@ -292,10 +292,15 @@ def test_a_directory_without_a_model_is_said_in_a_sentence(tmp_path: Path, run: 
     assert result.stdout == ""
 
 
-def test_a_mistyped_model_shows_no_traceback(tmp_path: Path) -> None:
+def test_a_mistyped_model_is_one_line_and_a_debug_log_has_the_traceback(tmp_path: Path) -> None:
     with mlxpaged(tmp_path / "run", "serve", "--port", "0", "./nothing") as command:
         assert command.wait_end() == 1
-        assert "Traceback" not in command.stderr
+        assert re.fullmatch(r"mlxpaged: no such directory: nothing; .+\n", command.stderr)
+        assert command.stdout == ""
+    with mlxpaged(tmp_path / "run", "serve", "--port", "0", "./nothing", "--log-level", "debug") as command:
+        assert command.wait_end() == 1
+        assert "Traceback" in command.stderr
+        assert "ModelNotFoundError: no such directory" in command.stderr
 
 
 def test_serve_none_is_up_without_a_model(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 
 def test_on_a_terminal_one_line_is_rewritten_and_erased_at_the_end() -> None:
     stream = Terminal()
-    display = StartDisplay(stream)
+    display = StartDisplay(stream, "listening")
     for progress in (None, *STEPS):
         display.show(progress)
     shown = stream.getvalue()
@@ -55,7 +55,7 @@ def test_on_a_terminal_one_line_is_rewritten_and_erased_at_the_end() -> None:
 def test_elsewhere_each_stage_has_a_log_line_and_one_more_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     stream, now = io.StringIO(), 0.0
-    display = StartDisplay(stream, lambda: now)
+    display = StartDisplay(stream, "listening", lambda: now)
     for progress in STEPS[:3]:
         display.show(progress)
     now += LOG_SECONDS
@@ -64,11 +64,35 @@ def test_elsewhere_each_stage_has_a_log_line_and_one_more_every_ten_seconds(capl
     display.end()
     assert stream.getvalue() == ""
     assert caplog.messages == [
+        "listening",
         "loading 0.0 of 8.0 GB",
         "loading 8.0 of 8.0 GB",
         "compiling kernels 0 of 30",
         "timing kernels 2 of 18",
     ]
+
+
+def test_nothing_is_logged_of_a_start_that_fails_before_weights_are_read(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    display = StartDisplay(io.StringIO(), "listening", lambda: 0.0)
+    for progress in (None, Progress(Stage.LOADING, 0, 0)):
+        display.show(progress)
+    display.end(is_loaded=False)
+    assert caplog.messages == []
+
+
+def test_a_download_is_logged_after_ten_seconds_and_a_start_without_progress_at_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = 0.0
+    display = StartDisplay(io.StringIO(), "listening", lambda: now)
+    display.show(Progress(Stage.LOADING, 0, 0))
+    now += LOG_SECONDS
+    display.show(Progress(Stage.LOADING, 0, 0))
+    assert caplog.messages == ["listening", "loading"]
+    StartDisplay(io.StringIO(), "the other is listening").end()
+    assert caplog.messages[2:] == ["the other is listening"]
 
 
 def test_a_line_is_cut_to_the_width_of_the_terminal_and_has_no_control_characters() -> None:
