@@ -19,9 +19,10 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from mlxpaged.cli.chat.chat import Chat, uninterrupted
-from mlxpaged.cli.chat.conversation import Conversation
+from mlxpaged.cli.chat.conversation import EFFORTS, Conversation
 from mlxpaged.cli.chat.reader import Reader, SlashCompleter
 from mlxpaged.cli.client import Client
+from mlxpaged.models.generation_config import LIMITS
 from tests.api.helpers import StepGate
 from tests.cli.helpers import Result
 from tests.cli.screen import shown
@@ -115,7 +116,8 @@ def test_ctrl_c_ends_the_answer_on_the_server_too_and_not_the_chat(session: Sess
 def test_a_question_without_an_answer_is_taken_back(session: Session) -> None:
     assert "context length" in session.type("x " * 9000)
     assert session.conversation.messages == []
-    assert "temperature" in session.type("/set temperature 9", "Hello")
+    session.conversation.settings["temperature"] = 9  # as a saved chat may have it
+    assert "temperature" in session.type("Hello")
     assert session.conversation.messages == []
     assert "Hi." in session.type("/set temperature default", "Hello")
 
@@ -180,8 +182,14 @@ def test_a_file_that_is_no_chat_is_neither_loaded_nor_overwritten(
         ("/modle", "unknown command /modle: /model?"),
         ("/xyzzy", "unknown command /xyzzy: /help lists the commands"),
         ("/set tempo 1", "unknown setting tempo: there are temperature, "),
-        ("/set temperature hot", "temperature must be a number, got 'hot'"),
-        ("/set top_k 1.5", "top_k must be a whole number, got '1.5'"),
+        ("/set temperature hot", "temperature must be a number from 0 to 2, got 'hot'"),
+        ("/set temperature 9", "temperature must be a number from 0 to 2, got '9'"),
+        ("/set temperature nan", "temperature must be a number from 0 to 2, got 'nan'"),
+        ("/set top_p 0", "top_p must be a number above 0 to 1, got '0'"),
+        ("/set top_k 1.5", "top_k must be a whole number from -1 to 2.14748e+09, got '1.5'"),
+        ("/set max_tokens 0", "max_tokens must be a whole number from 1 to "),
+        ("/set seed -1", "seed must be a whole number from 0 to "),
+        ("/set reasoning_effort much", "reasoning_effort must be one of none, minimal, low, "),
         ("/set enable_thinking maybe", "enable_thinking must be on or off, got 'maybe'"),
         ("/stats maybe", "/stats, /stats on or /stats off"),
         ("/save", "/save FILE"),
@@ -199,6 +207,33 @@ def test_every_command_is_in_the_help_and_bye_leaves(session: Session) -> None:
     found = session.type("/help", "/bye", "Hello")
     assert "/set [NAME [VALUE]]  show or change a setting" in found
     assert "Hi." not in found
+
+
+@pytest.mark.parametrize("word", ["exit", "quit", "/exit", "/quit"])
+def test_the_words_of_other_chats_leave_too(session: Session, word: str) -> None:
+    assert session.type(word, "Hello") == ""
+    assert session.conversation.messages == []
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(
+            f"{name} {value:.0f}"
+            for name, limits in LIMITS.items()
+            for value in (limits.least + limits.excluded, limits.most)
+        ),
+        *("seed 0", "seed 4294967295", "max_tokens 1", "thinking_budget 1", "thinking_budget 2147483647"),
+        *(f"reasoning_effort {effort}" for effort in EFFORTS),
+    ],
+)
+def test_the_server_takes_what_set_takes(session: Session, setting: str) -> None:
+    found = session.type(f"/set {setting}", "/set enable_thinking default")
+    assert "must be" not in found
+    answer = session.type("Hello")
+    assert "must be" not in answer
+    assert "should be" not in answer
+    assert len(session.conversation.messages) == 2, answer
 
 
 def test_a_message_may_begin_with_a_path(session: Session) -> None:

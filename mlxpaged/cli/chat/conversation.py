@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlxpaged.api.durable_files import replacing
+from mlxpaged.models.generation_config import LIMITS, Limits
 
 Kind = Callable[[str], Any]
 
 
-def whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"must be a whole number, got {text!r}") from None
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "auto")
 
 
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"must be a number, got {text!r}") from None
+def within(limits: Limits) -> Kind:
+    """Returns a parser of numbers that are within the limits of the server."""
+
+    def parse(text: str) -> float:
+        try:
+            value = int(text) if limits.whole else float(text)
+        except ValueError:
+            value = math.nan
+        if not limits.fit(value):
+            raise ValueError(f"must be {limits}, got {text!r}")
+        return value
+
+    return parse
+
+
+def effort(text: str) -> str:
+    if text not in EFFORTS:
+        raise ValueError(f"must be one of {', '.join(EFFORTS)}, got {text!r}")
+    return text
 
 
 def switch(text: str) -> bool:
@@ -33,22 +45,17 @@ def switch(text: str) -> bool:
     return text == "on"
 
 
+TOKENS = Limits(1, 2**31 - 1, whole=True)
 SETTINGS: dict[str, Kind] = {
-    "temperature": number,
-    "top_p": number,
-    "top_k": whole_number,
-    "min_p": number,
-    "repetition_penalty": number,
-    "presence_penalty": number,
-    "frequency_penalty": number,
-    "seed": whole_number,
-    "max_tokens": whole_number,
+    **{name: within(limits) for name, limits in LIMITS.items()},
+    "seed": within(Limits(0, 2**32 - 1, whole=True)),
+    "max_tokens": within(TOKENS),
     "stop": str,
     "enable_thinking": switch,
-    "reasoning_effort": str,
-    "thinking_budget": whole_number,
+    "reasoning_effort": effort,
+    "thinking_budget": within(TOKENS),
 }
-"""Fields of the request that `/set` changes. The server checks their ranges."""
+"""Fields of the request that `/set` changes, with values that the server takes."""
 
 
 @dataclass

@@ -20,6 +20,10 @@ NAME = re.compile(r"/[a-z]+(\s|$)")
 """A message may begin with a path: /usr/bin is no command."""
 
 
+LEAVING = {"exit", "quit", "/exit", "/quit"}
+"""In addition to /bye: the words of shells and of other chats."""
+
+
 class UsageError(Exception):
     """The command cannot be carried out as it was typed."""
 
@@ -40,6 +44,8 @@ class Command:
 
 def carry_out(chat: Chat, text: str) -> bool:
     """Returns False if the text is no command. Raises UsageError, ServerError, OSError or Leave."""
+    if text in LEAVING:
+        raise Leave
     if not NAME.match(text):
         return False
     name, _, argument = text[1:].partition(" ")
@@ -153,5 +159,5 @@ COMMANDS = (
     Command("clear", "", "forget the conversation", clear),
     Command("save", "FILE", "save the conversation", save),
     Command("load", "FILE", "go on with a saved conversation", load),
-    Command("bye", "", "leave", leave),
+    Command("bye", "", "leave; so do /exit, /quit, exit and quit", leave),
 )
