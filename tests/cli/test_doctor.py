@@ -96,6 +96,7 @@ def test_a_kernel_that_fails_is_shown_and_the_rest_is_measured_without_it(
 def test_without_metal_the_rest_is_measured_and_what_cannot_be_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert "mean nothing for a real model or for a Mac" in found.pop("note")
     check_measurements(found, "cpu")
     assert found["kernels"] == found["tuning"] == {"not_measured": "there is no Metal device"}
     assert found["command_buffers_per_step"] == {"not_measured": "there is no Metal device"}
@@ -116,6 +117,7 @@ def test_if_mlx_lm_cannot_run_the_model_the_reason_stands_beside_our_rate(
     assert [line.partition("mlx-lm ")[2] for line in lines if line.startswith("  batch")] == [
         "not measured, because RuntimeError: no such generator"
     ] * 2
+    assert lines[-2].startswith("These figures are of the bundled demo model"), "the last of the report"
 
 
 def test_command_buffers_of_a_step_are_counted_by_the_limits_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:

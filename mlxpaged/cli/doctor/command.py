@@ -24,6 +24,7 @@ from mlxpaged.cli.doctor.speed import engine_rates, make_engine, mlx_lm_rates, p
 from mlxpaged.cli.doctor.step_graph import command_buffers
 from mlxpaged.engine import EngineCore
 from mlxpaged.models import ModelNotFoundError, ServedModel, UnsupportedModelError, load_model, resolve_model
+from mlxpaged.models.short_names import DEMO_MODEL
 
 SIZES = Sizes()
 
@@ -104,9 +105,15 @@ class Doctor:
             engine.close()
         yield "decoding", report.decoding_section(SIZES.batches, ours, theirs)
         yield "largest_prefill", peak
+        if self._model == DEMO_MODEL:
+            yield "note", DEMO_NOTE
 
 
 NO_DEVICE = "there is no Metal device"
+DEMO_NOTE = (
+    "These figures are of the bundled demo model, which is tiny: they mean nothing for a real model or for a Mac. For "
+    "figures that do, run `mlxpaged doctor MODEL` on the Mac."
+)
 
 
 def measured(measure: Callable[[], Any]) -> Any:

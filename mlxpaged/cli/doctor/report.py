@@ -164,5 +164,6 @@ TEXTS = {
     "command_buffers_per_step": buffers_text,
     "decoding": decoding_text,
     "largest_prefill": prefill_text,
+    "note": lambda content: [content],
 }
 """How the content of each section is shown."""
