@@ -72,7 +72,7 @@ def test_a_server_is_served_listed_used_and_stopped(terminal: Terminal) -> None:
     assert terminal.run("mlxpaged run demo 'What is 17 + 25?'") == (0, "42"), "it is loaded again"
     (terminal.home / "claude").write_text('#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $*"\nexit 3\n')
     (terminal.home / "claude").chmod(0o755)
-    status, text = terminal.run("PATH=$HOME:$PATH mlxpaged launch claude -- -p hello")
+    status, text = terminal.run("PATH=$HOME:$PATH mlxpaged launch claude --small-context -- -p hello")
     assert status == 3
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+ demo -p hello", text)
     status, text = terminal.run("mlxpaged stop")

@@ -16,7 +16,7 @@ STARTS = {
     "run": "run demo hello",
     "ps": "ps",
     "stop": "stop",
-    "launch": "launch claude --print",
+    "launch": "launch claude --print --small-context",
     "service": "service install --dry-run",
     "bench": "bench",
     "doctor": "doctor",
@@ -83,7 +83,7 @@ def test_while_launch_starts_a_server_and_while_the_agent_runs(terminal: Termina
     program = terminal.home / "claude"
     program.write_text('#!/bin/sh\ntrap "echo caught; exit 5" INT\necho running\nwhile :; do sleep 0.1; done\n')
     program.chmod(0o755)
-    command = "PATH=$HOME:$PATH mlxpaged launch claude"
+    command = "PATH=$HOME:$PATH mlxpaged launch claude --small-context"
     assert interrupted(terminal, command, "starting a server") == INTERRUPTED
     assert interrupted(terminal, command, "running") == 5
 
