@@ -26,6 +26,8 @@ STARTS = {
     "ls": "ls",
     "rm": "rm someone/absent",
     "completion": "completion bash",
+    "help": "help serve",
+    "version": "version",
 }
 TIMES = "PYTHONPROFILEIMPORTTIME=1 "
 """Python then prints each import, so that the test sees how far the process is."""
