@@ -155,6 +155,10 @@ def prefill_text(content: Any) -> list[str]:
     return [f"largest prefill: {content['tokens']} tokens take {size}"]
 
 
+def note_text(content: str) -> list[str]:
+    return [content]
+
+
 TEXTS = {
     "machine": machine_text,
     "model": model_text,
@@ -164,6 +168,6 @@ TEXTS = {
     "command_buffers_per_step": buffers_text,
     "decoding": decoding_text,
     "largest_prefill": prefill_text,
-    "note": lambda content: [content],
+    "note": note_text,
 }
 """How the content of each section is shown."""
