@@ -12,6 +12,7 @@ from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.endpoint import BYTES, FORM, HTML, TEXT, Access, Endpoint
 from mlxpaged.api.ollama import models as ollama_models
+from mlxpaged.api.ollama import pull as ollama_pull
 from mlxpaged.api.ollama import routes as ollama
 from mlxpaged.api.ollama import schema as ollama_schema
 from mlxpaged.api.openai import chat, completions, embeddings, models
@@ -120,7 +121,13 @@ ENDPOINTS = (
     get("/api/ps", ollama_models.ps, "The models that are loaded"),
     reads("/api/show", ollama_models.show, "One model", ollama_schema.OllamaShowRequest),
     get("/api/version", ollama_models.version, "The version of Ollama's API"),
-    post("/api/pull", ollama_models.refuse, "Always refused: use `mlxpaged pull`"),
+    reads(
+        "/api/pull",
+        ollama_pull.pull,
+        "Download a model, with --allow-downloads",
+        ollama_schema.OllamaPullRequest,
+        answer_type=LINES,
+    ),
     post("/api/push", ollama_models.refuse, "Always refused"),
     post("/api/create", ollama_models.refuse, "Always refused"),
     post("/api/copy", ollama_models.refuse, "Always refused"),

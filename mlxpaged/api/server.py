@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from mlxpaged import engine
-from mlxpaged.api.access.caller import allows, caller_of
+from mlxpaged.api.access.caller import allows, caller_of, is_local
 from mlxpaged.api.access.key_ring import KeyRing
 from mlxpaged.api.config import HttpConfig
+from mlxpaged.api.downloads import Downloads
 from mlxpaged.api.errors import ApiError, bad_parameter, load_failed, model_not_found, no_room
 from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.metrics import Metrics
@@ -42,7 +43,6 @@ HUGE_BODY_BYTES = 1024 * 1024
 """Larger ones are parsed one at a time, with a rest after each. 12 MB of nested objects take 0.7 seconds, in which the
 interpreter lock is held: two threads that parse one after the other would leave the running streams no time."""
 LONGEST_REST = 5.0
-LOOPBACK = ("127.0.0.1", "::1")
 COMPILE_SECONDS = 10.0
 """Time limit for a grammar. Almost all take less than a second, or the compiler gives up."""
 
@@ -61,6 +61,7 @@ class Server:
             registry.observe(self._observe)
         self.open_requests = OpenRequests()
         self.ignored_fields = IgnoredFields()
+        self.downloads = Downloads()
         self._clock = clock
         self._started = clock()
         self._tokenizer_lanes = TokenizerLanes()
@@ -96,9 +97,9 @@ class Server:
     async def model(self, request: Request, name: str | None) -> Model:
         """The model that a request names; None: the default one. Raises ApiError or EngineUnavailableError."""
         registry, caller = self.started(), caller_of(request)
-        is_local = request.client is not None and request.client.host in LOOPBACK
+        any_directory = is_local(request) and (caller is None or caller.admin)
         try:
-            model = await registry.find(name, any_directory=is_local and (caller is None or caller.admin))
+            model = await registry.find(name, any_directory=any_directory)
         except ModelUnknownError:
             raise model_not_found(name or "", self.names_for(request)) from None
         if not allows(caller, model.name):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.parser import heavy_imports
+from mlxpaged.models.disk import check_disk
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.short_names import (
     DEMO_MODEL,
@@ -79,19 +79,6 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"downloaded to {path}\nserve it: mlxpaged serve {short_name(name) or name}")
     return 0
-
-
-def check_disk(directory: Path, sizes: FileSizes) -> None:
-    """Raises UnsupportedModelError if the weights that are missing do not fit on the disk."""
-    from mlxpaged.models.preflight import weight_files
-
-    missing = sum(size or 0 for file, size in weight_files(sizes).items() if not (directory / file).exists())
-    if missing > (free := free_disk(directory)):
-        raise UnsupportedModelError(f"{megabytes(missing)} are to be downloaded, but the disk has {megabytes(free)}")
-
-
-def free_disk(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
 
 
 def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:

@@ -99,6 +99,8 @@ def add_parser(commands: Any) -> None:
     access = groups.group("access", HttpConfig())
     access.field("--api-keys", Path, "file made by `mlxpaged keys add`", "no key is needed")
     access.switch("--insecure", "allow other machines to use the server without an API key")
+    fetched = "let programs on this machine, or admin keys, download models with POST /api/pull"
+    access.switch("--allow-downloads", fetched)
     apart = "let no two API keys share cached prefixes; by default, keys of the same tier share them"
     access.switch("--isolate-prefix-cache", apart)
     names = "another host name of this server, beside the local ones, or * for any"
@@ -295,7 +297,7 @@ def run(args: argparse.Namespace) -> int:
         from mlxpaged.cli.http_server import run_server
 
         status = run_server(registry, listeners, http, args.data_dir, args.drain_timeout)
-    return exit_status(status, has_engine=registry is not None)
+    return exit_status(status, has_engine=registry is not None or args.allow_downloads)
 
 
 def local_url(address: tuple[Any, ...]) -> str:

@@ -43,6 +43,11 @@ def default_device_memory() -> int:
     return below_limit(int(SYSTEM_SHARE * system_free_memory()))
 
 
+def loaded_memory() -> int:
+    """Bytes that loaded models take, with their pools. They are free after unloading."""
+    return int(mx.get_active_memory())
+
+
 def unused_memory() -> int:
     """Bytes that the device can take now without another program losing any."""
     return min(free_device_memory(), system_free_memory())

@@ -5,6 +5,10 @@ class ModelNotFoundError(Exception):
     """There is no model of this name, here or on the hub."""
 
 
+class HubError(ModelNotFoundError):
+    """The hub cannot be reached, or did not send all of a model."""
+
+
 class UnsupportedModelError(Exception):
     """The model exists but cannot be served, or cannot make embeddings. The message says why."""
 

@@ -29,7 +29,7 @@ from mlxpaged.models.adapters import (
 )
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
-from mlxpaged.models.errors import AdapterError, ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.errors import AdapterError, HubError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.generation_config import read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.json_files import read_object
@@ -139,25 +139,33 @@ def resolve_model(name: str, reserved: Reserved = NOTHING, num_ranks: int = 1) -
 def download(name: str, reserved: Reserved, num_ranks: int = 1) -> Path:
     """The directory of a hub repository in the local cache. Raises ModelNotFoundError or UnsupportedModelError."""
     download_small_files(name, reserved, num_ranks)
+    return download_weights(name)
+
+
+def download_weights(name: str) -> Path:
+    """The directory of a hub repository with its weights. Raises ModelNotFoundError."""
     with hub_errors_explained(name):
         return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, WEIGHTS]))
 
 
-def download_small_files(name: str, reserved: Reserved = NOTHING, num_ranks: int = 1) -> tuple[Path, FileSizes] | None:
+def download_small_files(
+    name: str, reserved: Reserved = NOTHING, num_ranks: int = 1, reclaimable_bytes: int = 0
+) -> tuple[Path, FileSizes] | None:
     """The directory of a hub repository with all but its weights, and the sizes of all files; None if the hub does not
-    tell them. Raises ModelNotFoundError, or UnsupportedModelError if the model cannot be loaded."""
+    tell them. reclaimable_bytes: memory that is not free yet, and can be until the model is loaded. Raises
+    ModelNotFoundError, or UnsupportedModelError if the model cannot be loaded."""
     with hub_errors_explained(name):
         sizes = hub_file_sizes(name)
         if sizes is None:
             return None
         directory = Path(snapshot_download(name, allow_patterns=SMALL_FILES))
-    check_before_loading(name, directory, sizes, reserved, num_ranks)
+    check_before_loading(name, directory, sizes, reserved, num_ranks, reclaimable_bytes)
     return directory, sizes
 
 
 @contextlib.contextmanager
 def hub_errors_explained(name: str) -> Iterator[None]:
-    """Turns the errors of the hub's library into ModelNotFoundError."""
+    """Turns the errors of the hub's library into ModelNotFoundError or HubError."""
     try:
         yield
     except hub_errors.GatedRepoError:
@@ -166,13 +174,20 @@ def hub_errors_explained(name: str) -> Iterator[None]:
     except hub_errors.RepositoryNotFoundError:
         raise ModelNotFoundError(f"{name} is neither a local directory nor a repository on the hub") from None
     except (hub_errors.HFValidationError, hub_errors.HfHubHTTPError, OSError) as error:
-        raise ModelNotFoundError(f"{name} could not be fetched from the hub: {error}") from error
+        raise HubError(f"{name} could not be fetched from the hub: {error}") from error
 
 
-def check_before_loading(name: str, directory: Path, sizes: FileSizes, reserved: Reserved, num_ranks: int = 1) -> None:
+def check_before_loading(
+    name: str,
+    directory: Path,
+    sizes: FileSizes,
+    reserved: Reserved,
+    num_ranks: int = 1,
+    reclaimable_bytes: int = 0,
+) -> None:
     shares = {file: size and size // num_ranks for file, size in sizes.items()}
     try:
-        check_directory(directory, shares, free_device_memory(), reserved)
+        check_directory(directory, shares, free_device_memory() + reclaimable_bytes, reserved)
     except UnsupportedModelError as error:
         what = f"its share of {name}, one of {num_ranks}," if num_ranks > 1 else name
         error.args = (f"{what} cannot be loaded: {error}",)

@@ -15,6 +15,7 @@ from openai.types.responses import input_token_count_params, response_create_par
 
 from mlxpaged.api.body import validate
 from mlxpaged.api.compatibility import MARK, markdown, tables
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.endpoints import ENDPOINTS
 from mlxpaged.api.fields.table import Outcome, Row, Table
 from mlxpaged.api.reading import Reading
@@ -32,7 +33,11 @@ MESSAGES, COUNT = "POST /v1/messages", "POST /v1/messages/count_tokens"
 RESPONSES, INPUT_TOKENS = "POST /v1/responses", "POST /v1/responses/input_tokens"
 EMBEDDINGS = "POST /v1/embeddings"
 OLLAMA_CHAT, OLLAMA_GENERATE = "POST /api/chat", "POST /api/generate"
-OTHER_ERRORS = (MESSAGES, COUNT, *(f"POST /api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show")))
+OTHER_ERRORS = (
+    MESSAGES,
+    COUNT,
+    *(f"POST /api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "pull")),
+)
 """Their errors have no `param`."""
 
 SMALLEST: dict[str, dict[str, Any]] = {
@@ -50,6 +55,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "POST /api/embed": {"model": "vectors", "input": "x"},
     "POST /api/embeddings": {"model": "vectors", "prompt": "x"},
     "POST /api/show": {"model": "demo"},
+    "POST /api/pull": {"model": "demo"},
     "POST /tokenize": {"prompt": "x"},
     "POST /detokenize": {"tokens": [20]},
     "POST /v1/files": {"purpose": "batch", "file": "{}"},
@@ -86,7 +92,8 @@ def outcome_of(table: Table, row: Row) -> Outcome:
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     second = make_embedding_model(tmp_path_factory.mktemp("models") / "m")
     config = with_embeddings(EngineConfig(kv_cache_bytes=16_000_000), second)
-    with running_server(config, data_dir=tmp_path_factory.mktemp("data")) as server, raw(server) as client:
+    data_dir, allowed = tmp_path_factory.mktemp("data"), HttpConfig(allow_downloads=True)
+    with running_server(config, data_dir=data_dir, http=allowed) as server, raw(server) as client:
         info = server.engine.info
         assert info is not None
         info.reranker = Reranker(info.tokenizer, yes=20, no=21)  # the demo model has no token "yes"

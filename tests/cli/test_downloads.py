@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mlxpaged.cli import pull
 from mlxpaged.cli.serve import name_and_path
-from mlxpaged.models import device_memory, loader
+from mlxpaged.models import device_memory, disk, loader
 from mlxpaged.models.downloads import downloads
 from mlxpaged.models.fit import fit, layers_of
 from mlxpaged.models.layers import KV, PerSequence
@@ -173,10 +172,10 @@ def test_what_cannot_be_served_is_refused_before_its_weights(run: Run, cache: Pa
 def test_weights_that_the_disk_cannot_hold_are_not_downloaded(
     run: Run, online: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "free_disk", lambda directory: 0)
+    monkeypatch.setattr(disk, "free_disk", lambda directory: 0)
     result = run("pull", NAME)
     assert result.status == 1
-    assert "but the disk has 0.0 MB" in result.stderr
+    assert "but the disk has 0.0 GB" in result.stderr
     assert not requested_weights(online)
 
 

@@ -9,6 +9,8 @@ from starlette.requests import Request
 from mlxpaged.api.access.rate_limit import Allowance
 from mlxpaged.engine import Priority
 
+LOOPBACK = ("127.0.0.1", "::1")
+
 
 @dataclass(frozen=True)
 class Caller:
@@ -25,6 +27,11 @@ def caller_of(request: Request) -> Caller | None:
     """Returns None on a server without keys. Every request may do everything there."""
     caller: Caller | None = request.state.caller
     return caller
+
+
+def is_local(request: Request) -> bool:
+    """Whether the request comes from this machine. A proxy on it makes all requests local."""
+    return request.client is not None and request.client.host in LOOPBACK
 
 
 def owner_of(request: Request) -> str | None:

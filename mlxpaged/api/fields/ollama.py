@@ -119,3 +119,11 @@ SHOW = Table(
     label("verbose", True, "everything is always shown"),
     *shared.EVERYWHERE,
 )
+
+PULL = Table(
+    honoured("model", "demo", "a short name, `OWNER/NAME`, or an address of the hub"),
+    honoured("name", "demo", "the old name of `model`"),
+    honoured("stream", False, "the default is true"),
+    ignored("insecure", True, "the hub is always asked in the same way", (False,)),
+    *shared.EVERYWHERE,
+)

@@ -100,7 +100,7 @@ async def show(request: Request, body: OllamaShowRequest) -> Response:
 
 
 async def refuse(request: Request) -> Response:
-    message = "this server cannot fetch, make or delete models; use `mlxpaged pull` and `mlxpaged rm`"
+    message = "this server cannot make or delete models; use `mlxpaged rm`"
     raise ApiError(400, f"{request.url.path}: {message}")
 
 

@@ -144,16 +144,30 @@ class OllamaEmbeddingsRequest(Body):
     prompt: str | None = None
 
 
-class OllamaShowRequest(Body):
-    """name: the old name of `model`."""
-
-    table = fields.SHOW
+class NamingFields(Body):
+    """The fields of requests about a model. name: the old name of `model`."""
 
     model: ModelName | None = None
     name: ModelName | None = None
 
     @model_validator(mode="after")
-    def _names_a_model(self) -> OllamaShowRequest:
+    def _names_a_model(self) -> NamingFields:
         if self.model is None and self.name is None:
             raise bad_parameter("model", "Field required")
         return self
+
+
+class OllamaShowRequest(NamingFields):
+    table = fields.SHOW
+
+
+class OllamaPullRequest(NamingFields):
+    """stream: null is true."""
+
+    table = fields.PULL
+
+    stream: bool | None = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False

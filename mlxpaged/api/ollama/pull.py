@@ -1,0 +1,109 @@
+"""Handles POST /api/pull: downloads a model from the hub, and says how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import re
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlxpaged.api.access.caller import caller_of, is_local
+from mlxpaged.api.downloads import Download
+from mlxpaged.api.errors import ApiError, from_engine
+from mlxpaged.api.ollama.models import served_name
+from mlxpaged.api.ollama.schema import OllamaPullRequest
+from mlxpaged.api.server import server_of
+from mlxpaged.api.streaming import LINES, EventStream, error_event, line
+from mlxpaged.models.disk import DiskFullError
+from mlxpaged.models.errors import HubError, InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.short_names import DEMO_MODEL, LATEST, full_name, near_names
+
+PROGRESS_SECONDS = 0.5
+"""Between two lines of a stream."""
+
+REPOSITORY = re.compile(r"[A-Za-z0-9_.-]{1,96}/[A-Za-z0-9_.-]{1,96}")
+SUCCESS = {"status": "success"}
+
+
+async def pull(request: Request, body: OllamaPullRequest) -> Response:
+    check_access(request)
+    asked = body.model or body.name or ""
+    if served_name(request, asked).removesuffix(LATEST) == DEMO_MODEL:
+        return EventStream(nothing_to_do(), lambda: None, LINES) if body.streams else JSONResponse(SUCCESS)
+    download = server_of(request).downloads.start(repository(asked))
+    if body.streams:
+        return EventStream(lines(request, download), lambda: None, LINES)
+    await download.wait()
+    try:
+        download.raise_if_failed()
+    except Exception as error:
+        raise refusal(download.name, error) from None
+    return JSONResponse(SUCCESS)
+
+
+def check_access(request: Request) -> None:
+    """Raises ApiError if the server downloads nothing, or nothing for this caller."""
+    caller = caller_of(request)
+    if not server_of(request).http.allow_downloads:
+        message = "this server does not download models: start it with --allow-downloads, or use `mlxpaged pull`"
+        raise ApiError(403, message, "permission_error", code="downloads_not_allowed")
+    if caller is not None and not caller.admin:
+        message = f"to download a model needs an admin key; {caller.name!r} is not one"
+        raise ApiError(403, message, "permission_error", code="admin_key_required")
+    if caller is None and not is_local(request):
+        message = "other machines may download models only with an admin key: start the server with --api-keys"
+        raise ApiError(403, message, "permission_error", code="downloads_not_allowed")
+
+
+def repository(name: str) -> str:
+    """Returns the repository that a request names. Raises ApiError if it can be none."""
+    found = full_name(name)
+    if REPOSITORY.fullmatch(found) is None:
+        near = near_names(name.removesuffix(LATEST))
+        meant = f"did you mean {', '.join(near)}?" if near else "a repository of the hub is named OWNER/NAME"
+        raise ApiError(404, f"model: there is no model named {name!r}; {meant}", param="model", code="model_not_found")
+    return found
+
+
+def refusal(name: str, error: Exception) -> ApiError:
+    """Turns the error of a download into an answer. The log has no text of the hub's."""
+    no_space = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOSPC
+    if isinstance(error, DiskFullError) or no_space:
+        return ApiError(507, f"model: {error}", "server_error", "model", "disk_full", reason="the disk is full")
+    if isinstance(error, InsufficientMemoryError):
+        return ApiError(507, f"model: {error}", "server_error", "model", "insufficient_memory")
+    if isinstance(error, HubError):
+        reason = "the hub did not send the model"
+        return ApiError(502, f"model: {error}", "server_error", "model", "hub_error", reason=reason)
+    if isinstance(error, ModelNotFoundError):
+        return ApiError(404, f"model: {error}", param="model", code="model_not_found", reason="there is no such model")
+    if isinstance(error, UnsupportedModelError):
+        return ApiError(400, f"model: {error}", param="model", code="unsupported_model")
+    return from_engine(error)
+
+
+async def lines(request: Request, download: Download) -> AsyncGenerator[str, None]:
+    """Yields Ollama's lines. All files count as one layer. Its digest is that of the name: the files are not hashed."""
+    digest = hashlib.sha256(download.name.encode()).hexdigest()
+    layer = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
+    yield line({"status": "pulling manifest"})
+    while not download.done:
+        await download.wait(PROGRESS_SECONDS)
+        if download.total:
+            completed = await asyncio.to_thread(download.completed)
+            yield line({**layer, "total": download.total, "completed": completed})
+    try:
+        download.raise_if_failed()
+    except Exception as error:
+        yield error_event(refusal(download.name, error), request, LINES, None)
+        return
+    yield line(SUCCESS)
+
+
+async def nothing_to_do() -> AsyncGenerator[str, None]:
+    yield line({"status": "pulling manifest"})
+    yield line(SUCCESS)
