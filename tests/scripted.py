@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +58,18 @@ TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %
 {%- elif always_think %}{{ '<think>\\n' }}{% endif %}{% endif %}"""
 
 
-def make_scripted_model(directory: Path, tool_format: str, context_length: int = 8192) -> Path:
-    """A tiny model with a token for every byte and for every tag; its chat template writes calls in `tool_format`."""
+def make_scripted_model(
+    directory: Path, tool_format: str, context_length: int = 8192, plain: Sequence[str] = PLAIN
+) -> Path:
+    """A tiny model with a token for every byte and for every tag; its chat template writes calls in `tool_format`.
+    plain: tags that count as text. Without those of thoughts, it does not think."""
     special = [tag for tag in FORMATS[tool_format].tags if tag.startswith(("<|", "[", "<｜"))]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in dict.fromkeys((*SPECIAL, *special))])
-    tokenizer.add_tokens([AddedToken(text, special=False) for text in PLAIN])
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in plain])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -93,10 +96,15 @@ def demo_with_tools(directory: Path) -> Path:
 
 @contextlib.contextmanager
 def scripted_server(
-    directory: Path, tool_format: str, script: Mapping[str, str], context_length: int = 8192, **options: Any
+    directory: Path,
+    tool_format: str,
+    script: Mapping[str, str],
+    context_length: int = 8192,
+    plain: Sequence[str] = PLAIN,
+    **options: Any,
 ) -> Iterator[RunningServer]:
     """script: what is answered, by a text in the prompt; of several, the one that comes last there counts."""
-    model = make_scripted_model(directory, tool_format, context_length)
+    model = make_scripted_model(directory, tool_format, context_length, plain)
     options = {"served_model_name": "scripted", "kv_cache_bytes": 16_000_000} | options
     config = EngineConfig(model=str(model), **options)
     with running_server(config) as server:

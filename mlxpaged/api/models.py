@@ -67,6 +67,19 @@ def details(info: EngineInfo | EmbeddingInfo) -> dict[str, Any]:
         "context_length": info.context_length,
         "max_model_len": info.max_model_len,
         "capabilities": capabilities(info),
-        **({"sampling_defaults": info.sampling_defaults} if isinstance(info, EngineInfo) else {}),
+        **(of_answers(info) if isinstance(info, EngineInfo) else {}),
         **({} if embedding is None else {"embedding_dimensions": embedding.dimensions}),
+    }
+
+
+def of_answers(info: EngineInfo) -> dict[str, Any]:
+    """tool_calls: the format in which calls are read, and what tells the model of tools; None if nothing can."""
+    tokenizer = info.tokenizer
+    by_system = "system_message" if tokenizer.has_chat_template and tokenizer.takes_system else None
+    return {
+        "tool_calls": {
+            "parser": tokenizer.tags.tools.name,
+            "shown_by": "chat_template" if tokenizer.shows_tools else by_system,
+        },
+        "sampling_defaults": info.sampling_defaults,
     }

@@ -26,7 +26,7 @@ COMMANDS = {
     "ls": ("ls", "list the downloaded models"),
     "rm": ("rm", "delete a downloaded model"),
     "bench": ("bench.flags", "measure how fast this machine serves a model"),
-    "doctor": ("doctor.flags", "check and measure the attention kernels on this machine"),
+    "doctor": ("doctor.flags", "check the attention kernels on this machine, or a model's tool calls"),
     "keys": ("keys.flags", "make, list and remove API keys"),
     "config": ("config", "show the configuration, and where each value comes from"),
     "completion": ("completion", "print a script that completes words in a shell"),

@@ -23,13 +23,14 @@ from mlxpaged.formats.pythonic import LFM2, LLAMA_4
 from mlxpaged.formats.qwen3_coder import QWEN3_CODER
 from mlxpaged.formats.seed import SEED_OSS
 from mlxpaged.formats.source import NotACall, Reading, Source
-from mlxpaged.formats.thoughts import ThoughtTags, thought_tags
+from mlxpaged.formats.thoughts import THOUGHTS, ThoughtTags, thought_tags
 from mlxpaged.formats.tools import Call, Tools
 
 __all__ = [
     "FORMATS",
     "HARMONY",
     "HERMES",
+    "THOUGHTS",
     "Call",
     "Format",
     "NotACall",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mlxpaged.cli.connection import add_server_flags
 from mlxpaged.cli.engine_flags import DEFAULTS, add_block_size, add_retune
 from mlxpaged.cli.flags import Flags, output_file, positive_int
 from mlxpaged.cli.parser import heavy_imports
@@ -18,7 +19,9 @@ def add_parser(commands: Any) -> None:
         usage="%(prog)s [MODEL] [flags]",
         description="Run every attention kernel that a model needs, compare the results with MLX's own operations, "
         "and measure on this machine: which kernel is fastest for each shape of batch, attention beside MLX's, tokens "
-        "per second beside mlx-lm's, and the memory of the largest prefill.",
+        "per second beside mlx-lm's, and the memory of the largest prefill. With --agent: ask the model to call tools, "
+        "and print what comes back right.",
+        epilog="Exit status: 0 all is right; 1 a kernel or a task has failed, or the model cannot be served.",
     )
     flags = Flags(parser, defaults=DEFAULTS)
     flags.model(DEFAULTS.model, "model directory or hub repository, whose layers decide which kernels are needed")
@@ -28,10 +31,17 @@ def add_parser(commands: Any) -> None:
     flags.switch("--json", "print JSON, to paste into an issue, instead of tables")
     written = f"also write the JSON to a file, {REPORT_FILE} if none is named"
     flags.value("--report", output_file, None, written, without_value=REPORT_FILE)
+    asked = "instead, give the model tasks with tools, as agents do, over the server that runs or a new one"
+    parser.add_argument("--agent", action="store_true", help=asked)
+    add_server_flags(parser, starts=True)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.agent:
+        from mlxpaged.cli.doctor import agent
+
+        return agent.run(args)
     with heavy_imports():
         from mlxpaged.cli.doctor.command import run
     return run(args)
