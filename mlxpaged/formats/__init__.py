@@ -11,7 +11,7 @@ from mlxpaged.formats.gemma import FUNCTION_GEMMA, GEMMA_4
 from mlxpaged.formats.glm import GLM, LONGCAT
 from mlxpaged.formats.harmony import HARMONY
 from mlxpaged.formats.hermes import HERMES
-from mlxpaged.formats.hunyuan import HUNYUAN
+from mlxpaged.formats.hunyuan import HUNYUAN, HUNYUAN_3
 from mlxpaged.formats.json_lists import APERTUS, COMMAND_R, GRANITE_3, NEMOTRON_NANO, PHI_4_MINI
 from mlxpaged.formats.kimi import KIMI_K2, KIMI_K3
 from mlxpaged.formats.llama import LLAMA_3
@@ -46,7 +46,7 @@ __all__ = [
 FORMATS = {
     each.name: each
     for each in (
-        *(HARMONY, MINIMAX_M3, MINIMAX_M2, GEMMA_4, FUNCTION_GEMMA, LONGCAT, HUNYUAN, GLM, LFM2, SEED_OSS),
+        *(HARMONY, MINIMAX_M3, MINIMAX_M2, GEMMA_4, FUNCTION_GEMMA, LONGCAT, HUNYUAN_3, HUNYUAN, GLM, LFM2, SEED_OSS),
         *(DEEPSEEK_V32, QWEN3_CODER, KIMI_K2, KIMI_K3, MINICPM5, MUSE_SPARK, DEEPSEEK_V3, PHI_4_MINI, GRANITE_3),
         *(NEMOTRON_NANO, COMMAND_R, APERTUS, MISTRAL, HERMES, LLAMA_4, LLAMA_3),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.json_calls import json_calls, written_after, written_json
 from mlxpaged.formats.source import NotACall, Reading, Source
@@ -28,7 +30,26 @@ def between(name: str, models: str, start: str, end: str, *others: str) -> Forma
 PHI_4_MINI = between("phi4_mini", "Phi-4-mini", "<|tool_call|>", "<|/tool_call|>")
 GRANITE_3 = between("granite3", "Granite 3", "<|tool_call|>", "")
 NEMOTRON_NANO = between("nemotron_nano", "Nemotron Nano v2", "<TOOLCALL>", "</TOOLCALL>")
-COMMAND_R = between("command_r", "Command R7B, Command A", "<|START_ACTION|>", "<|END_ACTION|>")
+
+ACTION, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
+
+
+def read_actions(source: Source, tools: Tools) -> Reading[list[Call]]:
+    """The ids are numbers, which begin again in some answers. So they are not used."""
+    yield from source.literal(ACTION)
+    calls = yield from json_calls(source, tools, ACTION_END)
+    return [replace(call, id=None) for call in calls]
+
+
+COMMAND_R = Format(
+    name="command_r",
+    models="Command R7B, Command A",
+    starts=(ACTION,),
+    ends=(ACTION_END,),
+    read=read_actions,
+    in_template=((ACTION, ACTION_END),),
+    written=written_after('[\n    {{"tool_call_id": "0", "tool_name": "{name}", "parameters": ', f"}}\n]{ACTION_END}"),
+)
 
 
 def read_apertus(source: Source, tools: Tools) -> Reading[list[Call]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.literals import PYTHON
-from mlxpaged.formats.pieces import InexpressibleError, Listed, Piece, object_of, properties
+from mlxpaged.formats.pieces import Listed, Piece, Raw, object_of, properties
 from mlxpaged.formats.schemas import Schema
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
@@ -78,7 +78,7 @@ def written(end: str) -> Callable[[str, Schema | None], tuple[Piece, ...]]:
 
     def in_python(name: str, schema: Schema | None) -> tuple[Piece, ...]:
         if schema is None:
-            raise InexpressibleError("arguments with any names cannot be listed")
+            return f"[{name}(", Raw(f")]{end}")
         shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
         given = properties(schema).items()
         items = [(must, (f"{key}=", object_of({**shared, **each}))) for key, (each, must) in given]

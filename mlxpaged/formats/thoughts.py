@@ -23,6 +23,7 @@ THOUGHTS = (
     ThoughtTags("<think>", "</think>"),
     ThoughtTags("<longcat_think>", "</longcat_think>"),
     ThoughtTags("<seed:think>", "</seed:think>"),
+    ThoughtTags("<mm:think>", "</mm:think>"),
     ThoughtTags("<think:opensource>", "</think:opensource>"),
     ThoughtTags("<|think:start|>", "<|think:end|>"),
     ThoughtTags("[THINK]", "[/THINK]", anywhere=True),

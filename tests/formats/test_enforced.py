@@ -108,6 +108,16 @@ def test_enforced_arguments_of_500_schemas_are_valid(model: tuple[str, ServedMod
     check(*model, range(6, 500))
 
 
+def test_tools_that_are_not_strict_can_be_beside_strict_ones() -> None:
+    for name in ENFORCED:
+        assert FORMATS[name].pieces("f", None), name
+
+
+def test_command_r_writes_enforced_calls_as_it_was_trained() -> None:
+    first, *_ = FORMATS["command_r"].pieces("f", {"type": "object"})
+    assert first == '[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": '
+
+
 def test_what_cannot_be_expressed_is_refused_with_the_reason() -> None:
     written = FORMATS["qwen3_coder"].written
     assert written is not None

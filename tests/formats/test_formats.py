@@ -28,7 +28,7 @@ def test_other_formats_are_found_by_the_vocabulary() -> None:
 
 
 def test_thoughts_are_found_by_the_vocabulary() -> None:
-    for start, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")):
+    for start, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<mm:think>", "</mm:think>")):
         assert (thought_tags({start, end}).start, thought_tags({start, end}).end) == (start, end)
         assert not thought_tags({start})
     assert thought_tags({"<|channel>", "<channel|>"}).start == "<|channel>thought"

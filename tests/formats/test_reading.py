@@ -469,6 +469,12 @@ def test_any_string_is_read_as_it_was_written_or_the_call_is_text(form: str, par
         assert not any(name == "mixed" for name, _ in calls_of(deltas)), calls_of(deltas)
 
 
+def test_command_rs_ids_are_not_used_because_they_begin_again_in_each_turn() -> None:
+    deltas = parse([WRITTEN["command_r"]("weather", {"city": "Rome"})], "command_r")
+    [call] = [delta for delta in deltas if isinstance(delta, ToolCall)]
+    assert call.call_id.startswith("call_")
+
+
 def test_all_complete_calls_before_a_cut_one_are_kept() -> None:
     cities = ("Rome", "Oslo", "Paris")
     for separator, around in (("\n", "<tool_call>{}"), (", ", "<tool_call>[{}")):

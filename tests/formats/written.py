@@ -41,9 +41,17 @@ def longcat(name: str, arguments: Arguments) -> str:
     return glm(name, arguments, "longcat_")
 
 
-def hunyuan(name: str, arguments: Arguments) -> str:
-    pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{raw(value)}</arg_value>\n" for key, value in arguments.items())
-    return f"<tool_calls>\n<tool_call>{name}<tool_sep>\n{''.join(pairs)}</tool_call>\n</tool_calls>"
+def hunyuan(name: str, arguments: Arguments, s: str = "") -> str:
+    """s: the suffix of the tags."""
+    pairs = (
+        f"<arg_key{s}>{key}</arg_key{s}>\n<arg_value{s}>{raw(value)}</arg_value{s}>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_calls{s}>\n<tool_call{s}>{name}<tool_sep{s}>\n{''.join(pairs)}</tool_call{s}>\n</tool_calls{s}>"
+
+
+def hunyuan3(name: str, arguments: Arguments) -> str:
+    return hunyuan(name, arguments, ":opensource")
 
 
 def minimax_m2(name: str, arguments: Arguments) -> str:
@@ -147,8 +155,8 @@ WRITTEN: dict[str, Callable[[str, Arguments], str]] = {
     **{
         writer.__name__: writer
         for writer in (
-            *(qwen3_coder, longcat, hunyuan, minimax_m2, minimax_m3, muse_spark, minicpm5, seed_oss, deepseek_v32),
-            *(deepseek_v3, kimi_k2, kimi_k3, gemma4, function_gemma, harmony),
+            *(qwen3_coder, longcat, hunyuan, hunyuan3, minimax_m2, minimax_m3, muse_spark, minicpm5, seed_oss),
+            *(deepseek_v32, deepseek_v3, kimi_k2, kimi_k3, gemma4, function_gemma, harmony),
         )
     },
     "glm47": glm,
@@ -160,6 +168,7 @@ TEMPLATES = {
     "qwen3_coder": "<tool_call>\\n<function={{ name }}>\\n<parameter={{ key }}>",
     "glm47": "<tool_call>{{ tc.name }}<arg_key>{{ k }}</arg_key><arg_value>",
     "hunyuan": "<tool_calls><tool_call>{{ name }}<tool_sep><arg_key>",
+    "hunyuan3": "{% set s = ':opensource' %}{{ '<tool_calls{}>'.format(s) }}",
     "minimax_m2": '<minimax:tool_call>\\n<invoke name=\\"',
     "minimax_m3": "]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
