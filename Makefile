@@ -11,7 +11,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-contract test-clients test-cli test-deploy test-install try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo clean
+.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -47,6 +47,18 @@ test-cluster: $(STAMP)
 
 test-scheduler: $(STAMP)
 	MLXPAGED_LONG=1 $(BIN)/python -m pytest tests/scheduler/test_properties.py
+
+# All families of docs/models.md, schemas that are enforced in each format, and mutated outputs of models. They depend on
+# SEED; FIRST is the number of the first one. TEMPLATES: a directory with the makers' chat templates, as *.jinja.
+OUTPUTS ?= 20000
+
+test-formats: $(STAMP)
+	MLXPAGED_OUTPUTS=$(OUTPUTS) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) MLXPAGED_TEMPLATES=$(TEMPLATES) \
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" tests/formats $(ARGS)
+
+# The table of families in docs/models.md. ARGS='--templates DIRECTORY' tries the makers' chat templates too.
+families: $(STAMP)
+	$(BIN)/python -m tests.formats.families --write $(ARGS)
 
 test-contract: $(STAMP)
 	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[dev,contract]'; \

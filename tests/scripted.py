@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +59,30 @@ TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %
 
 
 def make_scripted_model(
-    directory: Path, tool_format: str, context_length: int = 8192, plain: Sequence[str] = PLAIN
+    directory: Path,
+    tool_format: str,
+    context_length: int = 8192,
+    plain: Sequence[str] = PLAIN,
+    more: Sequence[str] = (),
+    template: str | None = None,
 ) -> Path:
     """A tiny model with a token for every byte and for every tag; its chat template writes calls in `tool_format`.
-    plain: tags that count as text. Without those of thoughts, it does not think."""
+    plain: tags that count as text. Without those of thoughts, it does not think. more: further special tokens.
+    template: the chat template; None for one of ours."""
     special = [tag for tag in FORMATS[tool_format].tags if tag.startswith(("<|", "[", "<｜"))]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in dict.fromkeys((*SPECIAL, *special))])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in dict.fromkeys((*SPECIAL, *special, *more))]
+    )
     tokenizer.add_tokens([AddedToken(text, special=False) for text in plain])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     call = CALLS.get(tool_format) or f"{{# {TEMPLATES.get(tool_format, tool_format)} #}}{CALL}"
-    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("CALL", call))
+    (directory / "chat_template.jinja").write_text(template or TEMPLATE.replace("CALL", call))
     sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": context_length}
     sizes["num_hidden_layers"] = 1  # what the model computes hardly matters
     config = {"model_type": "llama", "eos_token_id": tokenizer.token_to_id(END)} | SMALL | sizes
@@ -101,10 +109,12 @@ def scripted_server(
     script: Mapping[str, str],
     context_length: int = 8192,
     plain: Sequence[str] = PLAIN,
+    more: Sequence[str] = (),
+    template: str | None = None,
     **options: Any,
 ) -> Iterator[RunningServer]:
     """script: what is answered, by a text in the prompt; of several, the one that comes last there counts."""
-    model = make_scripted_model(directory, tool_format, context_length, plain)
+    model = make_scripted_model(directory, tool_format, context_length, plain, more, template)
     options = {"served_model_name": "scripted", "kv_cache_bytes": 16_000_000} | options
     config = EngineConfig(model=str(model), **options)
     with running_server(config) as server:
@@ -112,9 +122,10 @@ def scripted_server(
         yield server
 
 
-def follow(server: RunningServer, script: Mapping[str, str]) -> None:
+def follow(server: RunningServer, script: Mapping[str, str] | Callable[[str], str]) -> None:
     """From now on, the script decides instead of the model, which does not run: it would take most of a step's time. So
-    nothing is written to KV blocks, and what the prefix cache has of them is of no use for the model."""
+    nothing is written to KV blocks, and what the prefix cache has of them is of no use for the model. script: as for
+    `scripted_server`, or a function of the prompt."""
     served = server.core.served
     tokenizer = served.tokenizer.reader
 
@@ -125,7 +136,8 @@ def follow(server: RunningServer, script: Mapping[str, str]) -> None:
     def answer_to(sequence: Any) -> list[int]:
         if sequence.sequence_id not in answers:
             prompt = tokenizer.decode(sequence.token_ids[: sequence.num_prompt_tokens])
-            pieces = (script[max(script, key=prompt.rfind)] + END).split(SPELLED)
+            answer = script(prompt) if callable(script) else script[max(script, key=prompt.rfind)]
+            pieces = (answer + END).split(SPELLED)
             tokens = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
             answers[sequence.sequence_id] = tokens
         return answers[sequence.sequence_id]
