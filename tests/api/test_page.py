@@ -110,18 +110,26 @@ def test_the_files_need_no_key_and_everything_else_does(tmp_path: Path) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_key_required")
 
 
+LOADED_LATER = re.compile(r'\bimport\("(\..+?)"\)|new URL\("(\..+?)", import\.meta\.url\)')
+
+
+def references(text: str) -> list[str]:
+    """Paths of other files that a script names, relative to it."""
+    later = [one or other for one, other in LOADED_LATER.findall(text)]
+    return re.findall(r' from "(\..+?)";$', text, re.MULTILINE) + later
+
+
 def test_every_file_is_used_and_every_reference_leads_to_a_file() -> None:
     used, todo = set[str](), ["index.html", "docs.html"]
     while todo:
         name = todo.pop()
-        text = (STATIC / name).read_text()
         if name.startswith("vendor/"):
             continue
+        text = (STATIC / name).read_text()
         if name.endswith(".html"):
             found = [each.removeprefix("web/") for each in re.findall(r'(?:src|href)="(web/[^"]+)"', text)]
         else:
-            imports = re.findall(r' from "(\..+?)";$', text, re.MULTILINE)
-            paths = [((STATIC / name).parent / each).resolve() for each in imports]
+            paths = [((STATIC / name).parent / each).resolve() for each in references(text)]
             found = [path.relative_to(STATIC.resolve()).as_posix() for path in paths]
         for each in found:
             assert (STATIC / each).is_file(), f"{name} refers to {each}"
@@ -134,7 +142,7 @@ def test_no_file_of_the_page_names_another_host() -> None:
     """The vendored ones do, in comments and licences. The policy keeps a browser from asking these hosts."""
     for path in own_files():
         urls = set(re.findall(r"https?://[^\s\"'`)]+", path.read_text()))
-        assert urls <= {"http://www.w3.org/2000/svg"}, f"{path.name}: {urls}"
+        assert urls <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}, f"{path.name}: {urls}"
 
 
 def test_no_file_of_the_page_has_code_that_the_policy_forbids() -> None:
@@ -153,7 +161,7 @@ def test_vendored_files_are_those_of_their_packages() -> None:
     assert listed == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     for package in {name.split("/")[0] for name in files}:
         assert (VENDOR / package / "LICENSE").is_file()
-    assert sum(path.stat().st_size for path in files.values()) < 2_200_000
+    assert sum(path.stat().st_size for path in files.values()) < 2_800_000
 
 
 def test_the_wheel_has_all_files() -> None:

@@ -106,10 +106,11 @@ def test_quotes_that_nest_without_end_are_shown_as_text(visit: Start, scripted: 
     shown = """async () => {
         const { Markdown } = await import("/web/chat/markdown.js");
         const answer = new Markdown();
-        answer.show("**Before**");
-        answer.show(">".repeat(50000));
+        const end = { complete: true };
+        answer.show("**Before**", end);
+        answer.show(">".repeat(50000), end);
         const all = answer.element.textContent.length;
-        answer.show("> after");
+        answer.show("> after", end);
         return [all, answer.element.innerHTML];
     }"""
     length, after = tab.page.evaluate(shown)

@@ -1,7 +1,10 @@
-// Markdown to elements. The text comes from a model: nothing in it may run, load or look like a part of the page.
+// Markdown to elements. The text comes from a model, so all of it goes through sanitize.js.
 import { Marked } from "../vendor/marked/marked.esm.js";
-import DOMPurify from "../vendor/dompurify/purify.es.mjs";
 import { announce, button, h } from "../lib/dom.js";
+import { formulas, lex } from "./formulas.js";
+import { highlight } from "./highlight.js";
+import { cleanMarkdown } from "./sanitize.js";
+import { typeset } from "./typeset.js";
 
 const HARMLESS = /^<\/?(?:b|br|details|em|i|kbd|s|small|strong|sub|summary|sup|u)\s*\/?>$/i;
 const marked = new Marked({
@@ -22,31 +25,7 @@ const marked = new Marked({
   },
 });
 
-const PURIFY = {
-  ALLOWED_TAGS:
-    "a b blockquote br code del details em h1 h2 h3 h4 h5 h6 hr i kbd li ol p pre s small strong sub summary sup " +
-    "table tbody td th thead tr u ul",
-  ALLOWED_ATTR: "align class href start title",
-};
-const CONFIG = {
-  ALLOWED_TAGS: PURIFY.ALLOWED_TAGS.split(" "),
-  ALLOWED_ATTR: PURIFY.ALLOWED_ATTR.split(" "),
-  ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
-  ALLOW_DATA_ATTR: false,
-  ALLOW_ARIA_ATTR: false,
-  RETURN_DOM_FRAGMENT: true,
-};
-
-DOMPurify.addHook("afterSanitizeAttributes", (node) => {
-  if (node.tagName === "A") {
-    node.setAttribute("rel", "noopener noreferrer");
-    node.setAttribute("target", "_blank");
-  }
-  // The only class is the language of a code block: others would borrow the page's looks.
-  if (node.hasAttribute?.("class") && !/^language-[\w+#.-]+$/.test(node.getAttribute("class"))) {
-    node.removeAttribute("class");
-  }
-});
+marked.use(formulas(({ raw, closed }) => `<span class="formula${closed ? "" : " open"}">${escaped(raw)}</span>`));
 
 function escaped(text) {
   return text.replace(/[&<>"]/g, (char) => `&#${char.charCodeAt(0)};`);
@@ -55,13 +34,14 @@ function escaped(text) {
 function elements(token, links) {
   const tokens = [token];
   tokens.links = links;
-  const fragment = DOMPurify.sanitize(marked.parser(tokens), CONFIG);
+  const fragment = cleanMarkdown(marked.parser(tokens));
   for (const table of fragment.querySelectorAll("table")) {
     const frame = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" });
     table.replaceWith(frame);
     frame.append(table);
   }
   for (const code of fragment.querySelectorAll("pre > code")) frameCode(code);
+  for (const formula of fragment.querySelectorAll(".formula")) typeset(formula);
   return fragment;
 }
 
@@ -103,34 +83,53 @@ export class Markdown {
   constructor() {
     this.element = h("div", { class: "markdown" });
     this.raws = [];
+    this.finished = []; // by block: nothing more comes for it
   }
 
-  show(text) {
+  show(text, { complete }) {
     try {
-      this.draw(text);
+      this.draw(text, complete);
     } catch (error) {
       if (!(error instanceof RangeError)) throw error;
       // A model that repeats ">" nests quotes deeper than the parser's stack.
       this.element.replaceChildren(h("div", { class: "block plain" }, text));
       this.raws = [];
+      this.finished = [];
     }
   }
 
-  draw(text) {
-    const tokens = marked.lexer(text);
+  draw(text, complete) {
+    const tokens = lex(marked, text);
     const blocks = tokens.filter((token) => token.type !== "space");
     const linksChanged = JSON.stringify(tokens.links) !== this.links;
     this.links = JSON.stringify(tokens.links);
     blocks.forEach((token, index) => {
-      if (this.raws[index] === token.raw && !linksChanged) return;
-      const block = h("div", { class: "block" });
-      block.append(elements(token, tokens.links));
-      const old = this.element.children[index];
-      if (old === undefined) this.element.append(block);
-      else old.replaceWith(block);
-      this.raws[index] = token.raw;
+      const isLast = index === blocks.length - 1;
+      if (this.raws[index] !== token.raw || linksChanged) {
+        const block = h("div", { class: "block" }, elements(token, tokens.links));
+        const old = this.element.children[index];
+        if (old === undefined) this.element.append(block);
+        else old.replaceWith(block);
+        this.raws[index] = token.raw;
+        this.finished[index] = false;
+      }
+      if (!this.finished[index] && (!isLast || complete)) {
+        finish(this.element.children[index], token, isLast);
+        this.finished[index] = true;
+      }
     });
     while (this.element.children.length > blocks.length) this.element.lastChild.remove();
-    this.raws.length = blocks.length;
+    this.raws.length = this.finished.length = blocks.length;
   }
+}
+
+/** Draws what waits until a block is complete: colours, and Markdown after signs that turned out to begin no formula. At
+ * the end of the text, only a single $ is such a sign: with the others, the model has stopped within a formula. */
+function finish(block, token, isLast) {
+  const open = block.querySelector(".formula.open")?.textContent ?? null;
+  if (open !== null && (!isLast || /^\$(?!\$)/.test(open))) {
+    const tokens = lex(marked, token.raw, { closedOnly: true });
+    block.replaceChildren(...tokens.map((each) => elements(each, tokens.links)));
+  }
+  for (const code of block.querySelectorAll("pre > code")) highlight(code);
 }

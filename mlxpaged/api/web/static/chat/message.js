@@ -92,9 +92,9 @@ export class AnswerMessage {
     this.thinking.hidden = !reasoning;
     if (reasoning) {
       this.summary.textContent = running && !content ? "Thinking…" : "Thinking";
-      this.reasoning.show(reasoning);
+      this.reasoning.show(reasoning, { complete: !running || Boolean(content) });
     }
-    this.markdown.show(content);
+    this.markdown.show(content, { complete: !running });
     this.element.setAttribute("aria-busy", running ? "true" : "false");
     this.element.classList.toggle("running", Boolean(running));
     this.showCalls();

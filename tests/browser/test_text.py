@@ -1,0 +1,215 @@
+"""Formulas and code of answers in Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import Visit
+from tests.support import RunningServer
+
+pytestmark = pytest.mark.browser
+
+Start = Callable[..., Visit]
+Picture = Callable[[Page, str], None]
+
+FORMULA_AT = """async (texts) => {
+    const { formulaAt } = await import("/web/chat/formulas.js");
+    return texts.map((text) => formulaAt(text));
+}"""
+SHOWN = """async (texts) => {
+    const { Markdown } = await import("/web/chat/markdown.js");
+    const answer = new Markdown();
+    document.querySelector("main").replaceChildren(answer.element);
+    texts.forEach((text, index) => answer.show(text, { complete: index === texts.length - 1 }));
+}"""
+STREAMED = SHOWN.replace("index === texts.length - 1", "false")
+LOADED = "() => performance.getEntriesByType('resource').map((each) => new URL(each.name).pathname)"
+
+
+def loaded(page: Page) -> set[str]:
+    """Folders of static/vendor/ from which the page has loaded something."""
+    return {path.split("/")[3] for path in page.evaluate(LOADED) if path.startswith("/web/vendor/")}
+
+
+def show(tab: Visit, *texts: str, script: str = SHOWN) -> Any:
+    """The element that showed these texts, one after the other."""
+    tab.page.evaluate(script, list(texts))
+    return tab.page.locator("main .markdown")
+
+
+@pytest.fixture
+def tab(visit: Start, scripted: RunningServer) -> Visit:
+    tab = visit(scripted)
+    tab.open()
+    expect(tab.page.get_by_label("Message")).to_be_visible()
+    return tab
+
+
+@pytest.mark.parametrize(
+    ("text", "tex", "display"),
+    [
+        (r"$f(x)=a*x*b$ and", "f(x)=a*x*b", False),
+        (r"$\{1,2\}$", r"\{1,2\}", False),
+        (r"$a\$b$", r"a\$b", False),
+        (r"$n$th", "n", False),
+        (r"\(\{1,2\}\), a \)", r"\{1,2\}", False),
+        (r"\[ a \\[2pt] b \\] c \] d", r" a \\[2pt] b \\] c ", True),
+        ("$$\na \\\\ b\n$$", "\na \\\\ b\n", True),
+        (r"$$a \text{ if $b$}$$", r"a \text{ if $b$}", True),
+        ("\\begin{align*}a &= b \\\\ c\\end{align*}.", r"\begin{align*}a &= b \\ c\end{align*}", True),
+    ],
+)
+def test_a_formula_is_found(tab: Visit, text: str, tex: str, display: bool) -> None:
+    [found] = tab.page.evaluate(FORMULA_AT, [text])
+    assert (found["tex"], found["display"], found["closed"]) == (tex, display, True)
+    assert text.startswith(found["raw"])
+
+
+def test_what_only_looks_like_a_formula_is_none(tab: Visit) -> None:
+    texts = ["$5 and $10", "$5/$10", "$ a$", "$a $", "$5", "$", "$$ in bash", "$$$$", r"\(\)", r"\$a$", "$a\nb$ c"]
+    assert tab.page.evaluate(FORMULA_AT, texts) == [None] * len(texts)
+    assert tab.page.evaluate(FORMULA_AT, [r"\[ a" + "\n\n" + r"b \]", "$a\n\nb$"]) == [None, None]
+
+
+@pytest.mark.parametrize("text", [r"\[ a*b*c \\", r"\( a", "$$\na*b*c", "$a*b*c", r"\begin{align} a"])
+def test_a_formula_that_is_not_closed_is_shown_as_it_is(tab: Visit, text: str) -> None:
+    answer = show(tab, f"So *it* is {text}", script=STREAMED)
+    expect(answer.locator("em")).to_have_text("it")
+    expect(answer).to_have_text(f"So it is {text}")
+    expect(answer.locator("math")).to_have_count(0)
+    assert "temml" not in loaded(tab.page)
+
+
+def test_signs_that_begin_no_formula_are_markdown_once_more_text_follows(tab: Visit) -> None:
+    answer = show(tab, r"\[1] is **bold**", "\\[1] is **bold**\n\nThe end", script=STREAMED)
+    expect(answer.locator(".block").first).to_have_text("[1] is bold")
+    expect(answer.locator("strong")).to_have_text("bold")
+    answer = show(tab, "Set $HOME to **one**")
+    expect(answer.locator("strong")).to_have_text("one")
+    answer = show(tab, "So \\[ a*b*c")
+    expect(answer).to_have_text("So \\[ a*b*c")
+
+
+def test_formulas_are_typeset_and_keep_what_markdown_would_take(tab: Visit, picture: Picture) -> None:
+    text = r"""\[ x = \frac{-b \pm \sqrt{b^2-4ac}}{2a} \] and $f(x)=a*x*b$,
+$$\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}$$ \(\{1,2\}\)
+
+*Let \(a^*\) and $b_1*c*$ be*, at $5 and $10.
+
+Below:
+\[
+a
+- b
+= c
+\]
+
+| $x_1$ | `$y$` |
+|---|---|
+| $\frac{1}{2}$ | 2 |
+
+- $$
+  \begin{aligned} a &= b \\ c &= d \end{aligned}
+  $$
+"""
+    answer = show(tab, *(text[:end] for end in range(1, len(text), 7)), text)
+    formulas = answer.locator("math")
+    expect(formulas).to_have_count(10)
+    expect(formulas.nth(0).locator("mfrac msqrt")).to_have_count(1)
+    expect(formulas.nth(1)).to_have_text("f(x)=a\u2217x\u2217b")
+    expect(formulas.nth(2).locator("mtr")).to_have_count(2)
+    expect(formulas.nth(3)).to_have_text("{1,2}")
+    expect(answer.locator("em")).to_have_text("Let a\u2217 and b1\u2217c\u2217 be")
+    expect(answer.locator("p").nth(1)).to_contain_text("at $5 and $10.")
+    expect(formulas.nth(6)).to_have_text("a\u2212b=c")
+    expect(answer.locator("code")).to_have_text("$y$")
+    expect(formulas.nth(9).locator("mtr")).to_have_count(2)
+    expect(answer.locator("li > p, hr, h1, h2")).to_have_count(1)
+    assert answer.locator(".formula.display").count() == 4
+    picture(tab.page, "formulas")
+    tab.check_accessible()
+
+
+def test_a_formula_stays_as_it_is_if_the_server_is_gone_when_it_is_needed(tab: Visit) -> None:
+    tab.page.route("**/temml/*", lambda route: route.abort())
+    with tab.page.expect_event("requestfailed"):
+        answer = show(tab, "$x^2$ and *more*")
+    expect(answer).to_have_text("$x^2$ and more")
+
+
+def test_formulas_have_fonts_of_the_system(tab: Visit) -> None:
+    """Temml's stylesheet names a font file, which is not vendored. The policy would refuse it, with an error."""
+    answer = show(tab, r"$f'(x) + g'' = \mathscr{A}$")
+    expect(answer.locator("math").first).to_be_visible()
+    assert tab.page.evaluate("[...document.fonts].length") == 0
+    assert tab.page.evaluate("document.adoptedStyleSheets.length") == 1
+    families = "all => all.map((each) => getComputedStyle(each).fontFamily)"
+    assert set(answer.locator("math, math *").evaluate_all(families)) == {'"STIX Two Math", "Cambria Math", math'}
+
+
+def test_code_keeps_its_dollars(tab: Visit) -> None:
+    text = "`$a*b$` and `\\(c\\)`\n\n```sh\necho $HOME $PATH\n```\n\n    $$\n    x\n    $$\n"
+    answer = show(tab, text)
+    expect(answer.locator("code").first).to_have_text("$a*b$")
+    expect(answer.locator("code").nth(1)).to_have_text(r"\(c\)")
+    expect(answer.locator("pre").first).to_have_text("echo $HOME $PATH\n")
+    expect(answer.locator("pre").last).to_have_text("$$\nx\n$$")
+    expect(answer.locator(".formula")).to_have_count(0)
+    assert "temml" not in loaded(tab.page)
+
+
+def test_a_formula_that_is_not_valid_is_shown_as_it_is(tab: Visit) -> None:
+    wrong = r"$\frac{a*b*c$ and \(\nothing{*x*}\) and $" + "{" * 3000 + "}" * 3000 + "$"
+    answer = show(tab, wrong + " and $x^2$")
+    expect(answer.locator("math")).to_have_count(1)
+    expect(answer.locator("p")).to_contain_text(wrong)
+
+
+def test_a_formula_can_run_nothing_load_nothing_and_look_like_no_part_of_the_page(tab: Visit) -> None:
+    attacks = [
+        r"\href{javascript:window.hacked=1}{a}",
+        r"\url{https://example.com/}",
+        r"\includegraphics{https://example.com/picture.png}",
+        r"\class{composer}{b}",
+        r"\id{main}{c}",
+        r"\style{position:fixed}{d}",
+        r"\data{view=chat}{e}",
+        r"\text{<img src=x onerror=window.hacked=1>}",
+        r"\color{red;position:fixed}{f}",
+        r"\rule{9999em}{9999em}",
+    ]
+    answer = show(tab, "\n\n".join(f"${attack}$" for attack in attacks) + "\n\n$g$")
+    expect(answer.locator("math").last).to_have_text("g")
+    bad = "a, img, script, [href], [src], [id], [onerror], .composer, [style*=fixed], [data-view]"
+    assert answer.locator(bad).count() == 0
+    assert tab.page.evaluate("window.hacked") is None
+    sizes = answer.locator("mspace").evaluate_all("all => all.map(each => each.getBoundingClientRect().height)")
+    assert all(size < 200 for size in sizes)
+
+
+def test_code_has_colours_once_it_is_complete(tab: Visit) -> None:
+    code = 'def f(a: int) -> str:\n    return f"<b>&amp;{a}</b>"  # it\'s\n'
+    answer = show(tab, f"```python\n{code}", script=STREAMED)
+    assert "highlightjs" not in loaded(tab.page)
+    answer = show(tab, f"```python\n{code}", f"```python\n{code}```\n\nAnd\n\n```nothing\nx = 1\n```\n")
+    expect(answer.locator("pre").first.locator(".hljs-keyword").first).to_have_text("def")
+    assert answer.locator("pre code").first.text_content() == code
+    expect(answer.locator("pre").last.locator("span")).to_have_count(0)
+    for scheme in ("light", "dark"):
+        tab.page.emulate_media(color_scheme=scheme)
+        tab.check_accessible()
+
+
+def test_nothing_for_formulas_and_colours_is_loaded_before_it_is_used(tab: Visit) -> None:
+    answer = show(tab, "Plain **text**, `code`, $5, and\n\n```\na block\n```\n")
+    expect(answer.locator("strong")).to_have_text("text")
+    assert loaded(tab.page) == {"marked", "dompurify"}
+    answer = show(tab, "$x$")
+    expect(answer.locator("math")).to_have_count(1)
+    assert loaded(tab.page) == {"marked", "dompurify", "temml"}
+    answer = show(tab, "```js\nlet a = 1;\n```\n")
+    expect(answer.locator(".hljs-keyword")).to_have_text("let")
+    assert loaded(tab.page) == {"marked", "dompurify", "temml", "highlightjs"}
