@@ -137,25 +137,6 @@ def test_an_answer_is_stopped_and_made_again(visit: Start, scripted: RunningServ
     scripted.wait_idle()
 
 
-def test_an_edited_turn_replaces_what_followed_it(visit: Start, scripted: RunningServer) -> None:
-    tab = visit(scripted)
-    tab.open()
-    tab.say("Wrong question")
-    expect(tab.answered()).to_contain_text("A wrong answer.")
-    tab.say("Second chat")
-    expect(tab.answered()).to_contain_text("Here too.")
-    button(tab.page.locator(".message.user").first, "Edit").click()
-    field = tab.page.get_by_label("Edit your message")
-    expect(field).to_be_focused()
-    field.press("Escape")
-    expect(tab.page.locator(".message")).to_have_count(4)
-    button(tab.page.locator(".message.user").first, "Edit").click()
-    field.fill("Right question")
-    field.press("Enter")
-    expect(tab.answered()).to_contain_text("A right answer.")
-    expect(tab.page.locator(".message")).to_have_count(2)
-
-
 def test_calls_of_tools_are_shown_and_get_their_result(visit: Start, scripted: RunningServer) -> None:
     tab = visit(scripted)
     tab.open()

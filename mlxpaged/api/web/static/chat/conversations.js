@@ -71,7 +71,18 @@ export class Conversations {
   }
 }
 
-/** The messages as the API takes them. */
+/** What is stored: without what only counts while an answer is streamed. */
+export function asStored(conversation) {
+  return { ...conversation, messages: conversation.messages.map(storedMessage) };
+}
+
+function storedMessage({ running, progress, comment, versions, ...rest }) {
+  if (!versions) return rest;
+  const tails = versions.tails.map((tail) => tail && tail.map(storedMessage));
+  return { ...rest, versions: { ...versions, tails } };
+}
+
+/** The messages as the API takes them: those of the shown versions. */
 export function asRequest(conversation) {
   const system = conversation.settings.system.trim();
   const messages = conversation.messages

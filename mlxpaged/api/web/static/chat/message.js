@@ -2,6 +2,7 @@
 import { announce, button, h, labelled } from "../lib/dom.js";
 import { count, plural, rate, seconds } from "../lib/format.js";
 import { copyText, Markdown } from "./markdown.js";
+import { placeOf } from "./versions.js";
 
 const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
 
@@ -15,7 +16,28 @@ export function userMessage(message, actions) {
     { class: `message ${message.role}` },
     name(message.role),
     h("div", { class: "plain" }, message.content),
-    message.role === "user" && h("div", { class: "under" }, button("Edit", actions.edit, { class: "quiet" })),
+    message.role === "user" &&
+      h("div", { class: "under" }, switcher(message, actions), button("Edit", actions.edit, { class: "quiet" })),
+  );
+}
+
+/** The buttons between the versions of a turn, or null if it has one. */
+function switcher(message, { choose }) {
+  const place = placeOf(message);
+  if (place === null) return null;
+  const { number, count: all } = place;
+  const step = (by, sign, label) =>
+    button(sign, () => choose(number + by), {
+      class: "quiet",
+      "aria-label": label,
+      disabled: number + by < 1 || number + by > all,
+    });
+  return h(
+    "span",
+    { class: "versions", role: "group", "aria-label": "Versions" },
+    step(-1, "‹", "Previous version"),
+    h("span", {}, `${number} / ${all}`),
+    step(1, "›", "Next version"),
   );
 }
 
@@ -39,7 +61,7 @@ export function editor(message, { send, cancel }) {
         }
       },
     },
-    labelled("Edit your message. What follows it is replaced.", field),
+    labelled("Edit your message. The version before stays.", field),
     h(
       "div",
       { class: "actions" },
@@ -99,7 +121,7 @@ export class AnswerMessage {
     this.element.classList.toggle("running", Boolean(running));
     this.showCalls();
     this.showNote();
-    this.showStats();
+    this.showUnder();
     this.drawn = performance.now() - started;
   }
 
@@ -140,13 +162,19 @@ export class AnswerMessage {
     else this.note.removeAttribute("role");
   }
 
-  showStats() {
+  showUnder() {
     const { content, running, stats } = this.message;
     if (this.stats === undefined) {
+      this.versions = h("span", {});
       this.stats = h("span", { class: "stats" });
       this.copy = button("Copy", () => this.copyAnswer(), { class: "quiet" });
       this.again = button("Regenerate", this.actions.regenerate, { class: "quiet" });
-      this.under.append(this.copy, this.again, this.stats);
+      this.under.append(this.versions, this.copy, this.again, this.stats);
+    }
+    const place = JSON.stringify(placeOf(this.message));
+    if (place !== this.place) {
+      this.place = place;
+      this.versions.replaceChildren(...[switcher(this.message, this.actions)].filter(Boolean));
     }
     this.copy.hidden = running || !content;
     this.again.hidden = running || !this.actions.isLast();

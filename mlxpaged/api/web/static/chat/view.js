@@ -2,10 +2,11 @@
 import { announce, button, h } from "../lib/dom.js";
 import { AnswerMessage, editor, userMessage } from "./message.js";
 import { receive } from "./answer.js";
-import { asRequest, Conversations } from "./conversations.js";
+import { asRequest, asStored, Conversations } from "./conversations.js";
 import { ModelPicker } from "./models.js";
 import { editSettings, fields, noSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
+import { branchOff, choose, placeOf } from "./versions.js";
 
 const LAST_MODEL = "mlxpaged-model";
 
@@ -126,11 +127,11 @@ export class ChatView {
   /** Saves a conversation that has messages. */
   async keep(conversation) {
     if (conversation.messages.length === 0) return;
-    const plain = { ...conversation, messages: conversation.messages.map(({ running, progress, comment, ...rest }) => rest) };
     this.conversations.byId.set(conversation.id, conversation);
+    const stored = asStored(conversation);
     try {
-      await this.conversations.save(plain);
-      conversation.updated = plain.updated;
+      await this.conversations.save(stored);
+      conversation.updated = stored.updated;
     } catch (error) {
       this.showProblem(`The browser cannot keep this chat: ${error.message}`);
     }
@@ -194,13 +195,15 @@ export class ChatView {
   }
 
   drawn(message) {
+    const choose = (number) => this.chooseVersion(message, number);
     if (message.role !== "assistant") {
-      return userMessage(message, { edit: (event) => this.edit(message, event.target.closest("article")) });
+      return userMessage(message, { choose, edit: (event) => this.edit(message, event.target.closest("article")) });
     }
     let answer = this.answers.get(message);
     if (answer === undefined) {
       const conversation = this.current;
       answer = new AnswerMessage(message, {
+        choose,
         regenerate: () => this.regenerate(),
         isLast: () => conversation.messages.at(-1) === message,
         waitsFor: (call) => this.waitsFor(conversation, message, call),
@@ -239,14 +242,15 @@ export class ChatView {
     this.say(text);
   }
 
-  say(text) {
+  /** versions: of the turn, if this is not its first version. */
+  say(text, versions) {
     const conversation = this.current;
     if (conversation.messages.length === 0 && !conversation.named) {
       conversation.title = text.replace(/\s+/g, " ").slice(0, 60);
       this.title.textContent = conversation.title;
       history.replaceState(null, "", `#/chat/${conversation.id}`);
     }
-    conversation.messages.push({ role: "user", content: text });
+    conversation.messages.push({ role: "user", content: text, ...(versions && { versions }) });
     this.answer(conversation);
   }
 
@@ -255,8 +259,7 @@ export class ChatView {
     const form = editor(message, {
       cancel: () => this.draw(),
       send: (text) => {
-        this.cutFrom(message);
-        this.say(text);
+        this.say(text, branchOff(this.current.messages, message));
         this.field.focus();
       },
     });
@@ -266,15 +269,23 @@ export class ChatView {
 
   regenerate() {
     if (this.running.has(this.current.id)) return;
-    this.cutFrom(this.current.messages.at(-1));
-    this.answer(this.current);
+    const { messages } = this.current;
+    this.answer(this.current, branchOff(messages, messages.at(-1)));
     this.field.focus();
   }
 
-  /** Drops a message and those after it. */
-  cutFrom(message) {
+  chooseVersion(message, number) {
+    if (this.running.has(this.current.id)) return;
     const { messages } = this.current;
-    for (const each of messages.splice(messages.indexOf(message))) this.answers.delete(each);
+    const index = messages.indexOf(message);
+    const forward = number > placeOf(message).number;
+    choose(messages, message, number);
+    this.draw();
+    this.keep(this.current);
+    // The buttons are other ones now. At the last version, the focus goes to the button back.
+    const buttons = [...this.messages.children[index].querySelectorAll(".versions button:not(:disabled)")];
+    buttons.at(forward ? -1 : 0).focus();
+    announce(`Version ${number} of ${placeOf(messages[index]).count}`);
   }
 
   // -- tools ---------------------------------------------------------------------------------------------------------
@@ -297,9 +308,9 @@ export class ChatView {
 
   // -- answers -------------------------------------------------------------------------------------------------------
 
-  async answer(conversation) {
+  async answer(conversation, versions) {
     const messages = asRequest(conversation);
-    const message = { role: "assistant", content: "", reasoning: "", toolCalls: [], model: "" };
+    const message = { role: "assistant", content: "", reasoning: "", toolCalls: [], model: "", ...(versions && { versions }) };
     message.running = true;
     conversation.messages.push(message);
     const control = new AbortController();
