@@ -51,6 +51,7 @@ def test_a_chat_is_streamed_to_its_end(visit: Start, scripted: RunningServer, pi
     expect(button(tab.page, "Stop")).to_be_visible()
     answer = tab.answered()
     expect(answer.locator("pre")).to_contain_text("def effective_priority")
+    expect(answer.locator("pre .hljs-keyword").first).to_have_text("def")
     expect(answer.locator("td").first).to_have_text("low")
     expect(answer.locator("ol li")).to_have_count(2)
     expect(answer.locator(".stats")).to_contain_text("tokens/s")

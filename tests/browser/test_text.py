@@ -14,7 +14,6 @@ from tests.support import RunningServer
 pytestmark = pytest.mark.browser
 
 Start = Callable[..., Visit]
-Picture = Callable[[Page, str], None]
 
 FORMULA_AT = """async (texts) => {
     const { formulaAt } = await import("/web/chat/formulas.js");
@@ -94,7 +93,7 @@ def test_signs_that_begin_no_formula_are_markdown_once_more_text_follows(tab: Vi
     expect(answer).to_have_text("So \\[ a*b*c")
 
 
-def test_formulas_are_typeset_and_keep_what_markdown_would_take(tab: Visit, picture: Picture) -> None:
+def test_formulas_are_typeset_and_keep_what_markdown_would_take(tab: Visit) -> None:
     text = r"""\[ x = \frac{-b \pm \sqrt{b^2-4ac}}{2a} \] and $f(x)=a*x*b$,
 $$\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}$$ \(\{1,2\}\)
 
@@ -129,7 +128,6 @@ a
     expect(formulas.nth(9).locator("mtr")).to_have_count(2)
     expect(answer.locator("li > p, hr, h1, h2")).to_have_count(1)
     assert answer.locator(".formula.display").count() == 4
-    picture(tab.page, "formulas")
     tab.check_accessible()
 
 

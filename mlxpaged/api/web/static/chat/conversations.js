@@ -1,4 +1,5 @@
 // Conversations in the browser's database. A browser that refuses one keeps them until the tab is closed.
+import { withFiles } from "./files.js";
 
 const STORE = "conversations";
 
@@ -87,9 +88,9 @@ export function asRequest(conversation) {
   const system = conversation.settings.system.trim();
   const messages = conversation.messages
     .filter((each) => !each.error || each.content)
-    .map(({ role, content, toolCalls, toolCallId }) => ({
+    .map(({ role, content, files, toolCalls, toolCallId }) => ({
       role,
-      content,
+      content: withFiles(content, files),
       ...(toolCalls?.length ? { tool_calls: toolCalls } : {}),
       ...(toolCallId ? { tool_call_id: toolCallId } : {}),
     }));

@@ -1,6 +1,7 @@
 // Draws one message of a conversation.
 import { announce, button, h, labelled } from "../lib/dom.js";
 import { count, plural, rate, seconds } from "../lib/format.js";
+import { Attachments, fold } from "./files.js";
 import { copyText, Markdown } from "./markdown.js";
 import { placeOf } from "./versions.js";
 
@@ -15,7 +16,8 @@ export function userMessage(message, actions) {
     "article",
     { class: `message ${message.role}` },
     name(message.role),
-    h("div", { class: "plain" }, message.content),
+    (message.files ?? []).map(fold),
+    message.content && h("div", { class: "plain" }, message.content),
     message.role === "user" &&
       h("div", { class: "under" }, switcher(message, actions), button("Edit", actions.edit, { class: "quiet" })),
   );
@@ -45,13 +47,15 @@ function switcher(message, { choose }) {
 export function editor(message, { send, cancel }) {
   const field = h("textarea", { rows: Math.min(12, message.content.split("\n").length + 1) });
   field.value = message.content;
+  const attachments = new Attachments(() => field.focus(), message.files);
   const form = h(
     "form",
     {
       class: "message user editing",
       onsubmit: (event) => {
         event.preventDefault();
-        if (field.value.trim()) send(field.value);
+        const text = field.value.trim();
+        if (text || attachments.files.length) send(text, attachments.files);
       },
       onkeydown: (event) => {
         if (event.key === "Escape") cancel();
@@ -62,6 +66,7 @@ export function editor(message, { send, cancel }) {
       },
     },
     labelled("Edit your message. The version before stays.", field),
+    attachments.element,
     h(
       "div",
       { class: "actions" },

@@ -1,7 +1,8 @@
-// The chat: conversations at the side, the messages of one of them, and the field to write in.
+// The chat: conversations at the side, the messages of one of them, and the form to write in.
 import { announce, button, h } from "../lib/dom.js";
 import { AnswerMessage, editor, userMessage } from "./message.js";
 import { receive } from "./answer.js";
+import { Composer } from "./composer.js";
 import { asRequest, asStored, Conversations } from "./conversations.js";
 import { ModelPicker } from "./models.js";
 import { editSettings, fields, noSettings } from "./settings.js";
@@ -29,30 +30,11 @@ export class ChatView {
       "aria-controls": "conversations",
     });
     this.messages = h("div", { class: "messages" });
-    this.field = h("textarea", {
-      rows: 1,
-      name: "message",
-      "aria-label": "Message",
-      placeholder: "Message",
-      enterkeyhint: "send",
-      oninput: () => this.fitField(),
-      onkeydown: (event) => this.onKey(event),
+    this.composer = new Composer({
+      maySend: () => !this.running.has(this.current.id),
+      send: (text, files) => this.say(text, files),
+      stop: () => this.stopAnswer(),
     });
-    this.send = h("button", { type: "submit", class: "primary" }, "Send");
-    this.stop = button("Stop", () => this.stopAnswer(), { hidden: true });
-    this.composer = h(
-      "form",
-      {
-        class: "composer",
-        onsubmit: (event) => {
-          event.preventDefault();
-          this.submit();
-        },
-      },
-      this.field,
-      this.send,
-      this.stop,
-    );
     this.bar = h(
       "div",
       { class: "bar" },
@@ -61,8 +43,9 @@ export class ChatView {
       this.picker.element,
       button("Settings", () => this.editSettings(), { class: "quiet" }),
     );
-    this.column = h("section", { class: "conversation" }, this.bar, this.messages, this.composer);
+    this.column = h("section", { class: "conversation" }, this.bar, this.messages, this.composer.element);
     this.element = h("div", { class: "chat" }, this.sidebar.element, this.column);
+    this.composer.takeDrops(this.element);
     this.loaded = this.conversations.load();
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.element.isConnected && !document.querySelector("dialog[open]")) this.stopAnswer();
@@ -151,7 +134,7 @@ export class ChatView {
     this.show(this.newConversation());
     if (location.hash !== "#/chat") history.pushState(null, "", "#/chat");
     this.showModel();
-    this.field.focus();
+    this.composer.focus();
   }
 
   rename(conversation, title) {
@@ -217,40 +200,19 @@ export class ChatView {
   }
 
   showRunning() {
-    const runs = this.running.has(this.current.id);
-    this.stop.hidden = !runs;
-    this.send.hidden = runs;
-  }
-
-  fitField() {
-    this.field.style.height = "auto";
-    this.field.style.height = `${Math.min(this.field.scrollHeight + 2, 240)}px`;
-  }
-
-  onKey(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      this.composer.requestSubmit();
-    }
-  }
-
-  submit() {
-    const text = this.field.value.trim();
-    if (!text || this.running.has(this.current.id)) return;
-    this.field.value = "";
-    this.fitField();
-    this.say(text);
+    this.composer.show(this.running.has(this.current.id));
   }
 
   /** versions: of the turn, if this is not its first version. */
-  say(text, versions) {
+  say(text, files, versions) {
     const conversation = this.current;
     if (conversation.messages.length === 0 && !conversation.named) {
-      conversation.title = text.replace(/\s+/g, " ").slice(0, 60);
+      conversation.title = (text || files[0].name).replace(/\s+/g, " ").slice(0, 60);
       this.title.textContent = conversation.title;
       history.replaceState(null, "", `#/chat/${conversation.id}`);
     }
-    conversation.messages.push({ role: "user", content: text, ...(versions && { versions }) });
+    const more = { ...(files.length && { files }), ...(versions && { versions }) };
+    conversation.messages.push({ role: "user", content: text, ...more });
     this.answer(conversation);
   }
 
@@ -258,9 +220,9 @@ export class ChatView {
     if (this.running.has(this.current.id)) return;
     const form = editor(message, {
       cancel: () => this.draw(),
-      send: (text) => {
-        this.say(text, branchOff(this.current.messages, message));
-        this.field.focus();
+      send: (text, files) => {
+        this.say(text, files, branchOff(this.current.messages, message));
+        this.composer.focus();
       },
     });
     element.replaceWith(form.element);
@@ -271,7 +233,7 @@ export class ChatView {
     if (this.running.has(this.current.id)) return;
     const { messages } = this.current;
     this.answer(this.current, branchOff(messages, messages.at(-1)));
-    this.field.focus();
+    this.composer.focus();
   }
 
   chooseVersion(message, number) {
@@ -349,7 +311,7 @@ export class ChatView {
 
   stopAnswer() {
     this.running.get(this.current?.id)?.abort();
-    this.field.focus();
+    this.composer.focus();
   }
 
   isAtEnd() {
