@@ -78,7 +78,10 @@ class Client:
     def _answer(self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None) -> Any:
         with self._request(method, path, body, seconds) as response:
             check(response)
-            return parsed(response.read())
+            found = parsed(response.read())
+        if not isinstance(found, dict):
+            raise ServerError(f"what runs at {self.url} is not mlxpaged: its answer to {path} is no object")
+        return found
 
     @contextlib.contextmanager
     def _request(

@@ -110,3 +110,11 @@ def test_a_server_that_loads_is_waited_for() -> None:
         pytest.raises(ServerError, match="no memory"),
     ):
         wait_loaded(client, shown.append)
+
+
+@pytest.mark.parametrize("body", ["null", "[]", "3", "", "<html>"])
+def test_an_answer_that_is_no_object_is_not_this_servers(body: str) -> None:
+    with server((200, body), (200, body)) as client:
+        for ask in (client.get, client.post):
+            with pytest.raises(ServerError, match="is not mlxpaged: its answer to /v1/models/x/load is no object"):
+                ask("/v1/models/x/load")
