@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from mlxpaged.api import openapi, requests, rerank, status, status_stream, tokenize, web
+from mlxpaged.api import downloadable, openapi, requests, rerank, status, status_stream, tokenize, web
 from mlxpaged.api.anthropic import messages
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches import routes as batches
@@ -94,6 +94,7 @@ ENDPOINTS = (
     get("/v1/models/{model:path}", models.get_model, "One model"),
     post("/v1/models/{model:path}/load", models.load, "Load a model", access=Access.ADMIN),
     post("/v1/models/{model:path}/unload", models.unload, "Unload a model that runs nothing", access=Access.ADMIN),
+    get("/v1/downloads", downloadable.list_downloads, "The models that can be downloaded by a short name"),
     reads("/tokenize", tokenize.tokenize, "The tokens of a prompt or a chat", TokenizeRequest, answer=TokenizeResponse),
     reads("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizeRequest, answer=DetokenizeResponse),
     get("/tokenizer_info", tokenize.tokenizer_info, "The tokenizer's tokens and template", answer=TokenizerInfo),

@@ -22,6 +22,7 @@ from mlxpaged.engine import EngineConfig
 from mlxpaged.models import device_memory, disk
 from mlxpaged.models.downloads import downloads
 from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.models.short_names import short_names
 from tests.api.helpers import DEADLINE, bearer, raw, write_keys
 from tests.cli.helpers import hub
 from tests.models.test_preflight import point_to, requested_weights, sizes_of
@@ -174,6 +175,25 @@ def test_a_name_that_no_repository_can_have_is_a_404(server: RunningServer, mode
         response = client.post("/api/pull", json={"model": model})
     assert response.status_code == 404
     assert words in response.json()["error"]
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_list_has_the_short_names_for_who_may_download(
+    server: RunningServer, demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with online(monkeypatch), raw(server) as client:
+        assert lines(client, NAME)[-1] == {"status": "success"}
+        monkeypatch.setattr(device_memory, "system_free_memory", lambda: 10**9)
+        found = client.get("/v1/downloads").json()
+    assert found["allowed"]
+    rows = {row["id"]: row for row in found["data"]}
+    assert rows.keys() == short_names().keys()
+    assert {name for name, row in rows.items() if row["downloaded"]} == {"qwen3:4b"}
+    assert rows["qwen3:4b"]["repository"] == NAME
+    assert rows["qwen3:0.6b"]["fits"]
+    assert not rows["qwen3:235b"]["fits"]
+    with raw(demo_server) as client:
+        assert client.get("/v1/downloads").json() == {"allowed": False, "data": []}
 
 
 def test_without_the_flag_the_refusal_names_it(demo_server: RunningServer) -> None:

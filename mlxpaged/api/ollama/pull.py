@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.api.access.caller import caller_of, is_local
+from mlxpaged.api.downloadable import check_access
 from mlxpaged.api.downloads import Download
 from mlxpaged.api.errors import ApiError, from_engine
 from mlxpaged.api.ollama.models import served_name
@@ -43,20 +43,6 @@ async def pull(request: Request, body: OllamaPullRequest) -> Response:
     except Exception as error:
         raise refusal(download.name, error) from None
     return JSONResponse(SUCCESS)
-
-
-def check_access(request: Request) -> None:
-    """Raises ApiError if the server downloads nothing, or nothing for this caller."""
-    caller = caller_of(request)
-    if not server_of(request).http.allow_downloads:
-        message = "this server does not download models: start it with --allow-downloads, or use `mlxpaged pull`"
-        raise ApiError(403, message, "permission_error", code="downloads_not_allowed")
-    if caller is not None and not caller.admin:
-        message = f"to download a model needs an admin key; {caller.name!r} is not one"
-        raise ApiError(403, message, "permission_error", code="admin_key_required")
-    if caller is None and not is_local(request):
-        message = "other machines may download models only with an admin key: start the server with --api-keys"
-        raise ApiError(403, message, "permission_error", code="downloads_not_allowed")
 
 
 def repository(name: str) -> str:

@@ -42,6 +42,7 @@ async function errorOf(response) {
   } catch {
     // not one of the server's own errors: a proxy's, for example
   }
+  if (typeof found === "string") found = { message: found }; // as Ollama's API has it
   return new ApiError(response.status, found.message ?? `The server answered ${response.status}.`, found.code);
 }
 

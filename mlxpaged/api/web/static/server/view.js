@@ -4,6 +4,7 @@ import { askForKey } from "../lib/key.js";
 import { count, percent, rate, seconds } from "../lib/format.js";
 import { BlockMap } from "./block_map.js";
 import { Chart } from "./chart.js";
+import { Downloads } from "./downloads.js";
 import { History } from "./history.js";
 import { Models } from "./models.js";
 import { Refusals } from "./refusals.js";
@@ -46,6 +47,7 @@ export class ServerView {
     this.map = new BlockMap();
     this.requests = new Requests();
     this.models = new Models();
+    this.downloads = new Downloads();
     this.refusals = new Refusals();
     this.problem = h("div", { class: "notice error", role: "alert", hidden: true });
     this.chosen = h("select", { "aria-label": "Model of the map", hidden: true, onchange: () => this.showMap() });
@@ -58,6 +60,7 @@ export class ServerView {
       this.map.element,
       this.requests.element,
       this.models.element,
+      this.downloads.element,
       this.refusals.element,
     );
     this.element = h(
@@ -73,6 +76,7 @@ export class ServerView {
 
   enter() {
     this.watch.start();
+    this.downloads.load();
   }
 
   leave() {

@@ -1,0 +1,57 @@
+"""Who may download models, and GET /v1/downloads: those with a short name, for a list with buttons."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from huggingface_hub import constants, try_to_load_from_cache
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlxpaged.api.access.caller import caller_of, is_local
+from mlxpaged.api.errors import ApiError
+from mlxpaged.api.server import server_of
+from mlxpaged.models.device_memory import free_device_memory, loaded_memory
+from mlxpaged.models.short_names import short_names
+
+
+async def list_downloads(request: Request) -> Response:
+    """allowed: whether the caller may download them with POST /api/pull. There is no list otherwise."""
+    try:
+        check_access(request)
+    except ApiError:
+        return JSONResponse({"allowed": False, "data": []})
+    return JSONResponse({"allowed": True, "data": await asyncio.to_thread(entries)})
+
+
+def entries() -> list[dict[str, Any]]:
+    """fits: whether the weights fit into memory if no other model is loaded. downloaded: at least in part."""
+    memory = free_device_memory() + loaded_memory()
+    return [
+        {
+            "id": name,
+            "repository": row.repository,
+            "kind": row.kind,
+            "size_bytes": row.bytes,
+            "fits": row.bytes <= memory,
+            "downloaded": isinstance(
+                try_to_load_from_cache(row.repository, "config.json", constants.HF_HUB_CACHE), str
+            ),
+        }
+        for name, row in short_names().items()
+    ]
+
+
+def check_access(request: Request) -> None:
+    """Raises ApiError if the server downloads nothing, or nothing for this caller."""
+    caller = caller_of(request)
+    if not server_of(request).http.allow_downloads:
+        message = "this server does not download models: start it with --allow-downloads, or use `mlxpaged pull`"
+        raise ApiError(403, message, "permission_error", code="downloads_not_allowed")
+    if caller is not None and not caller.admin:
+        message = f"to download a model needs an admin key; {caller.name!r} is not one"
+        raise ApiError(403, message, "permission_error", code="admin_key_required")
+    if caller is None and not is_local(request):
+        message = "other machines may download models only with an admin key: start the server with --api-keys"
+        raise ApiError(403, message, "permission_error", code="downloads_not_allowed")
