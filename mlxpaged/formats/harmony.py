@@ -24,6 +24,9 @@ THOUGHTS = "analysis"
 BEGIN_THOUGHT, END_THOUGHT = f"{CHANNEL}{THOUGHTS}{MESSAGE}", f"{ENDS[0]}{START}assistant"
 """Around a thought that is the first message of an answer."""
 MAX_HEADER = 400
+MAX_WORDS = 3
+"""Words after a tag of a header: "commentary to=functions.weather json"."""
+TAG = re.compile(r"<\|\w+\|>")
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 NAMESPACE = "functions."
 
@@ -54,12 +57,19 @@ def header_of(written: str, tools: Tools) -> Header:
     return Header(channel[1] if channel else "", recipient, tool)
 
 
+def has_text(written: str) -> bool:
+    """Whether a header has what may be a text of the model, or another message whose tags it has forgotten."""
+    if re.search(r'[{}"]|\S\s*\n\s*\S', written) or len({*RECIPIENT.findall(written)}) > 1:
+        return True
+    return any(len(part.split()) > MAX_WORDS for part in TAG.split(written))
+
+
 def read(source: Source, tools: Tools) -> Reading[list[Call] | Header]:
     """Reads the header of a message, and the whole message if it is for a tool. Raises NotACall for a header without an
-    end, and for a message to anything else but a tool."""
+    end or with text in it, and for a message to anything else but a tool."""
     written, mark = yield from source.until(MESSAGE, *ENDS, most=MAX_HEADER)
     header = header_of(written, tools)
-    if mark != MESSAGE or (header.recipient and not header.tool):
+    if mark != MESSAGE or (header.recipient and not header.tool) or has_text(written):
         raise NotACall
     if not header.tool:
         return header

@@ -62,7 +62,10 @@ ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
 def attributes(written: str) -> dict[str, str]:
+    """Raises NotACall if there is anything else: it would be lost."""
     found = ATTRIBUTE.findall(written)
+    if ATTRIBUTE.sub("", written).strip():
+        raise NotACall
     return {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in found}
 
 

@@ -95,6 +95,8 @@ class Source:
                     raise NotACall
             yield from self.more()
         at, _, end = found
+        if most is not None and at - start > most:  # as if the text had come in pieces
+            raise NotACall
         self.at = at + len(end)
         return self.text[start:at], end
 

@@ -475,6 +475,38 @@ def test_command_rs_ids_are_not_used_because_they_begin_again_in_each_turn() -> 
     assert call.call_id.startswith("call_")
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "calls"),
+    [
+        (
+            "harmony",
+            '<|channel|>commentary to=functions.weather <|constrain|>json{"city": "Oslo"}<|channel|>commentary '
+            'to=functions.say <|constrain|>json<|message|>{"zone": "x"}<|call|>',
+            [("say", {"zone": "x"})],
+        ),
+        (
+            "harmony",
+            "<|start|>assistant\n\nI look.\n<|channel|>commentary to=functions.say<|message|>{}<|call|>",
+            [("say", {})],
+        ),
+        (
+            "kimi_k3",
+            '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" I look.'
+            "<|sep|>Rome<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+            [],
+        ),
+        ("harmony", f"<|channel|>commentary to=functions.{'x' * 500}<|message|>{{}}", []),
+        ("kimi_k3", f'<|open|>tools<|sep|><|open|>call tool="say" {"x" * 300}<|sep|><|close|>call<|sep|>', []),
+    ],
+)
+def test_text_in_a_header_or_in_a_tag_is_not_lost(form: str, text: str, calls: list[Any]) -> None:
+    deltas = parse([text], form)
+    assert calls_of(deltas) == calls
+    for word in ("Oslo", "I look.", "xxx"):
+        assert (word in said(deltas)) == (word in text)
+    assert uncut(parse(list(text), form)) == uncut(deltas)
+
+
 def test_all_complete_calls_before_a_cut_one_are_kept() -> None:
     cities = ("Rome", "Oslo", "Paris")
     for separator, around in (("\n", "<tool_call>{}"), (", ", "<tool_call>[{}")):
