@@ -70,9 +70,9 @@ def test_another_program_is_not_taken_for_the_server() -> None:
 
 
 def test_a_program_that_may_be_another_one_does_not_get_the_key() -> None:
-    with server((200, '{"status": "{key}", "model": null}'), (200, '"{key}"')) as client:
+    with server((200, '{"status": "{key}", "model": null}'), (200, '{"id": "{key}"}')) as client:
         assert client.health()["status"] == "none"
-        assert client.get("/v1/models") == "Bearer sk-1"
+        assert client.get("/v1/models") == {"id": "Bearer sk-1"}
 
 
 def test_a_name_that_no_host_can_have_is_not_found() -> None:
