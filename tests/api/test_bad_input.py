@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -242,8 +243,10 @@ FIELD_CASES = [
 def test_a_bad_field_is_refused_by_name(demo_server: RunningServer, path: str, field: str, value: Any) -> None:
     with raw(demo_server) as client:
         response = client.post(path, content=body_with(path, field, value))
-    error = check_error(response, 400, field)
+    no_json = isinstance(value, float) and not math.isfinite(value)  # the parser refuses it, without a field
+    error = check_error(response, 400, "" if no_json else field)
     assert len(error["message"]) < 1000
+    assert not no_json or "not valid JSON" in error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

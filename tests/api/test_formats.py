@@ -197,15 +197,11 @@ def test_late_system_messages_are_shown_where_the_template_takes_none(tmp_path: 
 
 def test_tools_that_are_no_functions_are_ignored_beside_functions(server: RunningServer) -> None:
     function = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
-    custom = {
-        "type": "custom",
-        "name": "apply_patch",
-        "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
-    }
-    body = {"model": "scripted", "input": "21 degrees", "tools": [function, {"type": "image_generation"}, custom]}
+    other = {"type": "file_search", "vector_store_ids": ["x"]}
+    body = {"model": "scripted", "input": "21 degrees", "tools": [function, {"type": "image_generation"}, other]}
     with raw(server) as client:
         answer = client.post(RESPONSES, json=body)
-        alone = client.post(RESPONSES, json=body | {"tools": [custom]})
+        alone = client.post(RESPONSES, json=body | {"tools": [other]})
     assert (answer.status_code, answer.headers["x-mlxpaged-ignored"]) == (200, "tools")
     assert [tool["type"] for tool in answer.json()["tools"]] == ["function"]
     assert (alone.status_code, alone.json()["error"]["param"]) == (400, "tools.0.type")
