@@ -5,42 +5,57 @@ install.py installs each into a folder of its own. The other tests need none of 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.clients.install import NotInstalled, folder_of
+from tests.formats.written import WRITTEN
 from tests.scripted import scripted_server
 from tests.support import RunningServer
 
 REPLY = '{"city": "Rome", "degrees": 21}'
 
 
-def call(tool: str, **arguments: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
-
-
-SCRIPT = {
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Weather in Rome?": ("weather", {"city": "Rome"}),
+    "It is hot.": ("final_answer", {"answer": "It is 21 degrees in Rome."}),
+    "Describe it": ("Weather", {"city": "Rome", "degrees": 21}),
+    "Describe a part": ("PartialWeather", {"city": "Rome", "degrees": 21}),
+    "Say that it is done": ("Bash", {"command": "echo it is done", "description": "Say it"}),
+    "Let it be done": ("bash", {"command": "echo it is done", "description": "Say it"}),
+    "Carry it out": ("exec_command", {"cmd": "echo it is done"}),
+}
+TEXTS = {
     "Hello": "Hello there.",
     "Predict a greeting": "[[ ## answer ## ]]\nHello there.\n\n[[ ## completed ## ]]",
-    "Weather in Rome?": f"<think>\nI should look.\n</think>\n{call('weather', city='Rome')}",
     "21 degrees": "It is 21 degrees in Rome.",
-    "It is hot.": call("final_answer", answer="It is 21 degrees in Rome."),
     "Describe Rome": REPLY,
     "</chat_history>": '{"title": "A greeting", "tags": ["Greeting"], "follow_ups": ["How are you?"]}',
-    "Describe it": call("Weather", city="Rome", degrees=21),  # type: ignore[arg-type]
-    "Describe a part": call("PartialWeather", city="Rome", degrees=21),  # type: ignore[arg-type]
-    "Say that it is done": call("Bash", command="echo it is done", description="Say it"),
-    "Let it be done": call("bash", command="echo it is done", description="Say it"),
-    "Carry it out": call("exec_command", cmd="echo it is done"),
     "\nit is done": "Done, as you said.",
     "Write the greeting": "greeting.txt\n```\nGood morning\n```\n",
 }
-"""What the model answers, by the last of these texts in the prompt."""
+FORMATS = {"json_tools": "Qwen3", "qwen3_coder": "Qwen3.5", "glm47": "GLM", "harmony": "gpt-oss", "gemma4": "Gemma 4"}
+
+
+def script(form: str) -> dict[str, str]:
+    """What a model of this format answers, by the last of these texts in the prompt."""
+    calls = {question: WRITTEN[form](*call) for question, call in CALLS.items()}
+    if form != "harmony":
+        calls["Weather in Rome?"] = f"<think>\nI should look.\n</think>\n{calls['Weather in Rome?']}"
+        return calls | TEXTS
+    thought = "<|channel|>analysis<|message|>I should look.<|end|><|start|>assistant"
+    texts = {question: f"<|channel|>final<|message|>{text}<|return|>" for question, text in TEXTS.items()}
+    return {question: thought + call for question, call in calls.items()} | texts
+
+
+SCRIPT = script("json_tools")
+OPTIONS = {"context_length": 131072, "kv_cache_bytes": 70_000_000}
+"""Room for the long prompts of agents: a token is a letter."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -49,16 +64,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Room for the long prompts of agents: a token is a letter."""
-    options = {"context_length": 131072, "kv_cache_bytes": 70_000_000}
-    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT, **options) as server:
+    with scripted_server(tmp_path_factory.mktemp("model"), "json_tools", SCRIPT, **OPTIONS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session", params=FORMATS, ids=FORMATS.values())
+def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Models of several families, one after the other."""
+    form = request.param
+    with scripted_server(tmp_path_factory.mktemp(form), form, script(form), **OPTIONS) as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
-def _idle_afterwards(server: RunningServer) -> Iterator[None]:
+def _idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    server.wait_idle()
+    for name in {"server", "any_server"} & set(request.fixturenames):
+        request.getfixturevalue(name).wait_idle()
 
 
 def installed(name: str) -> Path:

@@ -49,21 +49,27 @@ def node_command(name: str, command: str) -> Path:
     return installed(name) / "node_modules" / ".bin" / command
 
 
-@pytest.mark.parametrize("context", ["server", "small_server"])
-def test_claude_code(request: pytest.FixtureRequest, tmp_path: Path, context: str) -> None:
-    """It asks for 32,000 tokens, and in a small context for fewer once it was told."""
+def ask_claude(server: RunningServer, home: Path) -> str:
     claude = node_command("claude_code", "claude")
-    server: RunningServer = request.getfixturevalue(context)
     env = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": "unused", "ANTHROPIC_MODEL": "scripted"}
     options = ("--tools", "Bash", "--allowedTools", "Bash", "--system-prompt", "Be brief.")
-    assert "Done, as you said." in run(tmp_path, claude, "-p", "Say that it is done", *options, **env)
+    return run(home, claude, "-p", "Say that it is done", *options, **env)
 
 
-def test_codex(server: RunningServer, tmp_path: Path) -> None:
+def test_claude_code(any_server: RunningServer, tmp_path: Path) -> None:
+    assert "Done, as you said." in ask_claude(any_server, tmp_path)
+
+
+def test_claude_code_in_a_small_context(small_server: RunningServer, tmp_path: Path) -> None:
+    """It asks for 32,000 tokens, and for fewer once it was told."""
+    assert "Done, as you said." in ask_claude(small_server, tmp_path)
+
+
+def test_codex(any_server: RunningServer, tmp_path: Path) -> None:
     codex = node_command("codex", "codex")
     brief = tmp_path / "instructions.md"  # in place of Codex's own, which are 17,000 tokens here
     brief.write_text("Be brief.")
-    (tmp_path / "config.toml").write_text(CODEX.format(url=server.url, brief=brief))
+    (tmp_path / "config.toml").write_text(CODEX.format(url=any_server.url, brief=brief))
     options = ("--skip-git-repo-check", "--sandbox", "danger-full-access")
     shown = run(tmp_path, codex, "exec", *options, "Carry it out please", CODEX_HOME=str(tmp_path))
     assert "Done, as you said." in shown
@@ -78,11 +84,11 @@ def test_continue(server: RunningServer, tmp_path: Path, provider: str) -> None:
     assert "Done, as you said." in run(tmp_path, cn, *options, "Say that it is done", CONTINUE_TELEMETRY_ENABLED="0")
 
 
-def test_opencode(server: RunningServer, tmp_path: Path) -> None:
+def test_opencode(any_server: RunningServer, tmp_path: Path) -> None:
     opencode = node_command("opencode", "opencode")
     provider = {
         "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": f"{server.url}/v1", "apiKey": "unused"},
+        "options": {"baseURL": f"{any_server.url}/v1", "apiKey": "unused"},
         "models": {"scripted": {"tool_call": True, "limit": {"context": 131072, "output": 32000}}},
     }
     config = {

@@ -29,13 +29,13 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in PROGRAMS.glob("*.*")))
-def test_a_library_holds_its_conversations(server: RunningServer, tmp_path: Path, script: str) -> None:
+def test_a_library_holds_its_conversations(any_server: RunningServer, tmp_path: Path, script: str) -> None:
     folder = installed(Path(script).stem)
     if script.endswith(".mjs"):  # Node looks for packages beside the script
         command = ["node", shutil.copy(PROGRAMS / script, folder)]
     else:  # isolated, because a script may have the name of its package
         command = [folder / "bin" / "python", "-I", PROGRAMS / script]
-    shown = run(tmp_path, *command, server.url)
+    shown = run(tmp_path, *command, any_server.url)
     answers = re.findall(rf"^((?:\w+ )*({'|'.join(EXPECTED)})): (.*)$", shown, flags=re.MULTILINE)
     assert answers, shown
     for label, kind, answer in answers:
