@@ -55,7 +55,8 @@ def lark(form: StructuredOutput, pieces: Pieces) -> str:
 
     def raw(piece: Raw) -> str:
         if piece.choices is not None:
-            return f"({' | '.join(map(json.dumps, piece.choices))}) {written(piece.end)}"
+            either = f"({' | '.join(json.dumps(text) for text in piece.choices if text)})"
+            return f"{either}{'?' if '' in piece.choices else ''} {written(piece.end)}"
         name = f"raw_{len(rules)}"
         least, most = piece.lengths
         if (least, most, piece.pattern) == (0, None, ""):

@@ -30,7 +30,7 @@ DSML = Markup(
     typed=typed,
     is_told=True,
     write_name=lambda name: f'"{name}"',
-    write_key=lambda key, is_string: f'"{key}" string="{"true" if is_string else "false"}"',
+    write_key=lambda key, kind: f'"{key}" string="{"true" if kind == "string" else "false"}"',
 )
 
 DEEPSEEK_V32 = Format(

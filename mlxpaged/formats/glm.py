@@ -21,7 +21,6 @@ def pairs(name: str, models: str, space: str) -> Format:
         end="",
         closing=(f"</{space}tool_call>",),
         bare_name=True,
-        gap="",
     )
 
     def read_json(source: Source, tools: Tools) -> Reading[list[Call]]:

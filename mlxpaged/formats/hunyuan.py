@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from mlxpaged.formats.format import Format, first_of
 from mlxpaged.formats.json_calls import json_calls
-from mlxpaged.formats.markup import Markup
+from mlxpaged.formats.markup import Markup, separated
 from mlxpaged.formats.pieces import Piece
 from mlxpaged.formats.schemas import Schema
 from mlxpaged.formats.source import Reading, Source
@@ -41,7 +41,7 @@ def hunyuan(
 
     def written(name: str, schema: Schema | None) -> tuple[Piece, ...]:
         first, *rest = markup.written(name, schema)
-        return f"\n{markup.call[0]}{first}", *rest
+        return *separated(f"{markup.call[0]}{first}"), *rest
 
     return Format(
         name=name,

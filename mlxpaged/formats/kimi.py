@@ -84,9 +84,8 @@ K3 = Markup(
     named=lambda written: attributes(written).get("tool", ""),
     typed=argument,
     is_told=True,
-    gap="",
     write_name=lambda name: f' tool="{name}" index="1"',
-    write_key=lambda key, is_string: f' key="{key}" type="{"string" if is_string else "object"}"',
+    write_key=lambda key, kind: f' key="{key}" type="{kind}"',
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlxpaged.formats.pieces import Listed, Piece, Raw, argument, properties
-from mlxpaged.formats.schemas import Schema, as_string, loads
+from mlxpaged.formats.schemas import Schema, as_string, loads, types_of
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
@@ -20,6 +20,11 @@ MAX_NAME = 256
 
 
 CDATA = "<![CDATA["
+
+
+def separated(*tags: str) -> tuple[Raw, ...]:
+    """Tags, each with a line feed before it or without: what models of a format write differs in that."""
+    return tuple(Raw(tag, ("", "\n")) for tag in tags if tag)
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,11 @@ class Markup:
     line_feeds: bool = False
     bare_name: bool = False
     cdata: bool = False
-    gap: str = "\n"
-    """What models write between two tags."""
     is_told: bool = False
     """Whether the tag of a key says whether the value is a string."""
     write_name: Callable[[str], str] = str
-    write_key: Callable[[str, bool], str] = lambda key, is_string: key
-    """Writes what `typed` reads. The other argument: whether the value is written as a string."""
+    write_key: Callable[[str, str], str] = lambda key, kind: key
+    """Writes what `typed` reads. The other argument: the type of the value."""
     named: Callable[[str], str] = lambda written: written.strip().strip("\"'")
     """Finds the tool's name in what is written in its place."""
     typed: Callable[[str], tuple[str, bool | None]] = lambda key: (key, None)
@@ -61,13 +64,12 @@ class Markup:
 
     def written(self, name: str, schema: Schema | None) -> tuple[Piece, ...]:
         """As `Format.written`. Raises InexpressibleError."""
-        begin = "".join(f"{tag}{self.gap}" for tag in self.opening[:1])
-        begin += f"{self.call[0]}{self.write_name(name)}{self.call[1]}{self.gap}"
-        end = self.gap.join(filter(None, (self.end, *self.closing[:1])))
-        begin = begin.removeprefix(self.starts[0])
+        call = f"{self.call[0]}{self.write_name(name)}{self.call[1]}"
+        begin = separated(call) if self.opening else (call.removeprefix(self.call[0]),)
+        end = separated(self.end, *self.closing[:1])
         if schema is None:
-            last = self.end or self.closing[0]
-            return (begin, Raw(last), end.removeprefix(last)) if end != last else (begin, Raw(last))
+            last, *others = filter(None, (self.end, *self.closing[:1]))
+            return (*begin, Raw(last), *separated(*others))
         items = []
         for key, (each, must) in properties(schema).items():
             value_end = self.value_end.format(key=key)
@@ -76,10 +78,11 @@ class Markup:
             if is_string and self.cdata:
                 around = CDATA, f"]]>{value_end}"
                 is_string, value = argument(each, schema, around[1])
-            tag = f"{self.key[0]}{self.write_key(key, is_string)}{self.key[1]}"
-            tag += f"{self.gap}{self.value}" if self.value else ""
-            items.append((must, (f"{tag}{around[0]}", *value, *filter(None, (self.gap,)))))
-        return begin, Listed(tuple(items)), end
+            kinds = sorted((types_of(each, schema) or {"object"}) - {"null"}) or ["null"]
+            kind = "string" if is_string else kinds[0]
+            tag = f"{self.key[0]}{self.write_key(key, kind)}{self.key[1]}"
+            items.append((must, (*separated(tag, self.value), *filter(None, around[:1]), *value)))
+        return (*begin, Listed(tuple(items)), *end)
 
     def read(self, source: Source, tools: Tools) -> Reading[list[Call]]:
         """Reads the calls of a section. If one is broken, the section is text. If it is not opened, they must fit."""

@@ -14,9 +14,8 @@ MARKUP = Markup(
     closing=(),
     typed=lambda written: (written.strip("\"'"), None),
     cdata=True,
-    gap="",
     write_name=lambda name: f'"{name}"',
-    write_key=lambda key, is_string: f'"{key}"',
+    write_key=lambda key, kind: f'"{key}"',
 )
 
 MINICPM5 = Format(

@@ -14,7 +14,7 @@ M2 = Markup(
     closing=("</minimax:tool_call>",),
     typed=lambda written: (written.strip("\"'"), None),
     write_name=lambda name: f'"{name}"',
-    write_key=lambda key, is_string: f'"{key}"',
+    write_key=lambda key, kind: f'"{key}"',
 )
 MARK = "]<]minimax[>["
 M3 = Markup(

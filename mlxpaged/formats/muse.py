@@ -27,7 +27,7 @@ MARKUP = Markup(
     closing=("</atem:function_calls>",),
     typed=named,
     write_name=lambda name: f'"{name}"',
-    write_key=lambda key, is_string: f'name="{key}"',
+    write_key=lambda key, kind: f'name="{key}"',
 )
 
 MUSE_SPARK = Format(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.literals import PYTHON
 from mlxpaged.formats.pieces import Listed, Piece, Raw, object_of, properties
-from mlxpaged.formats.schemas import Schema
+from mlxpaged.formats.schemas import Schema, types_of
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
+
+PLAIN = {"type", "description", "title", "default"}
+"""Words of a schema that leave a truth value free."""
 
 MAX_NAME = 256
 
@@ -73,6 +77,13 @@ def show_python(name: str, arguments: str) -> str:
     return f"<|tool_call_start|>[{name}({values})]<|tool_call_end|>"
 
 
+def value_of(schema: Any, shared: Schema) -> Piece:
+    """A value in JSON. Truth values may be Python's, which models write."""
+    if types_of(schema, shared) == {"boolean"} and isinstance(schema, Mapping) and schema.keys() <= PLAIN:
+        return Raw("", ("True", "False", "true", "false"))
+    return object_of({**shared, **schema})
+
+
 def written(end: str) -> Callable[[str, Schema | None], tuple[Piece, ...]]:
     """Returns how a list with one call is written, to the tag `end`. Values are in JSON, which is read too."""
 
@@ -81,7 +92,7 @@ def written(end: str) -> Callable[[str, Schema | None], tuple[Piece, ...]]:
             return f"[{name}(", Raw(f")]{end}")
         shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
         given = properties(schema).items()
-        items = [(must, (f"{key}=", object_of({**shared, **each}))) for key, (each, must) in given]
+        items = [(must, (f"{key}=", value_of(each, shared))) for key, (each, must) in given]
         return f"[{name}(", Listed(tuple(items), ", "), f")]{end}"
 
     return in_python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlxpaged.formats import FORMATS
 from mlxpaged.formats.pieces import InexpressibleError
 from mlxpaged.models import ServedModel, load_model
 from tests.formats.test_reading import calls_of, parse, said
+from tests.formats.written import WRITTEN
 from tests.scripted import make_scripted_model
 
 ENFORCED = sorted(name for name, form in FORMATS.items() if form.written is not None)
@@ -101,6 +103,40 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ServedMo
 
 def test_enforced_arguments_are_valid(model: tuple[str, ServedModel]) -> None:
     check(*model, range(6))
+
+
+ARGUMENTS = {"path": "a b", "content": "one\n  two\n", "line": 3, "all": True}
+WRITE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "content": {"type": "string"},
+        "line": {"type": "integer"},
+        "all": {"type": "boolean"},
+    },
+    "required": ["path", "content", "line", "all"],
+    "additionalProperties": False,
+}
+
+
+def test_a_grammar_allows_what_models_write(model: tuple[str, ServedModel]) -> None:
+    """Otherwise it would force them to write what they were not trained for. Llama 3 may leave out its first tag, which
+    a grammar needs to tell calls from text. In Python, texts are in double quotes. MiniCPM5's numbers are bare."""
+    name, served = model
+    form, grammars = FORMATS[name], Grammars(served.tokenizer, served.vocab_size)
+    calls = (ToolCallForm(form.pieces("write_file", WRITE)),)
+    held = StructuredOutput("never", "", "", None, form.call_start, calls, one_call=True)
+    matcher, before = grammars.start(held, ignore_eos=False), ""
+    text = WRITTEN[name]("write_file", ARGUMENTS)
+    text = text.replace("'", '"') if name in ("pythonic", "llama4") else text
+    text = re.sub(r"<!\[CDATA\[(3|true)\]\]>", r"\1", text) if name == "minicpm5" else text
+    text = text[text.index(form.call_start) :] if form.call_start in text else form.call_start + text
+    for token in served.tokenizer.encode(text, add_special_tokens=False):
+        [mask] = grammars.masks([(matcher, ())])
+        said_now = served.tokenizer.text_with_specials([token])
+        assert np.unpackbits(mask.view(np.uint8), bitorder="little")[token], f"{said_now!r} after {before!r}"
+        matcher.advance(token)
+        before += said_now
 
 
 @pytest.mark.slow
