@@ -7,6 +7,7 @@ the answer has more ends of calls than calls after it. So a call is only complet
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ CDATA = "<![CDATA["
 def separated(*tags: str) -> tuple[Raw, ...]:
     """Tags, each with a line feed before it or without: what models of a format write differs in that."""
     return tuple(Raw(tag, ("", "\n")) for tag in tags if tag)
+
+
+NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,8 @@ class Markup:
             except NotACall:
                 return False
             key, keys = self.typed(written)[0], tools.keys(name)
+            if keys is not None and key not in keys and NAME.fullmatch(key):
+                raise NotACall  # the text does not tell whether the model invents a key, or writes about one
             return key not in known and "\n" not in key and (keys is None or key in keys)
         return not self.end and (yield from self._is_left(source))
 

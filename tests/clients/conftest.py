@@ -27,7 +27,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "Describe it": ("Weather", {"city": "Rome", "degrees": 21}),
     "Describe a part": ("PartialWeather", {"city": "Rome", "degrees": 21}),
     "Say that it is done": ("Bash", {"command": "echo it is done", "description": "Say it"}),
-    "Let it be done": ("bash", {"command": "echo it is done", "description": "Say it"}),
+    "Let it be done": ("bash", {"command": "echo it is done"}),
     "Carry it out": ("exec_command", {"cmd": "echo it is done"}),
 }
 TEXTS = {

@@ -39,4 +39,7 @@ def test_a_library_holds_its_conversations(any_server: RunningServer, tmp_path: 
     answers = re.findall(rf"^((?:\w+ )*({'|'.join(EXPECTED)})): (.*)$", shown, flags=re.MULTILINE)
     assert answers, shown
     for label, kind, answer in answers:
+        if label.startswith("completions"):  # the text as it is, which begins with the channel's name in gpt-oss
+            assert answer.endswith(str(EXPECTED[kind])), label
+            continue
         assert (json.loads(answer) if kind == "object" else answer) == EXPECTED[kind], label

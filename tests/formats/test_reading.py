@@ -514,3 +514,13 @@ def test_all_complete_calls_before_a_cut_one_are_kept() -> None:
         deltas = parse(list(text[: text.index("Paris") + 3]))
         assert calls_of(deltas) == [("weather", {"city": city}) for city in cities[:2]]
         assert "Par" in said(deltas)
+
+
+@pytest.mark.parametrize("form", ["glm47", "qwen3_coder", "minimax_m2", "seed_oss"])
+def test_an_argument_that_the_tool_does_not_have_makes_a_call_text(form: str) -> None:
+    """It may be invented, or the text of the value before it. JSON tells them apart, and the client refuses it."""
+    text = WRITTEN[form]("weather", {"city": "Rome", "unknown": "x"})
+    assert (calls_of(parse([text], form)), said(parse([text], form))) == ([], text)
+    assert calls_of(parse([WRITTEN["json_tools"]("weather", {"city": "Rome", "unknown": "x"})])) == [
+        ("weather", {"city": "Rome", "unknown": "x"})
+    ]
