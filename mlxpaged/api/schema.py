@@ -120,10 +120,10 @@ def until_first_fault(fits: Callable[[Any], bool]) -> BeforeValidator:
 
 def as_text(value: Any) -> Any:
     """Returns a text as it is and any other value as JSON."""
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
-Label = Annotated[str, BeforeValidator(as_text)]
+Label = Annotated[str, BeforeValidator(lambda value: None if value is None else as_text(value))]
 """A text that changes nothing. Some clients send numbers and objects."""
 MAX_LABELS = 16
 """OpenAI's limit."""

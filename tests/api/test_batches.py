@@ -85,8 +85,10 @@ def lines_of(client: OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
 def test_every_line_gets_the_answer_that_its_route_gives(client: OpenAI, server: RunningServer) -> None:
     questions = [f"What is {i} + {i + 1}?" for i in range(12)]
     bodies = [ask(question, max_tokens=12) for question in questions]
-    batch = submit(client, jsonl(bodies, CHAT), CHAT, metadata={"night": "1"})
-    assert (batch.object, batch.endpoint, batch.metadata) == ("batch", CHAT, {"night": "1"})
+    labels: Any = {"night": "1", "number": 2, "nothing": None}
+    batch = submit(client, jsonl(bodies, CHAT), CHAT, metadata=labels)
+    shown = {"night": "1", "number": "2", "nothing": "null"}
+    assert (batch.object, batch.endpoint, batch.metadata) == ("batch", CHAT, shown)
     assert batch.expires_at == batch.created_at + 86400
     done = ended(client, batch)
     assert done.status == "completed"
