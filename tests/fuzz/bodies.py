@@ -338,7 +338,9 @@ def mutated_text(body: bytes, source: random.Random) -> tuple[list[tuple[str, st
         case 4:
             return [], gzip.compress(body, mtime=0)
         case 5:
-            return [], body.decode().encode(source.choice(("utf-16", "utf-32", "utf-8-sig", "utf-7", "cp037")))
+            return [], body.decode(errors="replace").encode(
+                source.choice(("utf-16", "utf-32", "utf-8-sig", "utf-7", "cp037"))
+            )
         case 6:  # a key twice
             return [], body[:1] + b'"model": 3, "stream": true, "messages": [], "prompt": 1, ' + body[1:]
         case 7:
