@@ -1,8 +1,8 @@
 """Writes to a terminal, a pipe or a file without ever waiting for it.
 
-A reader that stops reading (a pipe that nobody empties, Ctrl-S, `| less`) blocks whoever writes next. A server that
-writes its log from the event loop or the engine's thread then stops for good. Here a thread writes what is in
-a bounded queue. What does not fit is dropped and counted.
+A reader that stops reading (a pipe, Ctrl-S, `| less`) blocks the next write. A server that writes its log from the
+event loop or the engine's thread then stops for good. Here a thread writes what is in a bounded queue. What does not
+fit is dropped and counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Writer:
                 self._num_dropped += 1
                 return
             if self._num_dropped:
-                self._add(f"({self._num_dropped} lines of the log were dropped: nobody read them)\n".encode())
+                self._add(f"({self._num_dropped} lines of the log were dropped: the reader was too slow)\n".encode())
                 self._num_dropped = 0
             self._add(data)
             if self._thread is None:

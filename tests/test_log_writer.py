@@ -1,4 +1,4 @@
-"""A log that nobody reads stops nothing."""
+"""A log that is not read stops nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_texts_come_in_order_and_whole(pipe: Pipe) -> None:
     assert read_until(pipe[0], b"line 999").decode().split("\n")[:1000] == [f"line {i} ü" for i in range(1000)]
 
 
-def test_what_nobody_reads_is_dropped_and_counted(pipe: Pipe) -> None:
+def test_what_is_not_read_is_dropped_and_counted(pipe: Pipe) -> None:
     """Nothing here waits for the reader, although the pipe is full."""
     writer = Writer(pipe[1], max_bytes=300_000)
     line = f"{'x' * 999}\n"
@@ -90,7 +90,7 @@ def test_a_line_that_cannot_be_formatted_is_named(pipe: Pipe) -> None:
     assert b"a line of a.name cannot be written" in read_until(pipe[0], b"\n")
 
 
-def test_a_server_whose_output_nobody_reads_answers_and_ends(tmp_path: Path, pipe: Pipe) -> None:
+def test_a_server_whose_output_is_not_read_answers_and_ends(tmp_path: Path, pipe: Pipe) -> None:
     """As under `2>&1 | less`: the reader stops after the first screen, and the log of the requests fills the pipe."""
     command = [sys.executable, "-m", "mlxpaged", "serve", "none", "--port", "0"]
     env = environment({"HOME": str(tmp_path)})

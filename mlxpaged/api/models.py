@@ -73,13 +73,17 @@ def details(info: EngineInfo | EmbeddingInfo) -> dict[str, Any]:
 
 
 def of_answers(info: EngineInfo) -> dict[str, Any]:
-    """tool_calls: the format in which calls are read, and what tells the model of tools; None if nothing can."""
+    """tool_calls: the format in which calls are read, and what tells the model of tools; None if it does not chat."""
     tokenizer = info.tokenizer
-    by_system = "system_message" if tokenizer.has_chat_template and tokenizer.takes_system else None
+    by_message = "system_message" if tokenizer.takes_system else "user_message"
     return {
         "tool_calls": {
             "parser": tokenizer.tags.tools.name,
-            "shown_by": "chat_template" if tokenizer.shows_tools else by_system,
+            "shown_by": "chat_template"
+            if tokenizer.shows_tools
+            else by_message
+            if tokenizer.has_chat_template
+            else None,
         },
         "sampling_defaults": info.sampling_defaults,
     }

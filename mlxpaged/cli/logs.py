@@ -37,7 +37,7 @@ class LineFormatter(logging.Formatter):
 
 
 def set_up(level: str) -> None:
-    """level: debug, info, warning or error. The log goes to standard error, whoever reads that."""
+    """level: debug, info, warning or error. The log goes to standard error, and never waits for its reader."""
     handler = LogHandler(Writer(2))
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(request)s%(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

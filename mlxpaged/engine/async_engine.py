@@ -180,9 +180,9 @@ class AsyncEngine:
         Raises EngineUnavailableError, DeadlineExceededError, RequestCancelledError or RequestFailedError.
         """
         self.require_ready()
-        late = errors.DeadlineExceededError(f"timeout of {timeout} s passed: the embeddings were not complete")
-        if timeout is not None and arrival_time + timeout <= self.clock():
-            raise late  # nothing is computed for it
+        late = "timeout of {:g} s passed: the embeddings were not complete"
+        if timeout is not None and arrival_time + timeout <= self.clock():  # nothing is computed for it
+            raise errors.DeadlineExceededError(late.format(timeout))
         waiter = asyncio.wrap_future(request.reply)
         self._replies.add(waiter)
         self._embedding += 1
@@ -195,7 +195,7 @@ class AsyncEngine:
                 while not waiter.done() and (left := arrival_time + timeout - self.clock()) > 0:
                     await asyncio.wait([waiter], timeout=left)
                 if not waiter.done():
-                    raise late
+                    raise errors.DeadlineExceededError(late.format(timeout))
             raise_if_stalled(waiter)
             output = waiter.result()
         finally:

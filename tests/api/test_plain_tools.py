@@ -198,7 +198,9 @@ def test_without_a_place_for_system_messages_the_user_tells_of_tools(
             "choices"
         ]
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "clock"
-        assert client.get("/v1/models/demo").json()["capabilities"]["tools"]
+        shown = client.get("/v1/models/demo").json()
+    assert shown["capabilities"]["tools"]
+    assert shown["tool_calls"]["shown_by"] == "user_message"
 
 
 def test_a_conversation_that_begins_with_an_answer_gets_a_user_who_tells(

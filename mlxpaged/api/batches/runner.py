@@ -74,6 +74,7 @@ class BatchRunner:
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-batches")
         self.num_restarts = 0
         """How often the task that runs batches ended with an error and was started again."""
+        self._restart: asyncio.TimerHandle | None = None
         self._start()
 
     def _start(self) -> None:
@@ -81,14 +82,14 @@ class BatchRunner:
         self._task.add_done_callback(self._start_again)
 
     def _start_again(self, task: asyncio.Task[None]) -> None:
-        """Each batch's errors are its own. This is for an error that nobody thought of: the other batches still run."""
+        """The errors of a batch end that batch. After any other error, the task that ended is replaced."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         logger.critical("the task that runs batches ended, and is started again", exc_info=error)
         self.num_restarts += 1
         if self._current is not None:
             self._current.status = "failed"  # it would fail again; a restart of the server runs it again
-        asyncio.get_running_loop().call_later(DISK_SECONDS, self._start)
+        self._restart = asyncio.get_running_loop().call_later(DISK_SECONDS, self._start)
 
     async def cancel(self, batch: BatchRecord) -> None:
         """End the batch's running requests at once; finished lines stay readable. No effect while it is finalized.
@@ -106,6 +107,8 @@ class BatchRunner:
         await self._on_disk(save)
 
     async def stop(self) -> None:
+        if self._restart is not None:
+            self._restart.cancel()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.to_thread(self._disk_thread.shutdown)

@@ -54,9 +54,7 @@ class Doctor:
             raise ServerError(f"{self._model} is not loaded, or the server is older than this command")
         self._calls = self._entry["tool_calls"]
         if self._calls["shown_by"] is None:
-            raise ServerError(
-                f"{self._model} cannot be told of tools: its chat template shows neither tools nor a system message"
-            )
+            raise ServerError(f"{self._model} does not chat: it has no chat template")
         self._thinks = self._entry["capabilities"]["thinking"]
         self._tags = tuple(dict.fromkeys((*FORMATS[self._calls["parser"]].tags, *thought_tags())))
         self._line = StatusLine(sys.stderr)
