@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.literals import PYTHON
-from mlxpaged.formats.pieces import Listed, Piece, Raw, object_of, properties
+from mlxpaged.formats.pieces import Json, Listed, Piece, Raw, object_of, properties
 from mlxpaged.formats.schemas import Schema, types_of
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
@@ -79,7 +79,9 @@ def show_python(name: str, arguments: str) -> str:
 
 def value_of(schema: Any, shared: Schema) -> Piece:
     """A value in JSON. Truth values may be Python's, which models write."""
-    if types_of(schema, shared) == {"boolean"} and isinstance(schema, Mapping) and schema.keys() <= PLAIN:
+    if not isinstance(schema, Mapping):  # true, which all values fit, or false
+        return Json("true" if schema else "false")
+    if types_of(schema, shared) == {"boolean"} and schema.keys() <= PLAIN:
         return Raw("", ("True", "False", "true", "false"))
     return object_of({**shared, **schema})
 

@@ -83,7 +83,7 @@ def types_of(schema: Any, root: Schema, depth: int = 0) -> set[str] | None:
     if isinstance(given, str):
         return {given}
     if isinstance(given, list):
-        return set(given)
+        return {each for each in given if isinstance(each, str)}
     for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
         if isinstance(values, list):
             return {TYPES.get(type(value), "object") for value in values}

@@ -139,6 +139,24 @@ def test_a_grammar_allows_what_models_write(model: tuple[str, ServedModel]) -> N
         before += said_now
 
 
+ODD: list[Any] = [
+    *(True, False, {"type": ["string", 5]}, {"type": [{}, "null"]}, {"type": []}, {"type": 5}),
+    *({"enum": []}, {"const": {}}, {"type": ["integer", "boolean"]}, {"$ref": "#/nothing"}),
+]
+"""Schemas of an argument that are unusual or wrong: the compiler says what is wrong, or the format has no way."""
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_any_schema_has_pieces_or_a_reason(name: str) -> None:
+    for odd in ODD:
+        reason = ""
+        try:
+            pieces: Any = FORMATS[name].pieces("edit", {"type": "object", "properties": {"a": odd}})
+        except InexpressibleError as error:
+            pieces, reason = (), str(error)
+        assert pieces or reason, odd
+
+
 @pytest.mark.slow
 def test_enforced_arguments_of_500_schemas_are_valid(model: tuple[str, ServedModel]) -> None:
     check(*model, range(6, 500))
