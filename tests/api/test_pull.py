@@ -126,12 +126,16 @@ def test_only_so_many_repositories_are_downloaded_at_once(
     with contextlib.ExitStack() as stack:
         stack.callback(ended.set)
         client = stack.enter_context(raw(server))
-        for number in range(MAX_DOWNLOADS):
+        running = [
             stack.enter_context(client.stream("POST", "/api/pull", json={"model": f"someone/model-{number}"}))
+            for number in range(MAX_DOWNLOADS)
+        ]
         refused = client.post("/api/pull", json={"model": "someone/other"})
         assert refused.status_code == 503
         assert list(refused.json()) == ["error"]
         ended.set()
+        for response in running:  # their streams end with the downloads
+            assert b'"success"' in response.read()
     with raw(server) as client:
         assert lines(client, "someone/other")[-1] == {"status": "success"}
 
