@@ -16,7 +16,7 @@ from collections import deque
 
 MAX_BYTES = 4 * 1024 * 1024
 """Text that may wait."""
-CLOSE_SECONDS = 1.0
+CLOSE_SECONDS = 2.0
 """At the end of the process, waiting text gets this time."""
 
 
