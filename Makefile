@@ -49,16 +49,19 @@ test-scheduler: $(STAMP)
 	MLXPAGED_LONG=1 $(BIN)/python -m pytest tests/scheduler/test_properties.py
 
 # All families of docs/models.md, schemas that are enforced in each format, and mutated outputs of models. They depend on
-# SEED; FIRST is the number of the first one. TEMPLATES: a directory with the makers' chat templates, as *.jinja.
+# SEED; FIRST is the number of the first one. The makers' chat templates are downloaded once (120 MB).
 OUTPUTS ?= 20000
+TEMPLATES := $(VENV)/templates
 
 test-formats: $(STAMP)
+	$(BIN)/python -m tests.formats.makers $(TEMPLATES)
 	MLXPAGED_OUTPUTS=$(OUTPUTS) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) MLXPAGED_TEMPLATES=$(TEMPLATES) \
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" tests/formats $(ARGS)
 
-# The table of families in docs/models.md. ARGS='--templates DIRECTORY' tries the makers' chat templates too.
+# The table of families in docs/models.md.
 families: $(STAMP)
-	$(BIN)/python -m tests.formats.families --write $(ARGS)
+	$(BIN)/python -m tests.formats.makers $(TEMPLATES)
+	$(BIN)/python -m tests.formats.families --templates $(TEMPLATES) --write $(ARGS)
 
 test-contract: $(STAMP)
 	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[dev,contract]'; \

@@ -10,24 +10,27 @@ from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
 
 
-def between(name: str, models: str, start: str, end: str, *others: str) -> Format:
+def between(name: str, models: str, start: str, end: str, marker: str = "") -> Format:
+    """marker: what these models also write before a list that is the whole answer."""
+
     def read(source: Source, tools: Tools) -> Reading[list[Call]]:
-        yield from source.literal(start)
+        if not (yield from source.maybe(*filter(None, (start, marker)))):
+            raise NotACall
         return (yield from json_calls(source, tools, *filter(None, (end,))))
 
-    ends = (end,) if end else ()
     return Format(
         name,
         models,
         (start,),
         read,
-        ends=ends,
-        in_template=((start, *filter(None, (end,)), *others),),
+        ends=(end,) if end else (),
+        first=(f"{marker}[",) if marker else (),
+        in_template=((start, *filter(None, (end,))), *(((f"{marker}[",),) if marker else ())),
         written=written_json("[", f"]{end}"),
     )
 
 
-PHI_4_MINI = between("phi4_mini", "Phi-4-mini", "<|tool_call|>", "<|/tool_call|>")
+PHI_4_MINI = between("phi4_mini", "Phi-4-mini", "<|tool_call|>", "<|/tool_call|>", marker="functools")
 GRANITE_3 = between("granite3", "Granite 3", "<|tool_call|>", "")
 NEMOTRON_NANO = between("nemotron_nano", "Nemotron Nano v2", "<TOOLCALL>", "</TOOLCALL>")
 

@@ -1,4 +1,4 @@
-"""A list of calls in Python (Liquid AI's LFM2; Meta's Llama 3.2 and 4)."""
+"""A list of calls in Python (Liquid AI's LFM2)."""
 
 from __future__ import annotations
 
@@ -111,16 +111,4 @@ LFM2 = Format(
     in_vocabulary=("<|tool_call_start|>", "<|tool_call_end|>"),
     shown=show_python,
     written=written(*LFM2_TAGS[1]),
-)
-
-LLAMA_4_TAGS = ("<|python_start|>",), ("<|python_end|>",)
-LLAMA_4 = Format(
-    name="llama4",
-    models="Llama 4",
-    starts=LLAMA_4_TAGS[0],
-    first=("[",),
-    ends=LLAMA_4_TAGS[1],
-    read=functools.partial(tagged, *LLAMA_4_TAGS),
-    in_template=(("<|python_start|>",), ("<|header_start|>", "python")),
-    written=written(*LLAMA_4_TAGS[1]),
 )

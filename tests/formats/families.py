@@ -1,10 +1,9 @@
 """The families of models in docs/models.md: what each of them is proven to do over HTTP.
 
 A scripted model writes a family's calls and thoughts. Its chat template is a short one of our own with the family's
-marks, because those of the makers are not part of this repository. With a directory of theirs, these are tried too:
+marks; those of the makers, which are not part of this repository, are downloaded by `makers` and tried too.
 
     make families                                           writes the table into docs/models.md
-    make families ARGS='--templates DIRECTORY'              tries the makers' templates too, as *.jinja
 """
 
 from __future__ import annotations
@@ -68,13 +67,15 @@ class Turns:
 
 CHATML = Turns("<|im_start|>{role}\n", "<|im_end|>")
 LLAMA = Turns("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")
+LLAMA_4 = Turns("<|header_start|>{role}<|header_end|>\n\n", "<|eot|>")
 
 
 @dataclass(frozen=True)
 class Family:
     """thoughts: the tags around them; None for a model that does not think. has_switch: the thinking can be turned off.
-    theirs: names of the makers' templates, as llama.cpp has them. shows_tools: the template does; if not, the server's
-    text does. shows_ids: the template shows the ids of calls. on: fields of a request that turn the thinking on."""
+    theirs: names of the makers' templates, as the packages in `makers` have them. shows_tools: the template does; if
+    not, the server's text does. shows_ids: the template shows the ids of calls. on: fields of a request that turn the
+    thinking on."""
 
     name: str
     form: str
@@ -100,14 +101,20 @@ FAMILIES = (
     Family("Qwen3", "json_tools", THINK, True, theirs=("Qwen-Qwen3-0.6B",)),
     Family("Qwen2.5", "json_tools", theirs=("Qwen-Qwen2.5-7B-Instruct",)),
     Family("QwQ", "json_tools", THINK, theirs=("Qwen-QwQ-32B",)),
-    Family("Qwen3-Coder", "qwen3_coder", theirs=("Qwen3-Coder",)),
+    Family("Qwen3-Coder", "qwen3_coder", theirs=("Qwen3-Coder", "tool_chat_template_qwen3coder")),
     Family("Qwen3.5, Qwen3.6", "qwen3_coder", THINK, True, theirs=("Qwen3.5-4B",)),
     Family("Step 3.5", "qwen3_coder", THINK, theirs=("StepFun3.5-Flash",)),
     Family("Nemotron 3", "qwen3_coder", THINK, True, theirs=("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",)),
     Family("Nemotron Nano v2", "nemotron_nano", THINK, theirs=("NVIDIA-Nemotron-Nano-v2",)),
     Family("GLM-4.5, GLM-4.6", "glm47", THINK, True, theirs=("GLM-4.6",)),
     Family("GLM-4.7", "glm47", THINK, True, theirs=("GLM-4.7-Flash",)),
-    Family("Laguna", "glm47", THINK, True, theirs=("poolside-Laguna-XS.2",)),
+    Family(
+        "Laguna",
+        "glm47",
+        THINK,
+        True,
+        theirs=("poolside-Laguna-XS.2", "poolside-Laguna-XS-2.1", "poolside-Laguna-S-2.1"),
+    ),
     Family("Ling 3", "glm47", THINK, True, theirs=("inclusionai-ling-3.0-flash",)),
     Family("LongCat", "longcat", ("<longcat_think>", "</longcat_think>"), True),
     Family("MiniMax M2", "minimax_m2", THINK, theirs=("MiniMax-M2",)),
@@ -115,8 +122,14 @@ FAMILIES = (
     Family("Kimi K2", "kimi_k2", theirs=("moonshotai-Kimi-K2",), shows_ids=True),
     Family("Kimi K2 Thinking", "kimi_k2", THINK, shows_ids=True),
     Family("Kimi K3", "kimi_k3", ("<|open|>think<|sep|>", "<|close|>think<|sep|>"), theirs=("Kimi-K3",)),
-    Family("Gemma 4", "gemma4", ("<|channel>thought\n", "<channel|>"), True, theirs=("google-gemma-4-31B-it",)),
-    Family("FunctionGemma", "function_gemma"),
+    Family(
+        "Gemma 4",
+        "gemma4",
+        ("<|channel>thought\n", "<channel|>"),
+        True,
+        theirs=("google-gemma-4-31B-it", "google-gemma-4-31B-it-interleaved"),
+    ),
+    Family("FunctionGemma", "function_gemma", theirs=("tool_chat_template_functiongemma",)),
     Family("Gemma 3", "json_tools", shows_tools=False),
     Family(
         *("Mistral Nemo", "mistral", None, False, BRACKETS, ("mistralai-Mistral-Nemo-Instruct-2407",)), shows_ids=True
@@ -132,16 +145,43 @@ FAMILIES = (
     ),
     Family("LFM2", "pythonic", theirs=("LFM2-8B-A1B",)),
     Family("LFM2.5", "pythonic", THINK, theirs=("LFM2.5-8B-A1B", "LFM2.5-Instruct")),
-    Family("Llama 3.1, Llama 3.3", "llama3", turns=LLAMA, theirs=("meta-llama-Llama-3.1-8B-Instruct",)),
+    Family(
+        "Llama 3.1, Llama 3.3",
+        "llama3",
+        turns=LLAMA,
+        theirs=("meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.3-70B-Instruct"),
+    ),
     Family("Llama 3.2", "llama3", turns=LLAMA, theirs=("meta-llama-Llama-3.2-3B-Instruct",)),
-    Family("Llama 4", "llama4", turns=Turns("<|header_start|>{role}<|header_end|>\n\n", "<|eot|>")),
-    Family("DeepSeek V3, R1", "deepseek_v3", THINK, turns=DEEPSEEK),
-    Family("DeepSeek V3.1", "deepseek_v3", THINK, True, DEEPSEEK, ("deepseek-ai-DeepSeek-V3.1",), False),
+    Family("Llama 4", "llama4_json", turns=LLAMA_4, theirs=("tool_chat_template_llama4_json",)),
+    Family("Llama 4, asked for Python", "llama4", turns=LLAMA_4, theirs=("tool_chat_template_llama4_pythonic",)),
+    Family(
+        "DeepSeek V3, R1",
+        "deepseek_v3",
+        THINK,
+        turns=DEEPSEEK,
+        theirs=("tool_chat_template_deepseekv3", "tool_chat_template_deepseekr1"),
+    ),
+    Family(
+        "DeepSeek V3.1",
+        "deepseek_v3",
+        THINK,
+        True,
+        DEEPSEEK,
+        ("deepseek-ai-DeepSeek-V3.1", "tool_chat_template_deepseekv31"),
+        False,
+    ),
     Family("DeepSeek V3.2", "deepseek_v32", THINK, True, DEEPSEEK, ("deepseek-ai-DeepSeek-V3.2",)),
-    Family("DeepSeek V4", "deepseek_v32", THINK, True, DEEPSEEK, ("deepseek-ai-DeepSeek-V4",)),
+    Family(
+        "DeepSeek V4",
+        "deepseek_v32",
+        THINK,
+        True,
+        DEEPSEEK,
+        ("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731"),
+    ),
     Family("gpt-oss", "harmony", ("", ""), turns=HARMONY, theirs=("openai-gpt-oss-120b",)),
     Family("Seed-OSS", "seed_oss", ("<seed:think>", "</seed:think>"), theirs=("ByteDance-Seed-OSS",)),
-    Family("Hunyuan A13B", "hunyuan", THINK, True),
+    Family("Hunyuan A13B", "hunyuan", THINK, True, theirs=("tool_chat_template_hunyuan_a13b",)),
     Family(
         *("Hunyuan Hy3", "hunyuan3", ("<think:opensource>", "</think:opensource>")),
         theirs=("tencent-Hy3",),
@@ -155,9 +195,18 @@ FAMILIES = (
     Family("Granite 4", "json_tools", theirs=("ibm-granite-granite-4.0", "ibm-granite-granite-4.1")),
     Family("ERNIE 4.5", "json_tools", THINK),
     Family("SmolLM3", "json_tools", THINK, True, theirs=("HuggingFaceTB-SmolLM3-3B",), shows_tools=False),
-    Family("Hermes 2 Pro, Hermes 3", "json_tools", theirs=("NousResearch-Hermes-3-Llama-3.1-8B-tool_use",)),
+    Family(
+        "Hermes 2 Pro, Hermes 3",
+        "json_tools",
+        theirs=("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use"),
+    ),
     Family("MiniCPM5", "minicpm5", THINK, True, theirs=("openbmb-MiniCPM5-1B",)),
     Family("Muse Spark", "muse_spark"),
+    Family("MiniMax M1", "hunyuan", THINK, theirs=("MiniMax-M1",)),
+    Family("MiMo-VL", "json_tools", THINK, theirs=("MiMo-VL",)),
+    Family("Bielik 3", "json_tools", theirs=("Bielik-11B-v3.0-Instruct",)),
+    Family("Reka Edge", "json_tools", THINK, theirs=("Reka-Edge",)),
+    Family("Spark X2.5", "glm47", THINK, theirs=("Spark2.5",)),
     Family("Apriel 1.5, Apriel 1.6", "hunyuan", theirs=("unsloth-Apriel-1.5", "Apriel-1.6-15b-Thinker-fixed")),
 )
 
@@ -207,6 +256,7 @@ CALLS = {
     "mistral": "[TOOL_CALLS]{{ c.name }}ID[ARGS]{{ c.arguments | tojson }}",
     "pythonic": f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>",
     "llama3": '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}{# <|python_tag|> #}',
+    "llama4_json": '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}',
     "llama4": f"<|python_start|>[{PYTHON}]<|python_end|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.name }}<｜tool▁sep｜>{{ c.arguments | tojson }}"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",

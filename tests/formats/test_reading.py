@@ -235,6 +235,10 @@ def test_several_json_objects_in_one_section(form: str) -> None:
         ("llama3", '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}'),
         ("llama3", "[weather(city='Rome')]"),
         ("llama4", '[weather(city="Rome")]'),
+        ("llama4", '{"name": "weather", "parameters": {"city": "Rome"}}'),
+        ("llama4_json", '{"name": "weather", "parameters": {"city": "Rome"}}'),
+        ("llama4_json", '<|python_start|>[weather(city="Rome")]<|python_end|>'),
+        ("phi4_mini", 'functools[{"name": "weather", "arguments": {"city": "Rome"}}]'),
         (
             "deepseek_v3",
             '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Rome"}\n```'

@@ -150,6 +150,7 @@ WRITTEN: dict[str, Callable[[str, Arguments], str]] = {
     ),
     "apertus": lambda name, arguments: f"<|tools_prefix|>[{as_json({name: arguments})}]<|tools_suffix|>",
     "llama3": lambda name, arguments: named(name, arguments, "parameters"),
+    "llama4_json": lambda name, arguments: f"<|python_start|>{named(name, arguments, 'parameters')}<|python_end|>",
     "llama4": lambda name, arguments: f"<|python_start|>{python_call(name, arguments)}<|python_end|>",
     "pythonic": lambda name, arguments: f"<|tool_call_start|>{python_call(name, arguments)}<|tool_call_end|>",
     **{
@@ -185,6 +186,7 @@ TEMPLATES = {
     "command_r": "<|START_ACTION|>{{ calls }}<|END_ACTION|>",
     "apertus": "<|tools_prefix|>[{{ calls }}]<|tools_suffix|>",
     "llama3": "<|start_header_id|>ipython {{ '<|python_tag|>' + call }}",
+    "llama4_json": '<|header_start|>assistant<|python_start|>{"name": {{ name }}, "parameters": {{ arguments }}}',
     "llama4": "<|header_start|>assistant<|python_start|>{{ calls }}<|python_end|>",
     "seed_oss": "<seed:tool_call>\\n<function=name>",
     "longcat": "<longcat_tool_call>{{ name }}",
