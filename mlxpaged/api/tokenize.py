@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import others
-from mlxpaged.api.generation.tool_prompt import in_plain_text
+from mlxpaged.api.generation.tool_prompt import with_tools
 from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
@@ -91,7 +91,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     def work() -> list[int]:
         if body.prompt is None:
             marker, shown = info.tokenizer.mark(messages)
-            shown = shown if info.tokenizer.shows_tools else in_plain_text(shown, [])
+            shown = with_tools(shown, (), info.tokenizer)
             return info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"), marker)
         try:
             return info.tokenizer.encode(

@@ -41,6 +41,10 @@ def one(source: Source, tools: Tools) -> Reading[Call]:
     return call
 
 
+def show(name: str, arguments: str) -> str:
+    return f"{START}{CALL}{name}{SEPARATOR}{arguments}{CALL_END}{END}"
+
+
 DEEPSEEK_V3 = Format(
     name="deepseek_v3",
     models="DeepSeek V3, R1, V3.1",
@@ -49,5 +53,6 @@ DEEPSEEK_V3 = Format(
     tokens=(SEPARATOR,),
     read=read,
     in_template=((START,), (CALL,)),
+    shown=show,
     written=written_after(f"{CALL}{{name}}{SEPARATOR}", f"{CALL_END}{END}"),
 )

@@ -48,8 +48,8 @@ class Format:
 
     new_id: makes an id of a call that has none. fit_id: turns an id of another server into one that the chat template
     takes. shown: writes a call, from its name and the JSON of its arguments, into a prompt whose template does not show
-    calls; None for Hermes' JSON between the first of the starts and of the ends. written: says how the calls of a tool
-    are written after `call_start`, from the tool's name and the schema of its arguments; without a schema,
+    calls or tools; None for Hermes' JSON between the first of the starts and of the ends. written: says how the calls
+    of a tool are written after `call_start`, from the tool's name and the schema of its arguments; without a schema,
     they may be anything. It raises InexpressibleError. None if calls cannot be enforced. written_json: another way, for
     schemas that the first cannot express. begin_call: what calls begin with if it is more than the first of the starts.
     begin_text: the tag before a text.

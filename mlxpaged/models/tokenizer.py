@@ -75,10 +75,13 @@ class Tokenizer:
         self.has_chat_template = bool(wrapped.has_chat_template)
         vocabulary = self._decoder.get_vocab()
         found = FORMATS[tool_format] if tool_format else format_of(self.template_source, vocabulary)
-        # Whether the chat template shows tools, and the format of the calls is known.
+        # Whether the chat template shows tools and calls, and their format is known. Some templates show calls and
+        # results, but leave it to the system message to describe the tools, as the server can do for these formats.
         self.shows_tools = found is not None and self.template_reads("tools")
-        self.shows_calls = self.shows_tools and self.template_reads("tool_calls")
-        tools = found if found is not None and (self.shows_tools or found is HARMONY) else HERMES
+        self.shows_calls = (
+            found is not None and (self.shows_tools or found.shown is not None) and self.template_reads("tool_calls")
+        )
+        tools = found if found is not None and (self.shows_tools or self.shows_calls or found is HARMONY) else HERMES
         thoughts = thought_tags(vocabulary)
         self.tags = Tags(thoughts.start, thoughts.end, tools, thoughts.anywhere)
         in_messages = tools is HARMONY

@@ -232,3 +232,35 @@ def test_a_template_whose_calls_nothing_reads_shows_tools_as_text_too(
     body = ask("Who are you?", tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False)
     (call,) = post(demo_server, body)["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "weather"
+
+
+def test_a_template_that_shows_calls_but_no_tools_has_the_tools_told_in_its_own_format(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSeek V3.1's does."""
+    begin, end = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    call = "{{ c.function.name }}<｜tool▁sep｜>{{ c.function.arguments | tojson }}"
+    shown = f"{{% for c in m.tool_calls or [] %}}{begin}{call}{end}{{% endfor %}}"
+    template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{shown}{{% endfor %}}"
+    with_template(monkeypatch, demo_server, template)
+    prompts: list[str] = []
+    tokenizer, add = demo_server.engine.info.tokenizer, demo_server.core.add
+
+    def watched(request: Any) -> Any:
+        prompts.append(tokenizer.text_with_specials(request.prompt_token_ids))
+        return add(request)
+
+    monkeypatch.setattr(demo_server.core, "add", watched)
+    body = ask("Rome?", tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False, max_tokens=100)
+    message = post(demo_server, body)["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "21 degrees"}
+    post(
+        demo_server, {**body, "messages": [*body["messages"], message, result], "max_tokens": 1, "tool_choice": "auto"}
+    )
+    first, second = prompts
+    assert first.startswith("<system># Tools")
+    assert f"{begin}the tool's name<｜tool▁sep｜>" in first
+    assert "<tool_call>" not in first
+    arguments = json.dumps(json.loads(message["tool_calls"][0]["function"]["arguments"]))
+    assert second == f"{first}<assistant>{begin}weather<｜tool▁sep｜>{arguments}{end}<tool>21 degrees"

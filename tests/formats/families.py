@@ -170,6 +170,11 @@ FAMILIES = (
         ("deepseek-ai-DeepSeek-V3.1", "tool_chat_template_deepseekv31"),
         False,
     ),
+    Family(
+        *("DeepSeek's distills of R1", "deepseek_v3", THINK, False, DEEPSEEK),
+        theirs=("deepseek-ai-DeepSeek-R1-Distill-Llama-8B",),
+        shows_tools=False,
+    ),
     Family("DeepSeek V3.2", "deepseek_v32", THINK, True, DEEPSEEK, ("deepseek-ai-DeepSeek-V3.2",)),
     Family(
         "DeepSeek V4",
@@ -304,7 +309,7 @@ def own_template(family: Family) -> str:
         said = f"{begin}{{{{ m.content }}}}{family.turns.end}"
         thought = f"{{% if m.reasoning_content %}}{start}{{{{ m.reasoning_content }}}}{end}{{% endif %}}"
         calls = f"{{% for call in m.tool_calls or [] %}}{{% set c = call.function %}}{call}{{% endfor %}}"
-        calls = calls if family.shows_tools else ""
+        calls = calls if family.shows_tools or family.form != "json_tools" else ""
         answer = f"{opening}{thought if family.thoughts else ''}{{{{ m.content }}}}{calls}{family.turns.end}"
     ident = " {{ m.tool_call_id }}" if family.shows_ids else ""
     result = said.replace("{{ m.content }}", f"{{{{ m.content }}}}{ident}")

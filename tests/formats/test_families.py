@@ -25,7 +25,7 @@ def test_every_family_has_a_row_and_every_format_a_family() -> None:
     assert {family.form for family in FAMILIES} == FORMATS.keys()
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Mistral Small 3.2"])
+@pytest.mark.parametrize("name", ["Qwen3", "Mistral Small 3.2", "DeepSeek V3.1"])
 def test_a_row_is_proven(name: str) -> None:
     check(BY_NAME[name])
 

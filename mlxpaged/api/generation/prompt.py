@@ -18,7 +18,7 @@ from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, T
 from mlxpaged.api.generation.history import adapted, with_system_as_user, with_thought_apart
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
-from mlxpaged.api.generation.tool_prompt import in_plain_text, tool_prompt, with_calls_as_text
+from mlxpaged.api.generation.tool_prompt import tool_prompt, with_tools
 from mlxpaged.api.server import server_of
 from mlxpaged.engine import EngineInfo, SamplingParams, StructuredOutput, Thinking
 from mlxpaged.formats import HARMONY
@@ -151,7 +151,9 @@ async def with_usable_tools(http: Request, request: GenerationRequest, chat: Cha
 async def leave_room(http: Request, tools: Sequence[Tool], info: EngineInfo) -> bool:
     """Whether the description of the tools takes at most MOST_FOR_TOOLS of the context."""
     server, tokenizer, most = server_of(http), info.tokenizer, MOST_FOR_TOOLS * info.max_model_len
-    text = await server.prepare(http, lambda: tool_prompt([tool.for_template() for tool in tools]))
+    text = await server.prepare(
+        http, lambda: tool_prompt([tool.for_template() for tool in tools], tokenizer.tags.tools)
+    )
     if tokenizer.least_tokens(len(text)) > most:
         return False
     return len(await server.tokenize(tokenizer, len(text), lambda: tokenizer.encode(text))) <= most
@@ -188,10 +190,7 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
 
     def of(conversation: Sequence[dict[str, Any]]) -> Callable[[], list[int]]:
         marker, messages, shown, options = tokenizer.mark(adapted(conversation, tokenizer), tools, variables)
-        if not tokenizer.shows_tools:
-            messages = in_plain_text(messages, shown)
-        elif not tokenizer.shows_calls:
-            messages = [with_calls_as_text(message, tokenizer.tags.tools) for message in messages]
+        messages = with_tools(messages, shown, tokenizer)
         if not tokenizer.takes_system:
             messages = with_system_as_user(messages)
         if shown and tokenizer.shows_tools:

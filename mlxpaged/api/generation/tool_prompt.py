@@ -1,7 +1,7 @@
 """Shows tools, calls and results as plain text, for models whose chat template has no place for them.
 
-Calls have Hermes' format, so the parsers and the grammars of that format apply. The text depends on the
-request alone: the prompt of the next turn begins with the same tokens, which are in the prefix cache.
+If it has none for calls, they have Hermes' format, so the parsers and the grammars of that format apply. The text
+depends on the request alone: the prompt of the next turn begins with the same tokens, which are in the prefix cache.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpaged.formats import HERMES, Format
-from mlxpaged.formats.hermes import END, START
+from mlxpaged.models import Tokenizer
 
 RESULT_START, RESULT_END = "<tool_response>", "</tool_response>"
 
 
-def tool_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
+def tool_prompt(tools: Sequence[Mapping[str, Any]], form: Format) -> str:
     """Returns the text that tells the model of the tools, in their order. tools: as `Tool.for_template` makes them."""
     lines = []
     for tool in tools:
         lines.append(as_json({name: value for name, value in tool["function"].items() if name != "strict"}))
     listed = "\n".join(lines)
-    example = as_json({"name": "the tool's name", "arguments": {"argument": "value"}})
+    example = form.show("the tool's name", as_json({"argument": "value"}))
+    results = f", each between {RESULT_START} and\n{RESULT_END}" if form is HERMES else ""
+    end = "If you need no tool, answer without these tags."
     return f"""# Tools
 
 You can call these tools. Each line is one tool in JSON: its name, what it does, and the JSON schema of its arguments.
@@ -31,17 +33,29 @@ You can call these tools. Each line is one tool in JSON: its name, what it does,
 
 To call a tool, write its name and its arguments as JSON between two tags. Then end your answer:
 
-{START}
 {example}
-{END}
 
-For several calls, write several such blocks. The next message has the results, each between {RESULT_START} and
-{RESULT_END}. If you need no tool, answer without these tags."""
+For several calls, write several such blocks. The next message has the results{results}. {end}"""
 
 
-def in_plain_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with calls and results as text, and the tools in the system message at the beginning.
-    tools: as for `tool_prompt`.
+def with_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Returns the messages with what the chat template does not show of tools, calls and results. tools: as for
+    `tool_prompt`."""
+    form = tokenizer.tags.tools
+    if tokenizer.shows_tools:
+        return [dict(each) if tokenizer.shows_calls else with_calls_as_text(each, form) for each in messages]
+    shown = [dict(each) for each in messages] if tokenizer.shows_calls else in_plain_text(messages)
+    if not tools:
+        return shown
+    system = shown.pop(0) if shown[0]["role"] == "system" else {"role": "system", "content": ""}
+    content = "\n\n".join(filter(None, (system["content"], tool_prompt(tools, form))))
+    return [system | {"content": content}, *shown]
+
+
+def in_plain_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with calls and results as text.
 
     Results become a message of the user, together with the user's text after them: many templates accept only messages
     of user and assistant in turn.
@@ -62,11 +76,7 @@ def in_plain_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
     for message in shown:
         if isinstance(message["content"], list):
             message["content"] = "\n".join(message["content"])
-    if not tools:
-        return shown
-    system = shown.pop(0) if shown[0]["role"] == "system" else {"role": "system", "content": ""}
-    content = "\n\n".join(filter(None, (system["content"], tool_prompt(tools))))
-    return [system | {"content": content}, *shown]
+    return shown
 
 
 def with_calls_as_text(message: Mapping[str, Any], form: Format) -> dict[str, Any]:
