@@ -8,12 +8,14 @@ from collections.abc import Sequence
 class ThinkingBudget:
     """Follows the tokens of one answer.
 
-    limit: tokens in all think blocks together, at least 1. A block that opens after that may still have one token.
+    limit: tokens in all think blocks together. A block that opens after that may still have one token, unless the limit
+    is 0.
     start, end: the tokens of the tags. inside: whether the answer begins in a think block.
     """
 
     def __init__(self, limit: int, start: Sequence[int], end: Sequence[int], inside: bool) -> None:
         self._left = limit
+        self._least = min(limit, 1)
         self._start, self._end = list(start), list(end)
         self._inside = inside
         self._recent: list[int] = []  # the latest tokens, as many as the longer tag has
@@ -36,4 +38,4 @@ class ThinkingBudget:
         tag = self._end if self._inside else self._start
         if self._recent[-len(tag) :] == tag:
             self._inside, self._recent = not self._inside, []
-            self._left = max(self._left, 1)
+            self._left = max(self._left, self._least)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterable
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
+from jinja2 import meta
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.environment import Template
 from jinja2.nodes import (
@@ -39,6 +41,8 @@ from mlxpaged.models.template_limits import (
 
 MAX_SOURCE = 2**18
 """Characters of a template. Those of known models have some thousand."""
+GENERATION = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
+"""Tags of transformers around answers."""
 TERMS = 8
 """Terms of a sum that are added before the sum is checked."""
 
@@ -168,6 +172,27 @@ def is_constant(node: Expr, frame: Frame) -> bool:
     except Impossible:
         return False
     return True
+
+
+class Unknown(dict[str, Any]):
+    """Filters that compute nothing."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        def compute(*args: Any, **named: Any) -> Any:
+            raise Impossible
+
+        return compute
+
+
+def variables_of(source: str) -> frozenset[str]:
+    """Returns the names that a chat template looks up and does not set itself. Raises jinja2's errors for a text that
+    is no template. Filters are not computed, as a compilation would do with constants."""
+    if len(source) > MAX_SOURCE:
+        return frozenset()
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    environment.filters = Unknown()
+    environment.intercepted_binops = LimitedEnvironment.intercepted_binops
+    return frozenset(meta.find_undeclared_variables(environment.parse(GENERATION.sub("", source))))
 
 
 class LimitedTemplate(Template):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,9 @@ from mlxpaged.formats import FORMATS, HARMONY, HERMES, Format, format_of, harmon
 from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, encoded, unmarked
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.panics import guarded
-from mlxpaged.models.template_environment import LimitedEnvironment
+from mlxpaged.models.template_environment import LimitedEnvironment, variables_of
 from mlxpaged.models.template_limits import TemplateLimitError
+from mlxpaged.models.thinking_variables import efforts_of, switch_of
 
 chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
 """transformers has no setting for the environment in which it compiles chat templates."""
@@ -79,7 +79,7 @@ class Tokenizer:
         # results, but leave it to the system message to describe the tools, as the server can do for these formats.
         self.shows_tools = found is not None and self.template_reads("tools")
         self.shows_calls = (
-            found is not None and (self.shows_tools or found.shown is not None) and self.template_reads("tool_calls")
+            found is not None and (self.shows_tools or found.shown is not None) and "tool_calls" in self.template_source
         )
         tools = found if found is not None and (self.shows_tools or self.shows_calls or found is HARMONY) else HERMES
         thoughts = thought_tags(vocabulary)
@@ -91,6 +91,8 @@ class Tokenizer:
         self.think_start_ids = self._tag_ids(harmony.BEGIN_THOUGHT if in_messages else thoughts.start)
         self.think_end_ids = self._tag_ids(harmony.END_THOUGHT if in_messages else thoughts.end)
         self._control = self._control_tokens()
+        self.thinking_switch = switch_of(self.template_reads, self.template_source)
+        self.efforts = efforts_of(self.template_reads, self.template_source, self._renders)
         self.takes_system = self._shows_last_system("system", "user")
         self.takes_late_system = self._shows_last_system("system", "user", "system")
 
@@ -202,10 +204,25 @@ class Tokenizer:
         except Exception:  # as in `apply_chat_template`; or there is no template
             return False
 
+    def _renders(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the chat template takes these variables."""
+        try:
+            messages = [{"role": "user", "content": "probe"}]
+            self._encoder.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        except Exception:  # as in `apply_chat_template`
+            return False
+        return True
+
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template uses a variable; True if the template is code instead of text."""
-        source = self.template_source
-        return not source or re.search(rf"\b{re.escape(variable)}\b", source) is not None
+        return not self.template_source or variable in self._template_variables
+
+    @functools.cached_property
+    def _template_variables(self) -> frozenset[str]:
+        try:
+            return variables_of(self.template_source)
+        except Exception:  # it is no template: each request is told so
+            return frozenset()
 
     @property
     def template_source(self) -> str:

@@ -90,6 +90,17 @@ def test_a_budget_closes_the_block(client: OpenAI, field: str, limit: int) -> No
     assert ask(client, "Why?", **{field: "high" if limit == 256 else 1000})[0] == THOUGHT
 
 
+@pytest.mark.parametrize("text", ["Why?", "Always?"])
+def test_without_a_switch_the_thought_is_closed_at_once(
+    client: OpenAI, server: RunningServer, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    assert server.engine.info is not None
+    monkeypatch.setattr(server.engine.info.tokenizer, "thinking_switch", None)
+    kwargs = {"chat_template_kwargs": {"always_think": text == "Always?"}}
+    for fields in ({"reasoning_effort": "none"}, {"enable_thinking": False}, {"thinking": {"type": "disabled"}}):
+        assert ask(client, text, **kwargs, **fields)[0] == ""
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

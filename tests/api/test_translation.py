@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm.utils import load_tokenizer
 
 from mlxpaged.api.anthropic import translation as anthropic
 from mlxpaged.api.anthropic.schema import MessagesRequest
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.check import check_request
-from mlxpaged.api.generation.prompt import rendering
-from mlxpaged.api.generation.request import Chat, GenerationRequest
+from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.openai import chat, completions
 from mlxpaged.api.openai.responses import translation as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
-from mlxpaged.models.tokenizer import Tokenizer
-from tests.scripted import make_scripted_model
 from tests.support import RunningServer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -104,24 +98,3 @@ def test_what_disagrees_is_named_as_the_client_named_it(request_: GenerationRequ
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_of_two_names_the_one_that_the_client_used_is_in_errors(field: str) -> None:
     assert of_chat(**{field: 3}).client_name("max_tokens") == field
-
-
-@pytest.mark.parametrize(
-    ("template", "request_", "param", "reason"),
-    [
-        ("{{ messages }}", of_chat(reasoning_effort="none"), "reasoning_effort", "no enable_thinking"),
-    ],
-)
-def test_what_a_chat_template_would_ignore_is_refused(
-    template: str, request_: GenerationRequest, param: str, reason: str, demo_server: RunningServer, tmp_path: Path
-) -> None:
-    directory = make_scripted_model(tmp_path, "json_tools")
-    (directory / "chat_template.jinja").write_text(template)
-    assert demo_server.engine.info is not None
-    info = copy.copy(demo_server.engine.info)
-    info.tokenizer = Tokenizer(load_tokenizer(directory))
-    assert isinstance(request_.prompt, Chat)
-    with pytest.raises(ApiError) as caught:
-        rendering(request_, request_.prompt, info)
-    assert caught.value.param == param
-    assert reason in str(caught.value)

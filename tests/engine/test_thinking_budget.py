@@ -18,7 +18,7 @@ START, END = [7, 8], [9, 8]
 
 
 @given(
-    sampled=st.lists(st.sampled_from([1, 7, 8, 9, *(2, 3)]), max_size=40), limit=st.integers(1, 6), inside=st.booleans()
+    sampled=st.lists(st.sampled_from([1, 7, 8, 9, *(2, 3)]), max_size=40), limit=st.integers(0, 6), inside=st.booleans()
 )
 def test_no_block_is_longer_than_the_limit(sampled: list[int], limit: int, inside: bool) -> None:
     budget, answer = ThinkingBudget(limit, START, END, inside), []
@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("limit", [1, 5])
+@pytest.mark.parametrize("limit", [0, 1, 5])
 def test_the_closing_tag_is_forced_and_the_answer_goes_on_from_it(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch, overlaps: bool, limit: int
 ) -> None:

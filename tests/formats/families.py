@@ -74,8 +74,7 @@ LLAMA_4 = Turns("<|header_start|>{role}<|header_end|>\n\n", "<|eot|>")
 class Family:
     """thoughts: the tags around them; None for a model that does not think. has_switch: the thinking can be turned off.
     theirs: names of the makers' templates, as the packages in `makers` have them. shows_tools: the template does; if
-    not, the server's text does. shows_ids: the template shows the ids of calls. on: fields of a request that turn the
-    thinking on."""
+    not, the server's text does. shows_ids: the template shows the ids of calls."""
 
     name: str
     form: str
@@ -85,11 +84,10 @@ class Family:
     theirs: tuple[str, ...] = ()
     shows_tools: bool = True
     shows_ids: bool = False
-    on: tuple[tuple[str, Any], ...] = ()
 
     @property
     def thinks_by(self) -> dict[str, Any]:
-        return {"chat_template_kwargs": {"enable_thinking": True}} if self.has_switch else dict(self.on)
+        return {"chat_template_kwargs": {"enable_thinking": True}} if self.has_switch else {}
 
 
 THINK = ("<think>", "</think>")
@@ -118,10 +116,10 @@ FAMILIES = (
     Family("Ling 3", "glm47", THINK, True, theirs=("inclusionai-ling-3.0-flash",)),
     Family("LongCat", "longcat", ("<longcat_think>", "</longcat_think>"), True),
     Family("MiniMax M2", "minimax_m2", THINK, theirs=("MiniMax-M2",)),
-    Family("MiniMax M3", "minimax_m3", ("<mm:think>", "</mm:think>"), theirs=("MiniMax-M3",)),
+    Family("MiniMax M3", "minimax_m3", ("<mm:think>", "</mm:think>"), True, theirs=("MiniMax-M3",)),
     Family("Kimi K2", "kimi_k2", theirs=("moonshotai-Kimi-K2",), shows_ids=True),
     Family("Kimi K2 Thinking", "kimi_k2", THINK, shows_ids=True),
-    Family("Kimi K3", "kimi_k3", ("<|open|>think<|sep|>", "<|close|>think<|sep|>"), theirs=("Kimi-K3",)),
+    Family("Kimi K3", "kimi_k3", ("<|open|>think<|sep|>", "<|close|>think<|sep|>"), True, theirs=("Kimi-K3",)),
     Family(
         "Gemma 4",
         "gemma4",
@@ -185,15 +183,16 @@ FAMILIES = (
         ("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731"),
     ),
     Family("gpt-oss", "harmony", ("", ""), turns=HARMONY, theirs=("openai-gpt-oss-120b",)),
-    Family("Seed-OSS", "seed_oss", ("<seed:think>", "</seed:think>"), theirs=("ByteDance-Seed-OSS",)),
+    Family("Seed-OSS", "seed_oss", ("<seed:think>", "</seed:think>"), True, theirs=("ByteDance-Seed-OSS",)),
     Family("Hunyuan A13B", "hunyuan", THINK, True, theirs=("tool_chat_template_hunyuan_a13b",)),
     Family(
-        *("Hunyuan Hy3", "hunyuan3", ("<think:opensource>", "</think:opensource>")),
+        *("Hunyuan Hy3", "hunyuan3", ("<think:opensource>", "</think:opensource>"), True),
         theirs=("tencent-Hy3",),
-        on=(("reasoning_effort", "high"),),
     ),
     Family("Command R7B", "command_r", theirs=("CohereForAI-c4ai-command-r7b-12-2024-tool_use",)),
-    Family("Command A, Cohere 2 MoE", "command_r", ("<|START_THINKING|>", "<|END_THINKING|>"), theirs=("Cohere2MoE",)),
+    Family(
+        "Command A, Cohere 2 MoE", "command_r", ("<|START_THINKING|>", "<|END_THINKING|>"), True, theirs=("Cohere2MoE",)
+    ),
     Family("Apertus", "apertus", ("<|inner_prefix|>", "<|inner_suffix|>"), True, theirs=("Apertus-8B-Instruct",)),
     Family("Phi-4-mini", "phi4_mini", turns=Turns("<|{role}|>", "<|end|>")),
     Family("Granite 3", "granite3", theirs=("ibm-granite-granite-3.3-2B-Instruct",)),

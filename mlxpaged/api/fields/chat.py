@@ -108,8 +108,7 @@ TABLE = Table(
     honoured(
         "reasoning_effort",
         "none",
-        "sets the template's `enable_thinking` to false; refused if the model thinks and the template has no such "
-        "variable",
+        "turns the thinking off by the template's switch; if it has none, the server closes the thought at once",
     ),
     ignored("thinking_budget", 100, "tokens; ignored if the model does not think"),
     ignored("thinking", {"type": "enabled", "budget_tokens": 100}, "GLM, DeepSeek, Kimi; as the two fields before"),
@@ -117,7 +116,7 @@ TABLE = Table(
     honoured(
         "chat_template_kwargs",
         {"enable_thinking": True},
-        "also if the template calls it `thinking`; ignored, and named, if the model does not think",
+        "also if the template's switch has another name; ignored, and named, if the model does not think",
     ),
     by_model(
         "chat_template_kwargs",

@@ -33,7 +33,7 @@ GENERATING: tuple[Row, ...] = (
     honoured("format", "json"),
     honoured("format", {"type": "integer"}, "a JSON schema; always enforced"),
     refused("format", "xml"),
-    honoured("think", False, "refused if the model thinks and the chat template has no `enable_thinking`"),
+    honoured("think", False, "if the chat template has no switch, the server closes the thought at once"),
     Row(
         "think",
         Outcome.MODEL,

@@ -56,8 +56,7 @@ PROMPT: tuple[Row, ...] = (
     honoured(
         "reasoning",
         {"effort": "low"},
-        "ignored, and named in the header, if the model does not think; `none` is refused if the model thinks and the "
-        "template has no `enable_thinking`",
+        "ignored, and named in the header, if the model does not think; `none` turns the thinking off",
     ),
     ignored("reasoning.summary", {"summary": "detailed"}, NO_SUMMARY, ("auto",)),
     ignored("reasoning.generate_summary", {"generate_summary": "detailed"}, NO_SUMMARY, ("auto",)),

@@ -9,7 +9,7 @@ from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS
 from mlxpaged.engine import EngineInfo
-from mlxpaged.models import Tokenizer
+from mlxpaged.models.thinking_variables import BUDGET, NAMES
 from mlxpaged.models.tokenizer import RENDERING_OPTIONS
 from mlxpaged.scheduler import PromptTooLongError
 
@@ -27,10 +27,8 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
     chat = request.prompt
     if not isinstance(chat, Chat):
         return request
-    if request.params.thinking_budget is not None and request.params.logprobs is not None:
-        raise request.refusal(
-            "logprobs", "cannot be combined with a limit on thinking: the token that ends the thinking is not sampled"
-        )
+    if request.params.thinking_budget is not None:
+        check_thinking_limit(request)
     if len(chat.messages) > MAX_LIST:
         raise request.refusal("messages", f"there are {len(chat.messages)} after conversion; the limit is {MAX_LIST}")
     if len(chat.tools) > MAX_TOOLS:
@@ -44,6 +42,14 @@ def check_request(request: GenerationRequest) -> GenerationRequest:
         if wanted not in tools:
             raise request.refusal("tool_choice", f"no tool has the name {wanted!r}")
     return request
+
+
+def check_thinking_limit(request: GenerationRequest) -> None:
+    """Raises ApiError for fields that the server cannot honour while it limits the thinking."""
+    if request.params.logprobs is not None:
+        raise request.refusal(
+            "logprobs", "cannot be combined with a limit on thinking: the token that ends the thinking is not sampled"
+        )
 
 
 def adapter_of(request: GenerationRequest, of_model: str | None, info: EngineInfo) -> str | None:
@@ -60,50 +66,42 @@ def adapter_of(request: GenerationRequest, of_model: str | None, info: EngineInf
     return asked
 
 
-EFFORTS: dict[str | None, str] = {"minimal": "low", "xhigh": "high", "max": "high"}
-"""Templates know `low`, `medium` and `high`."""
-SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which templates turn the thinking on and off. The second is that of DeepSeek V3.1, Kimi and Granite."""
-
-
-def switch_of(tokenizer: Tokenizer) -> str | None:
-    """Returns the variable by which the chat template turns the thinking on and off."""
-    return next((name for name in SWITCHES if tokenizer.template_reads(name)), None)
+def asked_to_think(chat: Chat) -> bool | None:
+    """Whether the request turns the thinking on or off."""
+    if chat.enable_thinking is not None:
+        return chat.enable_thinking
+    return next((bool(value) for name, value in chat.chat_template_kwargs.items() if name in NAMES), None)
 
 
 def check_template(request: GenerationRequest, chat: Chat, info: EngineInfo) -> None:
     """Raises ApiError for fields that this model's chat template would ignore, or whose effect nothing could read."""
     tokenizer, name = info.tokenizer, request.client_name
-    for variable, value in chat.chat_template_kwargs.items():
+    for variable in chat.chat_template_kwargs:
         param = f"{name('chat_template_kwargs')}.{variable}"
         if variable in RENDERING_OPTIONS:
             raise bad_parameter(param, "is an option of the renderer, not a variable of the chat template")
-        switches = variable in SWITCHES and (not tokenizer.tags.thinks or switch_of(tokenizer) or value is True)
-        if not (tokenizer.template_reads(variable) or switches):
+        if not (tokenizer.template_reads(variable) or variable in NAMES):
             raise bad_parameter(param, "this model's chat template has no such variable")
     if chat.needs_thinking and not tokenizer.tags.thinks:
         raise request.refusal("thinking", "this model does not think: its vocabulary has no thinking tags")
 
 
-def thinking_switch(request: GenerationRequest, chat: Chat, info: EngineInfo) -> dict[str, Any]:
-    """Returns the template's variables for `enable_thinking` and the effort, as far as it knows them. Raises ApiError
-    if the model cannot be kept from thinking."""
-    variables: dict[str, Any] = {}
-    if chat.effort not in (None, "none") and info.tokenizer.template_reads("reasoning_effort"):
-        variables["reasoning_effort"] = EFFORTS.get(chat.effort, chat.effort)
-    switch, given = switch_of(info.tokenizer), chat.chat_template_kwargs
-    if not info.tokenizer.tags.thinks:
+def thinking_variables(request: GenerationRequest, chat: Chat, info: EngineInfo) -> dict[str, Any]:
+    """Returns the template's variables for the switch, the effort and the limit, as far as it knows them. Raises
+    ApiError if fields contradict each other."""
+    tokenizer, given = info.tokenizer, chat.chat_template_kwargs
+    variables: dict[str, Any] = dict(tokenizer.efforts.get(chat.effort or "", {}))
+    switch = tokenizer.thinking_switch
+    if not tokenizer.tags.thinks or switch is None:
         return variables
-    if chat.enable_thinking is None:
-        asked = next((given[name] for name in SWITCHES if name in given), None)
-        return variables if asked is None or switch is None or switch in given else variables | {switch: asked}
-    if not chat.enable_thinking:
-        if switch is None:
-            message = "thinking cannot be turned off: this model's chat template has no enable_thinking"
-            raise request.refusal("thinking", message)
-        if given.get(switch):
-            raise request.refusal("thinking", f"is 'none', but chat_template_kwargs.{switch} is true")
-    return variables if switch is None else variables | {switch: chat.enable_thinking}
+    if request.params.thinking_budget is not None and switch.variable == BUDGET:
+        variables[BUDGET] = request.params.thinking_budget
+    thinks = chat.enable_thinking if switch.variable in given else asked_to_think(chat)
+    if chat.enable_thinking is False and given.get(switch.variable, switch.off) == switch.on:
+        raise request.refusal("thinking", f"is 'none', but chat_template_kwargs.{switch.variable} turns it on")
+    if thinks is None or (thinks and (switch.on is None or switch.variable in variables)):
+        return variables
+    return variables | {switch.variable: switch.on if thinks else switch.off}
 
 
 def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:

@@ -70,6 +70,9 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     )
     if not tags.thinks:
         params = dataclasses.replace(params, thinking_budget=None)
+    elif check.asked_to_think(chat) is False and info.tokenizer.thinking_switch is None:
+        check.check_thinking_limit(request)
+        params = dataclasses.replace(params, thinking_budget=0)
 
     def new_parser() -> AnswerParser:
         if tags.tools is HARMONY:
@@ -174,7 +177,7 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
     """Returns a function that renders the prompt, for the tokenizer's thread. Raises ApiError."""
     check.check_template(request, chat, info)
     tokenizer = info.tokenizer
-    variables = {**chat.chat_template_kwargs, **check.thinking_switch(request, chat, info)}
+    variables = {**chat.chat_template_kwargs, **check.thinking_variables(request, chat, info)}
     if chat.continue_final_message:
         variables["continue_final_message"] = True
     opens_answer = chat.add_generation_prompt
