@@ -51,9 +51,9 @@ async def embed(
     engine, info = await server.embedder(request, name)
     model = embedding_model(server, info)
     size = check_dimensions(model, dimensions)
-    opened = server.open_requests.open(choose_id(request, "embd"), 1, caller_of(request))
+    opened = server.open_requests.open(choose_id(request, "embd"), 1, caller_of(request), engine)
     try:
-        with engine.reserve(1) as arrival_time:
+        with engine.reserve(1, server.held_beside(opened)) as arrival_time:
             tokens = await tokens_of(server, model, inputs, truncate)
             await server.prepare(request, lambda: check_tokens(model, tokens))
         if opened.cancelled:

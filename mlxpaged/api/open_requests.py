@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlxpaged.api.access.caller import Caller
-from mlxpaged.engine import DuplicateRequestError
+from mlxpaged.engine import AsyncEngine, DuplicateRequestError
 
 
 @dataclass
@@ -14,6 +14,7 @@ class OpenRequest:
     request_id: str
     names: tuple[str, ...]  # engine ids of its sequences
     caller: Caller | None
+    engine: AsyncEngine
     submitted: bool = False  # to the engine, after its prompt is tokenized
     cancelled: bool = False  # if it is not submitted yet, it never will be
 
@@ -31,13 +32,13 @@ class OpenRequests:
     def __init__(self) -> None:
         self._by_name: dict[str, OpenRequest] = {}
 
-    def open(self, request_id: str, count: int, caller: Caller | None) -> OpenRequest:
+    def open(self, request_id: str, count: int, caller: Caller | None, engine: AsyncEngine) -> OpenRequest:
         """Registers a request for `count` sequences. One is named `request_id`, several request_id-0 and so on.
 
         Raises DuplicateRequestError if another request has one of these names.
         """
         names = (request_id,) if count == 1 else tuple(f"{request_id}-{index}" for index in range(count))
-        request = OpenRequest(request_id, names, caller)
+        request = OpenRequest(request_id, names, caller, engine)
         for name in {request_id, *names}:
             if name in self._by_name:
                 raise DuplicateRequestError(f"an unfinished request already has the id {name}")
@@ -53,6 +54,11 @@ class OpenRequests:
     def get(self, name: str) -> OpenRequest | None:
         """Returns the request with this id, or with a sequence of this name."""
         return self._by_name.get(name)
+
+    def held_beside(self, request: OpenRequest) -> int:
+        """Returns how many sequences the owner of a request has in the queue of its engine, without this request."""
+        others = (each for each in self if each is not request and each.engine is request.engine)
+        return sum(len(each.names) for each in others if each.owner == request.owner)
 
     def __iter__(self) -> Iterator[OpenRequest]:
         return iter({id(request): request for request in self._by_name.values()}.values())

@@ -20,7 +20,7 @@ from mlxpaged.api.downloads import Downloads
 from mlxpaged.api.errors import ApiError, bad_parameter, load_failed, model_not_found, no_room
 from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.metrics import Metrics
-from mlxpaged.api.open_requests import OpenRequests
+from mlxpaged.api.open_requests import OpenRequest, OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 from mlxpaged.api.tokenizer_lanes import TokenizerLanes
 from mlxpaged.daemon_thread import in_daemon_thread
@@ -157,6 +157,10 @@ class Server:
         caller = caller_of(request)
         models = self.registry.models.values() if self.registry else ()
         return [name for model in models if allows(caller, model.name) for name in model.names]
+
+    def held_beside(self, opened: OpenRequest) -> int:
+        """Returns how many sequences the request's key has in the queue beside it; 0 if there is no other key."""
+        return self.open_requests.held_beside(opened) if self.keys is not None and len(self.keys) > 1 else 0
 
     def ignore(self, request: Request, field: str, reason: str) -> None:
         """Note a field of a body that the model cannot honour. Raises ApiError, with the reason, if the server is

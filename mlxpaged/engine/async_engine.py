@@ -131,16 +131,24 @@ class AsyncEngine:
             raise EngineUnavailableError(EngineState.STALLED, str(stall))
 
     @contextlib.contextmanager
-    def reserve(self, count: int) -> Iterator[float]:
+    def reserve(self, count: int, held: int = 0) -> Iterator[float]:
         """Reserve room for `count` requests until they are submitted. Yields the time of the reservation.
 
-        The room is reserved before tokenizing, so that a full server refuses requests at once. Raises QueueFullError.
+        The room is reserved before tokenizing, so that a full server refuses requests at once. held: unfinished
+        requests of the same API key; with them, it may have no more than there are places left, so that no key fills
+        the queue (the dynamic thresholds of Choudhury and Hahne, 1998). Raises QueueFullError.
         """
         limit = self.config.max_num_seqs + self.config.max_queue
         taken = self.num_unfinished + self._reserved
         if taken + count > limit:
             message = f"{taken} requests are running or waiting, and {count} more would exceed the limit of {limit}"
             raise errors.QueueFullError(f"{message} (--max-num-seqs plus --max-queue)", ever=count <= limit)
+        left = limit - taken - count
+        if held and held + count > left:
+            message = (
+                f"this API key has {held} unfinished requests; {count} more would leave {left} places for other keys"
+            )
+            raise errors.QueueFullError(f"{message} (--max-num-seqs plus --max-queue)", ever=True)
         self._reserved += count
         try:
             yield self.clock()

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
+    Background,
     FakeClock,
     StepGate,
     ask,
@@ -33,7 +35,7 @@ from tests.api.helpers import (
     within_one_step,
     write_keys,
 )
-from tests.support import RunningServer, running_server
+from tests.support import RunningServer, running_server, wait_until
 
 CHAT, COMPLETIONS, REQUESTS, STATUS = "/v1/chat/completions", "/v1/completions", "/v1/requests", "/v1/status"
 MESSAGES: list[Any] = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -252,6 +254,32 @@ def test_a_tier_cannot_be_exceeded_by_a_field(server: RunningServer, keys: dict[
     with official(server, keys[who]) as client, pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(model="demo", messages=MESSAGES, service_tier="priority")
     assert (error.value.param, error.value.code) == ("service_tier", "service_tier_not_allowed")
+
+
+def test_no_key_fills_the_queue(server: RunningServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 6 places. A key that asks for more gets half of them while it is alone."""
+    monkeypatch.setattr(server.engine, "config", replace(server.engine.config, max_queue=5))
+    pending: list[Background] = []
+
+    def accepted(key: str) -> None:
+        pending.append(start(server, run_on("x", 3), f"{key}-{len(pending)}", **bearer(keys[key])))
+        wait_until(lambda: server.engine.num_unfinished == len(pending))
+
+    with StepGate(server) as gate, raw(server) as client:
+
+        def refused(key: str) -> None:
+            response = client.post("/v1/completions", json=run_on("x", 3), headers=bearer(keys[key]))
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "queue_full")
+
+        for _ in range(3):
+            accepted("low")
+        refused("low")
+        accepted("normal")
+        refused("normal")
+        accepted("high")
+        refused("low")
+        gate.open()
+        assert [each.result().status_code for each in pending] == [200] * 5
 
 
 # -- one's own requests ----------------------------------------------------------------------------------------------

@@ -29,6 +29,9 @@ class KeyRing:
         self._keys: list[tuple[KeyEntry, Caller]] = []
         self._load()
 
+    def __len__(self) -> int:
+        return len(self._keys)
+
     def find(self, presented: str) -> Caller | None:
         """Returns the owner of this key. It is compared with every key, so that the time taken reveals nothing."""
         self._follow_the_file()

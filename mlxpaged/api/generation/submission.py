@@ -31,9 +31,9 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
     request = request.with_defaults(info.sampling_defaults)
     context = context_of(http, request, engine.config, id_prefix)
     num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)
-    opened = server.open_requests.open(context.request_id, num_prompts * request.candidates, context.caller)
+    opened = server.open_requests.open(context.request_id, num_prompts * request.candidates, context.caller, engine)
     try:
-        with engine.reserve(len(opened.names)) as arrival_time:
+        with engine.reserve(len(opened.names), server.held_beside(opened)) as arrival_time:
             prompts = await prepare(http, request, info)
             if opened.cancelled:
                 raise RequestCancelledError("the request was cancelled")
