@@ -3,6 +3,9 @@
 A reader that stops reading (a pipe, Ctrl-S, `| less`) blocks the next write. A server that writes its log from the
 event loop or the engine's thread then stops for good. Here a thread writes what is in a bounded queue. What does not
 fit is dropped and counted.
+
+Libraries write to the descriptor too: Rust does for each panic of a tokenizer, while it holds Python's interpreter. So
+as long as the reader does not read, the descriptor is /dev/null for all but the thread.
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
 
 MAX_BYTES = 4 * 1024 * 1024
 """Text that may wait."""
+PIECE = 512
+"""Bytes of a write. POSIX's least size of PIPE_BUF: a pipe that is ready takes them without waiting."""
 CLOSE_SECONDS = 2.0
 """At the end of the process, waiting text gets this time."""
 
@@ -24,7 +30,9 @@ class Writer:
     """Writes texts to a file descriptor, in order."""
 
     def __init__(self, descriptor: int, max_bytes: int = MAX_BYTES) -> None:
-        self._descriptor = descriptor
+        self._shared = descriptor
+        self._descriptor = os.dup(descriptor)
+        self._is_apart = False  # the descriptor is /dev/null
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
@@ -66,10 +74,23 @@ class Writer:
             with contextlib.suppress(OSError):  # the reader has left, or the disk is full
                 rest = data
                 while rest:
-                    rest = rest[os.write(self._descriptor, rest) :]
+                    self._follow_the_reader()
+                    rest = rest[os.write(self._descriptor, rest[:PIECE]) :]
+                self._follow_the_reader()
             with self._changed:
                 self._num_bytes -= len(data)
                 self._changed.notify_all()
+
+    def _follow_the_reader(self) -> None:
+        """Sets the descriptor apart if the next write would wait."""
+        apart = not select.select([], [self._descriptor], [], 0)[1]
+        if apart and not self._is_apart:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._shared)
+            os.close(nothing)
+        elif self._is_apart and not apart:
+            os.dup2(self._descriptor, self._shared)
+        self._is_apart = apart
 
 
 class LogHandler(logging.Handler):

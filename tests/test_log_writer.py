@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from mlxpaged.log_writer import LogHandler, Writer
 from tests.cli.helpers import DEADLINE, environment
+from tests.support import wait_until
 
 Pipe = tuple[int, int]
 
@@ -64,6 +66,20 @@ def test_what_is_not_read_is_dropped_and_counted(pipe: Pipe) -> None:
     assert dropped  # more than once, if the pipe took something in between
     assert found.count(line.encode()) + sum(dropped) == 1000
     assert 300 <= found.count(line.encode()) <= 500
+
+
+def test_what_others_write_does_not_wait_either(pipe: Pipe) -> None:
+    """As a library that writes to standard error by itself."""
+    writer = Writer(pipe[1])
+    text = f"{'x' * 99}\n" * 5000
+    writer.write(text)
+    wait_until(lambda: stat.S_ISCHR(os.fstat(pipe[1]).st_mode))
+    assert os.write(pipe[1], b"y" * 1_000_000) == 1_000_000
+    writer.write("end\n")
+    assert read_until(pipe[0], b"end\n").decode() == f"{text}end\n"
+    writer.write("again\n")
+    assert writer.flush(DEADLINE)
+    assert stat.S_ISFIFO(os.fstat(pipe[1]).st_mode)
 
 
 def test_a_reader_that_has_left_stops_nothing() -> None:

@@ -7,8 +7,11 @@ of one request expects that: it would end the engine's thread, or the task that 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+logger = logging.getLogger(__name__)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -28,6 +31,7 @@ def guarded(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
+            logger.warning("the model's tokenizer failed: %s", error)
             raise TokenizerPanicError(f"the model's tokenizer failed: {error}") from None
 
     return call
