@@ -15,11 +15,16 @@ TF32_UNIT = 2.0**-11
 def rounds_float32() -> bool:
     """Whether MLX rounds the factors of float32 matrix products and of its attention to TF32.
 
-    It does on the GPU of an M5 or later, from macOS 26.2 on, unless MLX_ENABLE_TF32 is 0 (ml-explore/mlx:
-    is_nax_available in backend/metal/device.cpp, enable_tf32 in utils.h). MLX reads the variable at its first product
-    and keeps it, and it holds for the whole process. So it is not changed for a comparison.
+    It does with neural accelerators, on the GPU of an M5 or later, from macOS 26.2 on, unless MLX_ENABLE_TF32 is 0
+    (ml-explore/mlx: is_nax_available in backend/metal/device.cpp, enable_tf32 in utils.h). MLX reads the variable at
+    its first product and keeps it, and it holds for the whole process. So it is not changed for a comparison.
     """
-    if os.environ.get("MLX_ENABLE_TF32", "1").strip() == "0" or not mx.metal.is_available():
+    return os.environ.get("MLX_ENABLE_TF32", "1").strip() != "0" and has_neural_accelerators()
+
+
+def has_neural_accelerators() -> bool:
+    """Whether MLX multiplies matrices on the neural accelerators of the GPU's cores."""
+    if not mx.metal.is_available():
         return False
     found = re.search(r"(\d\d)([a-z])$", str(mx.device_info().get("architecture", "")))  # such as applegpu_g17s
     release = tuple(int(part) for part in re.findall(r"\d+", platform.mac_ver()[0])[:2])

@@ -11,7 +11,7 @@ from mlxpaged.cli import flags
 from mlxpaged.cli.flags import size
 from mlxpaged.engine import EngineConfig, Priority
 from mlxpaged.scheduler import PREFILL_MODES
-from mlxpaged.scheduler.config import DECODE_MULTIPLE
+from mlxpaged.scheduler.config import MOST_MULTIPLE, step_multiple
 
 DEFAULTS = EngineConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -59,7 +59,7 @@ def add_engine_flags(groups: flags.Flags) -> None:
     steps.field("--prefill-mode", flags.one_of(*PREFILL_MODES), mode)
     kept = "share of a step's tokens (mixed) or of the steps (separate) kept for decoding"
     steps.field("--decode-preference", flags.fraction, kept)
-    longest = f"{DECODE_MULTIPLE:g} times as long as a step without prompts"
+    longest = f"{step_multiple(1)} to {MOST_MULTIPLE} times as long as a step without prompts"
     steps.field("--max-step-ms", flags.milliseconds, "longest step with prompts, in ms; 0: no limit", longest)
     steps.switch(
         "--batch-invariant", "give each request the same tokens and log-probabilities in any batch, to the bit; slower"

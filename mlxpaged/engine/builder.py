@@ -13,6 +13,7 @@ from mlxpaged.attention import BACKENDS, Limits, choose_backend, choose_tunings,
 from mlxpaged.cache import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.device_tiles import device_tiles
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
@@ -95,6 +96,7 @@ def build_engine(
         num_checkpoints=num_checkpoints,
         swap_slots_per_state=-(-per_state // per_block) if slots else 0,
         max_prompt_logits=max_prompt_logits(served.vocab_size, config.max_num_batched_tokens),
+        tiles=device_tiles(served),
     )
     shapes = [spec.attention_shape(config.block_size) for spec in served.kv_layers]
     choice = choose_backend(config.attention_backend, shapes, reporter(Stage.COMPILING, report))

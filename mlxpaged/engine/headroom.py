@@ -21,7 +21,7 @@ from mlxpaged.process_memory import (
     return_freed_memory,
     system_free_memory,
 )
-from mlxpaged.scheduler.prefill_budget import LEAST_CHUNK
+from mlxpaged.scheduler.row_tiles import LEAST_CHUNK
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence
     from mlxpaged.scheduler.config import PREFILL_MODES, SchedulerConfig
     from mlxpaged.scheduler.pool_size import PoolSize
+    from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
     from mlxpaged.scheduler.scheduler import Scheduler
     from mlxpaged.scheduler.sequence import FinishReason, IllegalTransitionError, Priority, Sequence, SequenceStatus
     from mlxpaged.scheduler.stats import SchedulerStats

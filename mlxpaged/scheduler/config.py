@@ -6,12 +6,20 @@ import math
 from dataclasses import dataclass
 
 from mlxpaged.cache import DEFAULT_BLOCK_SIZE, CacheGroups
+from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
 
 PREFILL_MODES = ("mixed", "separate")
 
-DECODE_MULTIPLE = 1.5
-"""A step with prompts may take this many times as long as a step without. Running streams then keep two
-thirds of their pace in any flood of prompts, and the prompts get the rest. docs/performance.md has measurements."""
+MOST_MULTIPLE = 4
+READING_SECONDS = 0.1
+"""In a flood of prompts, a step may take this many times as long as one without, or so long: readers read about ten
+tokens a second, and prompts get the rest."""
+
+
+def step_multiple(num_prompts: int) -> int:
+    """Returns how many times as long as a step without prompts a step with prompts may take on average while so many
+    wait. One prompt gets half of the device's time. The more there are, the more they get."""
+    return min(MOST_MULTIPLE, 1 + num_prompts)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,9 @@ class SchedulerConfig:
     of the steps that decode while prompts wait."""
     max_step_seconds: float | None = None
     """Time limit of a step with prompts. It never cuts a chunk below LEAST_CHUNK tokens. 0: no limit. None: while
-    sequences decode, DECODE_MULTIPLE times a step without prompts."""
+    sequences decode, `step_multiple` times a step without prompts."""
+    tiles: RowTiles = ANY_ROWS
+    """In which a step's rows are computed. Chunks that are cut fill their last tile."""
     prefix_caching: bool = True
     """Whether blocks are shared between sequences with equal prefixes."""
     cache_seed: bytes = b""

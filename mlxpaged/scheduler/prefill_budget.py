@@ -6,24 +6,25 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.scheduler.batch import Batch, ScheduledSequence
-from mlxpaged.scheduler.config import DECODE_MULTIPLE, SchedulerConfig
+from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
+from mlxpaged.scheduler.row_tiles import RowTiles
 from mlxpaged.scheduler.sequence import Sequence
-from mlxpaged.scheduler.step_cost import Costs, StepCost
-
-LEAST_CHUNK = 32
-"""The time limit never cuts a chunk below this many tokens: fewer leave a GPU idle, and every prompt must make
-progress. By default, the next steps make up for the time beyond the limit."""
+from mlxpaged.scheduler.step_cost import OUTLIER, Costs, StepCost
 
 
 class PrefillBudget:
     """What prompts may use of one step: `tokens`, and `seconds` as estimated by `costs`. costs None: no time limit.
-    seconds falls below zero if the shortest chunk takes longer.
-    logits: of so many prompt tokens the step may compute logits."""
+    seconds falls below zero if the shortest chunk takes longer. rows: that the step has already. logits: of so many
+    prompt tokens the step may compute logits."""
 
-    def __init__(self, tokens: int, logits: int, costs: Costs | None = None, seconds: float = 0.0) -> None:
+    def __init__(
+        self, tokens: int, logits: int, rows: int, tiles: RowTiles, costs: Costs | None = None, seconds: float = 0.0
+    ) -> None:
         self.tokens = tokens
         self.seconds = seconds
         self._logits = logits
+        self._rows = rows
+        self._tiles = tiles
         self._costs = costs
 
     def has_room(self, sequence: Sequence) -> bool:
@@ -39,11 +40,13 @@ class PrefillBudget:
             wanted = min(wanted, max(0, sequence.logits_from - start) + self._logits)
         chunk = min(self.tokens, wanted)
         if self._costs is not None:
-            chunk = min(chunk, max(LEAST_CHUNK, self._costs.chunk_within(self.seconds, start)))
-            self.seconds -= self._costs.chunk_seconds(start, chunk)
+            within = self._costs.chunk_within(self.seconds, start)
+            chunk = min(chunk, self._tiles.chunk(self._rows, within))
+            self.seconds -= self._costs.chunk_seconds(start, self._tiles.padded(self._rows, chunk))
             if chunk < wanted or self.seconds <= 0:
                 self.tokens = chunk
         self.tokens -= chunk
+        self._rows += chunk
         if sequence.logits_from is not None:
             self._logits -= max(0, start + chunk - max(start, sequence.logits_from))
         return chunk
@@ -54,12 +57,16 @@ class PrefillLimits:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._cost = StepCost()
-        self._last = PrefillBudget(0, 0)
+        self._cost = StepCost(config.tiles)
+        self.forget()
 
     def observe(self, batch: Batch, seconds: float) -> None:
-        """Learn from a step: the device computed these rows, and nothing else, in `seconds`."""
-        self._cost.observe(*work_of(batch), seconds)
+        """Learn from a step: the device computed these rows, and nothing else, in `seconds`. The next steps make up for
+        what it took, not for what was estimated: a GPU's times are not as linear as the estimates."""
+        contexts, chunks = work_of(batch)
+        if chunks and (estimate := self._cost.estimate(contexts, chunks)) is not None:
+            self._last.seconds -= min(seconds, OUTLIER * estimate) - estimate
+        self._cost.observe(contexts, chunks, seconds)
 
     def learn(self) -> None:
         self._cost.costs()
@@ -67,10 +74,12 @@ class PrefillLimits:
     def expected_seconds(self, batch: Batch) -> float | None:
         return self._cost.expected_seconds(*work_of(batch))
 
-    def budget(self, rows: ListOf[ScheduledSequence], decoding: Iterable[int], tokens: int) -> PrefillBudget:
+    def budget(
+        self, rows: ListOf[ScheduledSequence], decoding: Iterable[int], tokens: int, num_prompts: int
+    ) -> PrefillBudget:
         """The budget of a step of at most `tokens` that has these rows already. decoding: context lengths of all
-        decoding sequences; they wait for the step if it has no rows."""
-        logits = self._config.max_prompt_logits
+        decoding sequences; they wait for the step if it has no rows. num_prompts: that wait or are computed."""
+        logits, tiles = self._config.max_prompt_logits, self._config.tiles
         if rows:
             share = int((1 - self._config.decode_preference) * tokens)
             tokens = max(0, min(tokens - len(rows), max(1, share)))
@@ -79,18 +88,22 @@ class PrefillLimits:
         delayed = contexts or list(decoding)
         costs = None if limit == 0 or not (delayed or limit) else self._cost.costs()
         if costs is None:
-            self._last = PrefillBudget(tokens, logits)
-        elif limit is not None:
-            self._last = PrefillBudget(tokens, logits, costs, limit - costs.decode_seconds(contexts))
+            self._last = PrefillBudget(tokens, logits, len(rows), tiles)
+            return self._last
+        seconds = -costs.decode_seconds(contexts)
+        if limit is not None:
+            seconds += limit
         else:
-            owed = max(0.0, -self._last.seconds) if rows else 0.0
-            seconds = DECODE_MULTIPLE * costs.decode_seconds(delayed) - costs.decode_seconds(contexts) - owed
-            self._last = PrefillBudget(tokens if seconds > 0 else 0, logits, costs, seconds)
+            plain, multiple = costs.decode_seconds(delayed), step_multiple(num_prompts)
+            seconds += max(multiple * plain, READING_SECONDS if multiple == MOST_MULTIPLE else 0.0)
+            seconds -= max(0.0, -self._last.seconds) if rows else 0.0  # what the last step took beyond its limit
+            tokens = tokens if seconds > 0 else 0
+        self._last = PrefillBudget(tokens, logits, len(rows), tiles, costs, seconds)
         return self._last
 
     def forget(self) -> None:
         """No prompt waits. What the last ones took beyond the limit does not delay the next."""
-        self._last = PrefillBudget(0, 0)
+        self._last = PrefillBudget(0, 0, 0, self._config.tiles)
 
     def seconds_alone(self, start: int, tokens: int) -> float:
         """Time to compute the tokens from `start` on if nothing else runs. 0.0 if too few steps ran to estimate it."""

@@ -289,7 +289,8 @@ class Scheduler:
             self._prefill.forget()
             return
         decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self.running))
-        budget = self._prefill.budget(builder.rows, decoding, self.max_tokens)
+        num_prompts = len(prefilling) + len(waiting)
+        budget = self._prefill.budget(builder.rows, decoding, self.max_tokens, num_prompts)
         refused = 0
         for sequence in heapq.merge(prefilling, waiting, key=ORDER):
             if budget.tokens == 0:

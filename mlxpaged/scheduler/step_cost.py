@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
+
 KEPT = 64
 """Latest steps with prompts that are kept, and as many without. They are kept apart, because a long answer would push
 out all steps with prompts."""
@@ -105,7 +107,9 @@ class Costs:
 class StepCost:
     """Learns from every finished step, and estimates the costs of later ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiles: RowTiles = ANY_ROWS) -> None:
+        """tiles: the tokens that fill a tile cost as much as prompt tokens."""
+        self._tiles = tiles
         self._plain: Observations = deque(maxlen=KEPT)
         self._with_prompts: Observations = deque(maxlen=KEPT)
         self._costs: Costs | None = None
@@ -113,15 +117,13 @@ class StepCost:
 
     def observe(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]], seconds: float) -> None:
         """A step took `seconds`. contexts: of its decoding sequences. chunks: (start, tokens) of its prompts."""
-        if self._costs is not None:
-            expected = self._costs.decode_seconds(contexts)
-            expected += sum(self._costs.chunk_seconds(start, tokens) for start, tokens in chunks)
+        if (expected := self.estimate(contexts, chunks)) is not None:
             seconds = min(seconds, OUTLIER * expected)
         parts = (
             1,
             len(contexts),
             sum(contexts),
-            sum(tokens for _, tokens in chunks),
+            self._tiles.padded(len(contexts), sum(tokens for _, tokens in chunks)) if chunks else 0,
             sum(chunk_keys(start, tokens) for start, tokens in chunks),
         )
         (self._with_prompts if chunks else self._plain).append((parts, max(seconds, SHORTEST)))
@@ -142,16 +144,25 @@ class StepCost:
             self._is_current = True
         return self._costs
 
+    def estimate(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]]) -> float | None:
+        """Estimates a step by the costs that `costs` has returned last. None before it has."""
+        costs = self._costs
+        if costs is None:
+            return None
+        filling = self._tiles.padded(len(contexts), tokens := sum(tokens for _, tokens in chunks)) - tokens
+        seconds = costs.decode_seconds(contexts) + sum(costs.chunk_seconds(start, tokens) for start, tokens in chunks)
+        return seconds + costs.per_prompt_token * filling * bool(chunks)
+
     def expected_seconds(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]]) -> float | None:
-        """Estimate a step by the costs that `costs` has returned last. None if too few steps with prompts ran before,
-        or if the step is so large that the costs may not be trusted. Any thread may call it."""
+        """The same; None also if too few steps with prompts ran before, or if the step is so large that the costs may
+        not be trusted. Any thread may call it."""
         costs = self._costs
         if costs is None or len(self._with_prompts) < MIN_PROMPT_STEPS:
             return None
         longest = max((*contexts, *(start + tokens for start, tokens in chunks)), default=0)
         if longest > costs.longest_context or any(tokens > costs.longest_chunk for _, tokens in chunks):
             return None
-        return costs.decode_seconds(contexts) + sum(costs.chunk_seconds(start, tokens) for start, tokens in chunks)
+        return self.estimate(contexts, chunks)
 
     def reliable_costs(self) -> Costs | None:
         """Return None while too few steps with prompts ran to estimate the time of a whole prompt."""

@@ -8,7 +8,7 @@ import pytest
 from mlxpaged.engine import headroom
 from mlxpaged.engine.headroom import GIVE_BACK_SECONDS, LOOK_SECONDS, OVERRUN, Headroom, hold_to
 from mlxpaged.process_memory import MARGIN
-from mlxpaged.scheduler.prefill_budget import LEAST_CHUNK
+from mlxpaged.scheduler.row_tiles import LEAST_CHUNK
 
 TOKENS, PER_TOKEN, PER_KEY = 1000, 10_000, 100
 
