@@ -8,19 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 
 from mlxpaged.attention.key_ranges import attend_in_ranges, make_ranges
-from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.layout import AttentionShape, KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, IntArray
 from mlxpaged.attention.pool import Locality, Memory, Options
 
 MAX_SCORES = 2**28
-"""Most scores of one call of MLX's attention for values of another size than keys and for heads larger than 256: 0.5 GB
-in 16-bit types. MLX has no fused kernel for these and keeps all scores."""
+"""Most scores that one call keeps: 0.5 GB in 16-bit types. MLX keeps all where no fused kernel computes them."""
+
+FUSED_SIZES = frozenset({64, 72, 80, 96, 128})
+FORCED_SIZES = frozenset({192, 256})
+"""Sizes of heads for which MLX has a fused kernel for prompts on a GPU. For the second it takes it only if told to,
+because keeping the scores is faster (ml-explore/mlx: has_fused_kernel and use_fallback in
+backend/metal/scaled_dot_product_attention.cpp)."""
+
+CAN_FORCE = "force_fused" in (mx.fast.scaled_dot_product_attention.__doc__ or "")
+
+SCORE_ARRAYS = 2
+"""Arrays of scores that MLX keeps at once: before and after the softmax."""
+
+SOFTCAP_ARRAYS = 4
+"""Arrays of float32 scores that `attention` keeps at once for a softcap."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +135,16 @@ def contiguous_attention(
     queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | Literal["causal"], options: Options
 ) -> mx.array:
     """[n, Hq, L, D] over [n, Hkv, K, D] and [n, Hkv, K, DV] -> [n, Hq, L, DV]. mask: [n, 1, L, K], or "causal" if the
-    last query is at the last key. Large heads take their queries in tiles, so that the scores need little memory."""
+    last query is at the last key. If the scores would take much memory, a fused kernel that keeps none is forced, or
+    the queries are taken in tiles."""
     (n, num_heads, length, size), num_keys = queries.shape, keys.shape[2]
-    rows = max(1, MAX_SCORES // (n * num_heads * num_keys))
-    if rows >= length or (size == values.shape[-1] and size <= 256):
+    can_fuse = options.softcap is None and size == values.shape[-1] and mx.default_device() != mx.Device(mx.cpu)
+    most = MAX_SCORES if options.softcap is None else MAX_SCORES // SOFTCAP_ARRAYS
+    rows = max(1, most // (n * num_heads * num_keys))
+    if rows >= length or (can_fuse and size in FUSED_SIZES):
         return attention(queries, keys, values, mask, options)
+    if can_fuse and size in FORCED_SIZES and CAN_FORCE:
+        return attention(queries, keys, values, mask, options, force_fused=True)
     outputs: list[mx.array] = []
     for first in range(0, length, rows):
         tile = queries[:, :, first : first + rows]
@@ -140,15 +158,32 @@ def contiguous_attention(
     return mx.concatenate(outputs, axis=2)
 
 
+def scores_bytes(shape: AttentionShape, tokens: int, context: int) -> int:
+    """Returns the bytes of the scores that a chunk's attention keeps at once on a GPU."""
+    layout = shape.layout
+    if layout.key_size == layout.value_size and layout.key_size in FUSED_SIZES and not shape.softcap:
+        return 0
+    keys = context if shape.window is None else min(context, shape.window + tokens)
+    scores = min(MAX_SCORES, shape.num_query_heads * tokens * keys)
+    return (
+        SOFTCAP_ARRAYS * 4 * (scores // SOFTCAP_ARRAYS) if shape.softcap else SCORE_ARRAYS * scores * layout.dtype.size
+    )
+
+
 def attention(
-    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | Literal["causal"], options: Options
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array | Literal["causal"],
+    options: Options,
+    **fused: Any,
 ) -> mx.array:
-    """`contiguous_attention` in one tile."""
+    """`contiguous_attention` in one tile. fused: passed to MLX."""
     sinks = options.sinks
     if options.softcap is None:
         own_sinks = None if sinks is None else sinks.astype(queries.dtype)
         return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=options.scale, mask=mask, sinks=own_sinks
+            queries, keys, values, scale=options.scale, mask=mask, sinks=own_sinks, **fused
         )
     (n, num_heads, length, size), num_keys = queries.shape, keys.shape[2]
     if isinstance(mask, str):

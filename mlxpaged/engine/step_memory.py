@@ -8,6 +8,7 @@ from collections.abc import Sequence as ListOf
 import mlx.core as mx
 import numpy as np
 
+from mlxpaged.attention.gather import scores_bytes
 from mlxpaged.cache import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import START_TOKENS, least_step
@@ -37,23 +38,28 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
 
     A prompt chunk is run through the model, on a GPU of START_TOKENS, on a CPU of CPU_TOKENS tokens. Its peak is
     extrapolated linearly to the token budget. The longest context adds what an attention that copies its keys and
-    values needs for one layer, and a GPU's step adds the logits of the prompt tokens whose log-probabilities it
-    computes. A CPU also stores these logits, and scores, which this leaves out: there, the pools take no more than half
-    of the free memory.
+    values needs for one layer, and a GPU's step adds the scores that its attention keeps, and the logits of the prompt
+    tokens whose log-probabilities it computes. A CPU also stores these logits, and scores, which this leaves out:
+    there, the pools take no more than half of the free memory.
     """
     tokens = START_TOKENS if mx.metal.is_available() else CPU_TOKENS
     tokens = min(tokens, config.max_num_batched_tokens, served.max_model_len)
     peak = peak_of_chunk(served, tokens, config.block_size)
     per_token = [spec.kv_layout(block_size=1).bytes_per_token for spec in served.kv_layers] or [0]
     fits = (config.kv_cache_bytes or free_device_memory()) // max(1, sum(per_token))
-    context = min(served.max_model_len, fits) * max(per_token)
+    keys = min(served.max_model_len, fits)
+    context = keys * max(per_token)
     largest = min(config.max_num_batched_tokens, served.max_model_len)
-    logits = prompt_logits_bytes(served.vocab_size, largest) if mx.metal.is_available() else 0
-    found = max(least_step(), peak * largest // tokens + context + logits)
+    logits = scores = 0
+    if mx.metal.is_available():
+        logits = prompt_logits_bytes(served.vocab_size, largest)
+        shapes = (spec.attention_shape(config.block_size) for spec in served.kv_layers)
+        scores = max((scores_bytes(shape, largest, keys) for shape in shapes), default=0)
+    found = max(least_step(), peak * largest // tokens + context + scores + logits)
     logger.info(
-        "a step takes up to %.1f MB: a chunk of %d tokens took %.1f MB; the longest context adds %.1f MB, prompt "
-        "log-probabilities %.1f MB",
-        *(found / 1e6, tokens, peak / 1e6, context / 1e6, logits / 1e6),
+        "a step takes up to %.1f MB: a chunk of %d tokens took %.1f MB; the longest context adds %.1f MB, scores %.1f "
+        "MB, prompt log-probabilities %.1f MB",
+        *(found / 1e6, tokens, peak / 1e6, context / 1e6, scores / 1e6, logits / 1e6),
     )
     return found
 

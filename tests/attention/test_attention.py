@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mlxpaged.attention import AttentionMetadata, AttentionShape, KVLayout, LayerKVCache, gather, resolve_backend
+from mlxpaged.attention.pool import Locality, Options
 from tests.attention import scenes
 from tests.attention.scenes import (
     RAGGED,
@@ -83,6 +84,33 @@ def test_queries_of_large_heads_in_tiles_match_float64(monkeypatch: pytest.Monke
         scene = Scene(shape, [(10, 99), (1, 99)])
         for extras in (Extras(), Extras(window=33), Extras(softcap=2.0), Extras(sinks=True)):
             scene.check(extras)
+
+
+@pytest.mark.parametrize(
+    ("size", "softcap", "forced", "calls"),
+    [(128, None, False, 1), (256, None, True, 1), (192, None, True, 1), (112, None, False, 4), (256, 2.0, False, 0)],
+)
+def test_scores_that_take_much_memory_are_fused_or_computed_in_tiles(
+    monkeypatch: pytest.MonkeyPatch, size: int, softcap: float | None, forced: bool, calls: int
+) -> None:
+    """As on a GPU: the CPU has no fused kernel."""
+    seen: list[bool] = []
+    attend, queries = mx.fast.scaled_dot_product_attention, mx.random.normal((1, 2, 10, size))
+    keys = mx.random.normal((1, 2, 40, size))
+
+    def watched(*args: Any, force_fused: bool = False, **options: Any) -> mx.array:
+        seen.append(force_fused)
+        return attend(*args, **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    options = Options(0.1, Locality(), softcap, None)
+    expected = gather.contiguous_attention(queries, keys, keys, "causal", options)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(gather, "MAX_SCORES", 2 * 40 * 3 * (gather.SOFTCAP_ARRAYS if softcap else 1))
+    seen.clear()
+    found = gather.contiguous_attention(queries, keys, keys, "causal", options)
+    assert seen == [forced] * calls
+    assert mx.allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])

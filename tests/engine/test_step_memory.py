@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged.attention import AttentionShape, KVLayout
+from mlxpaged.attention.gather import scores_bytes
 from mlxpaged.cpu.attention_plan import TILE
 from mlxpaged.engine import EngineConfig, memory
 from mlxpaged.engine.memory import LEAST_STEP
@@ -51,6 +53,21 @@ def test_a_gpu_keeps_at_least_a_gigabyte_free(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(memory, "LEAST_STEP", 0)
     logits = prompt_logits_bytes(served.vocab_size, 2048)
     assert measure_step(served, EngineConfig()) >= logits > 50_000_000
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (AttentionShape(16, KVLayout(8, 128, 128, mx.float16, 32)), 0),
+        (AttentionShape(16, KVLayout(8, 256, 256, mx.float16, 32)), 2**30),
+        (AttentionShape(4, KVLayout(2, 256, 256, mx.float16, 32), window=512), 4 * 4 * 2048 * (512 + 2048)),
+        (AttentionShape(4, KVLayout(2, 128, 128, mx.float16, 32), softcap=True), 2**30),
+    ],
+    ids=str,
+)
+def test_the_scores_of_a_long_prompt_are_bounded(shape: AttentionShape, expected: int) -> None:
+    """Gemma 3 has heads of 256: at 77,000 tokens, the scores of a layer would take 5 GB."""
+    assert scores_bytes(shape, 2048, 77_000) == expected
 
 
 def test_scores_are_counted_for_a_tile_of_the_cpus_attention() -> None:
