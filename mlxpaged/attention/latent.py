@@ -17,8 +17,10 @@ from mlxpaged.attention.layer import PagedAttentionError, PagedLayer, StepContex
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.token_groups import Masks, TokenGroup
 
-EXPAND_FROM = 256
-"""Tokens of a chunk from which on expanding pays: 131,072 / 256 + 320 is less than 1,088."""
+EXPAND_FROM, EXPAND_FROM_ON_GPU = 256, 64
+"""Tokens of a chunk from which on expanding pays: 131,072 / 256 + 320 is less than 1,088. A GPU's kernel for latents
+reads each row twice for every tile of queries and of heads, so it pays earlier there; an estimate that no Mac has
+measured."""
 
 MAX_SCORES = 2**28
 """Most scores of one call, which mlx-lm's module keeps: 0.5 GB in 16-bit types. Longer chunks are cut."""
@@ -72,7 +74,7 @@ class LatentLayer(PagedLayer):
     """
 
     num_heads = 1
-    expand_from = EXPAND_FROM
+    expand_from = EXPAND_FROM_ON_GPU if mx.metal.is_available() else EXPAND_FROM
 
     def __init__(
         self, kv: LayerKVCache, step: StepContext, window: int | None = None, chunk: int | None = None, view: int = 0

@@ -14,6 +14,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.head_projections import project_rows_together
 from mlxpaged.models.layers import KV, LayerSpec, PerSequence, Recurrent, leaves
 from mlxpaged.models.softcap import attend_with_softcap
 from mlxpaged.models.states import call_in_groups
@@ -66,6 +67,8 @@ def layer_specs(model: Module, way: Way = Way.ROWS) -> list[LayerSpec]:
     for owner in owners.values() if way is Way.ROWS else ():
         for module in owner.modules:
             attend_with_softcap(module)
+            for part in module.modules():
+                project_rows_together(part)
     for module in [model] if way is Way.MODEL else [module for owner in owning for module in owner.modules]:
         call_in_groups(module)
     return specs
