@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
     "block_read": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),
     "block_write": (["keys", "values", "blocks", "key_pool", "value_pool", "after"], ["done"]),
 }
+
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 HEADERS = {"matrix_attention": "#include <metal_simdgroup_matrix>\n"}
 """Metal's own headers that a kernel needs beside those of the MLX utilities that come before every kernel."""
@@ -93,8 +96,15 @@ def build(metal_kernel: Callable[..., Any], name: str) -> Any:
     """Build a kernel once. MLX compiles it once per set of template arguments. The factory is part of the cache key, so
     that a stand-in for `mx.fast.metal_kernel` gets kernels of its own."""
     inputs, outputs = INPUTS_AND_OUTPUTS[name]
-    source, header = (kernel_directory() / f"{name}.metal").read_text(), HEADERS.get(name, "")
+    source = without_comments((kernel_directory() / f"{name}.metal").read_text())
+    header = HEADERS.get(name, "")
     return metal_kernel(name=name, input_names=inputs, output_names=outputs, source=source, header=header)
+
+
+def without_comments(source: str) -> str:
+    """Returns a source without comments, indentation and empty lines: MLX hashes the whole text at each launch."""
+    lines = map(str.strip, COMMENT.sub("", source).splitlines())
+    return "\n".join(filter(None, lines))
 
 
 def source_hash() -> str:

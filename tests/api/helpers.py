@@ -29,7 +29,7 @@ from tests.support import RunningServer, demo_vocab_size, wait_until
 One = TypeVar("One")
 Other = TypeVar("Other")
 
-DEADLINE = 60.0
+DEADLINE = 300.0
 """Seconds after which a test gives up; nothing is expected to take that long."""
 
 

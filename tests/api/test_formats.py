@@ -82,8 +82,9 @@ def test_every_api_has_the_call_and_can_enforce_one(tmp_path: Path, form: str) -
         assert name == "weather"
         assert arguments["city"] in ("Rome", "Oslo")
         assert forced["choices"][0]["message"]["content"] in (None, "")
-        free = post(server, chat("Talk?", tools=[tool]))["choices"][0]
-        assert (free["finish_reason"], free["message"].get("tool_calls")) == ("stop", None) or form == "harmony"
+        if form != "harmony":
+            free = post(server, chat("Talk?", tools=[tool]))["choices"][0]
+            assert (free["finish_reason"], free["message"].get("tool_calls")) == ("stop", None)
 
 
 HARMONY = {

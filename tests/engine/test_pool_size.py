@@ -27,7 +27,7 @@ def decoding(served: ServedModel, num_blocks: int, **options: Any) -> EngineCore
     """An engine with pools that have grown to `num_blocks`, and prompts that are computed, so that every step decodes
     four tokens."""
     cache = num_blocks * 32 * bytes_per_token(served.layers)
-    core = build_engine(EngineConfig(kv_cache_bytes=cache, **options), served)
+    core = build_engine(EngineConfig(kv_cache_bytes=cache, **options), served, lambda: 0.0)  # nothing is done by time
     for pool in core.runner.pools:
         pool.resize(num_blocks)
     core.scheduler.blocks.size.grow(num_blocks)
