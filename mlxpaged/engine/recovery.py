@@ -21,22 +21,25 @@ MAX_STEP_FAILURES = 2
 between."""
 
 
-def run_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> None:
-    """Run those rows to their end whose sequences still run."""
+def run_rows(core: EngineCore, rows: ListOf[ScheduledSequence], before: HostError | None = None) -> None:
+    """Run those rows to their end whose sequences still run. before: the failure of the step that they repeat."""
     running = running_rows(core, rows)
     if running:
         try:
             core.normal_step(Batch(running))
         except HostError as error:
-            recover(core, running, error)
+            recover(core, running, error, before)
 
 
-def recover(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError) -> None:
+def recover(
+    core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError, before: HostError | None = None
+) -> None:
     """Recover from a step of these rows that the host could not run. If memory was short, a request that fails alone is
-    recomputed in smaller steps before it is ended."""
+    recomputed in smaller steps before it is ended. before: as for `run_rows`."""
     is_short = is_out_of_memory(error)
     if is_short:
         core.run_short(Batch(tuple(rows)))
+    log_failure(rows, error, before)
     (recompute if core.runner.is_recurrent or (is_short and len(rows) == 1) else isolate)(core, rows, error)
 
 
@@ -46,13 +49,12 @@ def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError)
     Writing the same keys and values twice changes nothing, so the other requests lose only time.
     """
     cause = error.__cause__
-    log_failure(rows, error)
     for row in rows:
         core.sampler.forget(row.sequence.sequence_id)  # the token counts may contain a token of the failed step
     if len(rows) > 1:
         half = len(rows) // 2
-        run_rows(core, rows[:half])
-        run_rows(core, rows[half:])
+        run_rows(core, rows[:half], error)
+        run_rows(core, rows[half:], error)
     else:
         for row in running_rows(core, rows):
             core.fail(row.sequence, f"the step failed: {type(cause).__name__}: {cause}")
@@ -62,7 +64,6 @@ def recompute(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostErro
     """Recompute the sequences of a failed step one at a time, because the step may have changed their recurrent states:
     it cannot be repeated. A sequence whose step fails again is ended."""
     cause = error.__cause__
-    log_failure(rows, error)
     clear_cache_of_ended(core, rows)
     for row in rows:
         core.sampler.forget(row.sequence.sequence_id)
@@ -71,11 +72,13 @@ def recompute(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostErro
     blame(core, [row.sequence for row in rows], f"the step failed: {type(cause).__name__}: {cause}", error)
 
 
-def log_failure(rows: ListOf[ScheduledSequence], error: HostError) -> None:
-    """The stack says nothing of why an allocation failed."""
+def log_failure(rows: ListOf[ScheduledSequence], error: HostError, before: HostError | None) -> None:
+    """The stack says nothing of why an allocation failed, and nothing new if the repeated step fails as before: a
+    request that fails in a step of 128 would have its stack in the log eight times."""
     cause = error.__cause__
     labels = ", ".join(row.sequence.label for row in rows)
-    if is_out_of_memory(error):
+    is_known = before is not None and repr(before.__cause__) == repr(cause)
+    if is_known or is_out_of_memory(error):
         logger.error("a step of %s failed: %s: %s", labels, type(cause).__name__, cause)
     else:
         logger.error("a step of %s failed", labels, exc_info=cause)

@@ -116,6 +116,19 @@ def test_a_failing_request_ends_with_its_error_and_its_neighbours_never_notice(
     assert tokens(run(core)["next"]) == expected[0]
 
 
+def test_the_stack_of_a_failure_is_logged_once(core: EngineCore, caplog: pytest.LogCaptureFixture) -> None:
+    """The failed step is repeated in halves, and each of them that has the culprit fails too."""
+    tried = fail_when(core, holds_poisoned_token)
+    for i, prompt in enumerate(PROMPTS):
+        submit(core, str(i), prompt)
+    submit(core, "culprit", [20, POISONED_TOKEN, 21])
+    run(core)
+    failed = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert len(failed) == sum(map(holds_poisoned_token, tried)) > 2
+    assert [record.exc_info is not None for record in failed] == [True] + [False] * (len(failed) - 1)
+    assert all("injected" in record.getMessage() for record in failed[1:])
+
+
 def test_a_batch_that_fails_once_loses_no_request(core: EngineCore, served: ServedModel) -> None:
     expected = run_requests(make_core(served), PROMPTS, max_tokens=12)
     tried: list[Batch] = []
