@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from mlxpaged.api.body import MAX_KEYS, parse_json
+from mlxpaged.api.body import MAX_KEYS, MAX_VALUES, parse_json
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.schema import MAX_LABELS
 from mlxpaged.cli.http_protocol import MAX_PIECES, PIECE_BYTES
@@ -73,6 +73,20 @@ def test_keys_are_limited_wherever_they_are(separator: str) -> None:
 def test_a_text_with_json_in_it_has_no_keys() -> None:
     text = json.dumps({"content": json.dumps({"a": 1}) * (2 * MAX_KEYS)})
     assert parse_json(text.encode())["content"].count('"a":') == 2 * MAX_KEYS
+
+
+@pytest.mark.parametrize("item", ["1", "{}", "[]", '"a"', "[[]]", r'"\\\""'])
+def test_values_are_limited_before_they_are_parsed(item: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_json(f"[{f'{item},' * MAX_VALUES}1]".encode())
+    assert caught.value.code == "too_many_values"
+
+
+@pytest.mark.parametrize("text", ["1,2 [3] {4}", r'"a","b\"', '\n,"'])
+def test_a_text_with_commas_has_no_values(text: str) -> None:
+    many = text * MAX_VALUES
+    assert parse_json(json.dumps([many, 1]).encode()) == [many, 1]
+    assert len(parse_json(f"[{'12,' * 1_000_000}1]".encode())) == 1_000_001
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
