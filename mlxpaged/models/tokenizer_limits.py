@@ -21,6 +21,10 @@ MAX_ENTRIES = 700_000
 MAX_GROWTH = 100
 """Characters that one character of a text or token may become. The largest of known models is 72: compatibility forms
 (18 for U+FDFA), and then bytes as characters."""
+MAX_REPLACED = 16
+"""Characters that `Replace` rules of a normalizer may make of one. Those of known models make one of one, or at most
+two by a pattern. A text that a client sends in good faith has few of the characters that Unicode's forms make long, but
+a rule may replace any letter, and each token takes 165 to 340 bytes while a text is encoded."""
 MAX_ADDED = 1024
 """Characters that a rule may add to a text, whatever its length."""
 
@@ -66,24 +70,28 @@ def check_tokenizer_file(directory: Path) -> None:
         if growth > MAX_GROWTH:
             what = f"the {' and '.join(names)} of its {NAME} can make {growth:,.0f} characters of one"
             raise UnsupportedModelError(f"{what}; the limit is {MAX_GROWTH}")
+    if (growth := growth_of(found.get("normalizer"), {})) > MAX_REPLACED:
+        what = f"replacements of its {NAME} can make {growth:,.0f} characters of one"
+        raise UnsupportedModelError(f"{what}; the limit is {MAX_REPLACED}")
 
 
-def growth_of(rule: Any) -> float:
-    """Returns how many characters one character can become. Raises UnsupportedModelError for a rule that adds much."""
+def growth_of(rule: Any, growths: Mapping[str, float] = GROWTH) -> float:
+    """Returns how many characters one character can become. growths: of rules that are not `Replace`, by their types.
+    Raises UnsupportedModelError for a rule that adds much."""
     if not isinstance(rule, Mapping):
         return 1.0
     kind, growth = rule.get("type"), 1.0
     for name in RULES:
         inner = rule.get(name)
         for each in inner if isinstance(inner, list) else ():
-            growth *= growth_of(each)
+            growth *= growth_of(each, growths)
             if growth > 1e9:
                 return growth
     if kind == "Replace":
         return growth * replacing(rule.get("pattern"), str(rule.get("content") or ""))
     if isinstance(kind, str) and kind in ADDING and len(str(rule.get(ADDING[kind]) or "")) > MAX_ADDED:
         raise UnsupportedModelError(f"a rule of its {NAME} adds more than {MAX_ADDED:,} characters to a text")
-    return growth * GROWTH.get(str(kind), 1)
+    return growth * growths.get(str(kind), 1)
 
 
 def replacing(pattern: Any, content: str) -> float:

@@ -201,6 +201,10 @@ DIRECTORIES = {
         change("tokenizer.json", normalizer=replace({"Regex": "x*"}, "y" * 200)),
         r"can make 804 characters of one",
     ),
+    "growing by a replacement": (
+        change("tokenizer.json", normalizer=replace({"String": "a"}, "a" * 17)),
+        r"replacements of its tokenizer\.json can make 17 characters of one; the limit is 16",
+    ),
     "a long prefix": (
         change("tokenizer.json", normalizer={"type": "Prepend", "prepend": "x" * 2000}),
         "adds more than",
