@@ -27,6 +27,16 @@ two by a pattern. A text that a client sends in good faith has few of the charac
 a rule may replace any letter, and each token takes 165 to 340 bytes while a text is encoded."""
 MAX_ADDED = 1024
 """Characters that a rule may add to a text, whatever its length."""
+MAX_ADDED_TOKENS = 40_000
+"""Tokens that are added to the vocabulary, in each file. Models with a token for each sound or picture have 30,000.
+Each takes 4.5 kB, and loading holds the interpreter lock."""
+ADDED_TOKENS = {
+    "added_tokens.json": (),
+    "special_tokens_map.json": ("additional_special_tokens", "extra_special_tokens"),
+    "tokenizer_config.json": ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"),
+    NAME: ("added_tokens",),
+}
+"""Where they are listed: fields of files. Without a field, the whole file is the list."""
 
 GROWTH = {
     "BertNormalizer": 8,
@@ -43,6 +53,22 @@ neither add nor replace characters, but for `Replace`, and those of `ADDING`."""
 ADDING = {"Prepend": "prepend", "Metaspace": "replacement"}
 RULES = ("normalizers", "pretokenizers", "decoders", "processors")
 """Under one of these names, a sequence has its rules."""
+
+
+def check_added_tokens(directory: Path) -> None:
+    """Raises UnsupportedModelError if a file adds too many tokens."""
+    for name, fields in ADDED_TOKENS.items():
+        check_file(directory / name)
+        try:
+            found = from_json((directory / name).read_bytes(), cache_strings="none")
+        except (OSError, ValueError):  # there is none, or what reads it says what is wrong with it
+            continue
+        if not isinstance(found, dict):
+            continue
+        lists = [found.get(field) for field in fields] if fields else [found]
+        count = sum(len(each) for each in lists if isinstance(each, (dict, list)))
+        if count > MAX_ADDED_TOKENS:
+            raise UnsupportedModelError(f"its {name} adds {count:,} tokens; the limit is {MAX_ADDED_TOKENS:,}")
 
 
 def check_tokenizer_file(directory: Path) -> None:
@@ -63,6 +89,7 @@ def check_tokenizer_file(directory: Path) -> None:
         raise UnsupportedModelError(f"its {NAME} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise UnsupportedModelError(f"its {NAME} is not an object")
+    check_added_tokens(directory)
     for names in (("normalizer", "pre_tokenizer"), ("decoder",)):
         growth = 1.0
         for name in names:

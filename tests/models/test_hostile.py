@@ -210,6 +210,18 @@ DIRECTORIES = {
         "adds more than",
     ),
     "a million tokens": (many_tokens, r"its tokenizer\.json has 1,000,\d+ entries"),
+    "many added tokens": (
+        change("tokenizer_config.json", added_tokens_decoder={str(i): {"content": f"<{i}>"} for i in range(40_001)}),
+        r"its tokenizer_config\.json adds 40,00\d tokens; the limit is 40,000",
+    ),
+    "many special tokens": (
+        change("tokenizer_config.json", extra_special_tokens=[f"<{i}>" for i in range(40_001)]),
+        r"its tokenizer_config\.json adds 40,00\d tokens",
+    ),
+    "a file of added tokens": (
+        write("added_tokens.json", json.dumps({f"<{i}>": i for i in range(40_001)})),
+        r"its added_tokens\.json adds 40,001 tokens",
+    ),
     "a tokenizer that is a list": (write("tokenizer.json", "[]"), r"its tokenizer\.json is not an object"),
     "deep tokenizer": (write("tokenizer.json", "[" * 100_000), "cannot be loaded: "),
     "deep defaults": (write("generation_config.json", "[" * 100_000), "cannot be loaded: "),
