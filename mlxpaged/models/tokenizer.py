@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -64,7 +65,8 @@ class Tokenizer:
         """tool_format: one of FORMATS; None for the one that the chat template or the vocabulary shows. Raises
         UnsupportedModelError if the tokenizer has no vocabulary. transformers makes one of any directory."""
         self._encoder = wrapped
-        if not set(self.encode(SAMPLE, add_special_tokens=False)) - {wrapped.unk_token_id}:
+        # transformers turns truncation and padding off when it first encodes. `encode` does without it afterwards.
+        if not set(guarded(wrapped.encode)(SAMPLE, add_special_tokens=False)) - {wrapped.unk_token_id}:
             raise UnsupportedModelError("its tokenizer has no tokens for text, because its vocabulary is missing")
         self._decoder = copy.deepcopy(wrapped._tokenizer)
         self.token_text = functools.cache(self._token_text)
@@ -127,6 +129,8 @@ class Tokenizer:
         split_special_tokens: control tokens in the text are text. Raises ControlTokenError if they cannot be."""
         if split_special_tokens:
             return encoded(self._control.renamed_tokenizer(self._fast), text, add_special_tokens)
+        if isinstance(self._fast, FastTokenizer):
+            return encoded(self._fast, text, add_special_tokens)
         return list(self._encoder.encode(text, add_special_tokens=add_special_tokens))
 
     def mark(self, messages: Sequence[Mapping[str, Any]], *others: Any) -> tuple[Any, ...]:
