@@ -9,12 +9,20 @@ from typing import Any
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.files import check_file
 
+MAX_KEYS = 320_000
+"""Keys of a file, unless it is an index of weights. A tokenizer_config.json of 40,000 added tokens has 280,000. Other
+threads wait while they are parsed."""
+
 
 def read(path: Path) -> Any:
-    """Raises UnsupportedModelError if there is no such file, if it may not be opened, or if it is not JSON."""
+    """Raises UnsupportedModelError if there is no such file, if it may not be opened, if it is not JSON, or if it has
+    too many keys."""
     check_file(path)
     try:
-        return json.loads(path.read_text())
+        text = path.read_text()
+        if (count := text.count('":')) > MAX_KEYS and not path.name.endswith(".index.json"):
+            raise UnsupportedModelError(f"its {path.name} has {count:,} keys; the limit is {MAX_KEYS:,}")
+        return json.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: it is nested too deeply
         raise UnsupportedModelError(f"its {path.name} in {path.parent.name}/ cannot be read: {error}") from error
 

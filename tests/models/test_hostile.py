@@ -214,6 +214,10 @@ DIRECTORIES = {
         change("tokenizer_config.json", added_tokens_decoder={str(i): {"content": f"<{i}>"} for i in range(40_001)}),
         r"its tokenizer_config\.json adds 40,00\d tokens; the limit is 40,000",
     ),
+    "many settings": (
+        change("tokenizer_config.json", added_tokens_decoder={str(i): {"content": "x"} for i in range(200_000)}),
+        r"its tokenizer_config\.json has 400,0\d\d keys; the limit is 320,000",
+    ),
     "many special tokens": (
         change("tokenizer_config.json", extra_special_tokens=[f"<{i}>" for i in range(40_001)]),
         r"its tokenizer_config\.json adds 40,00\d tokens",
