@@ -69,8 +69,11 @@ class FaultyServer:
         """Seconds for which the server has waited for a core since the first call."""
         return self._delays.of(self.pid)
 
-    async def start(self, *flags: str, open_files: int = 0) -> None:
-        """flags: beside FLAGS. open_files: the limit of the process; 0 for the machine's."""
+    async def start(
+        self, *flags: str, open_files: int = 0, stdout: int | None = None, stderr: int | None = None
+    ) -> None:
+        """flags: beside FLAGS. open_files: the limit of the process; 0 for the machine's. stdout, stderr: descriptors;
+        by default the log."""
         self.flags, self.open_files = flags, open_files
         models = [str(self.models / "tiny"), "--model", f"second={self.models / 'second'}"]
         places = ["--api-keys", self.directory / "keys.json", "--data-dir", self.directory / "data"]
@@ -80,7 +83,8 @@ class FaultyServer:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MLXPAGED_")}
         env = kept | {"HOME": str(self.directory), "MLXPAGED_ATTENTION_TUNING": "default"}
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+            output, errors = log if stdout is None else stdout, log if stderr is None else stderr
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=env)
         self.num_starts += 1
         await self.wait_ready()
 

@@ -1,0 +1,456 @@
+"""Each attack is played against a real server, beside a stream with a known answer and a second client.
+
+Both are measured in a process of their own (watcher.py), first without the attack and then with it. The stream's answer
+stays right. Its largest gap, and the second client's first token, take at most three times as long. The memory of the
+process grows by a bounded amount, and in the middle of the attack, the process ends soon after a SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpaged.models.tokenizer_limits import MAX_REPLACED
+from tests.faults import costs, wire
+from tests.faults.fault import Context, must
+from tests.faults.server import FaultyServer
+from tests.faults.streams import CHAT, COMPLETIONS, RESPONSES, chat, user
+from tests.faults.table import LostError
+from tests.faults.wire import Reply
+from tests.models import test_hostile as hostile
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc"),
+]
+
+STEP_SECONDS = 0.02
+"""Least time of a step, so that the tokens of a stream come steadily."""
+TRIES, WINDOW_SECONDS = 5, 1.0
+"""Times that both sides are measured, the best of which counts, and the least time of each. If a try with the attack is
+good, it is the last one."""
+FLOOR_SECONDS = 0.05
+"""Gaps below this one are not compared."""
+RATIO = 3.0
+END_SECONDS = 5.0
+
+Play = Callable[[Context], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """play: plays it once. mebibytes: that the process may grow by, at most. stdout, stderr: what is there in place of
+    a file: a pipe that is not read, or a full disk."""
+
+    name: str
+    play: Play
+    mebibytes: int = 256
+    stdout: str = "file"
+    stderr: str = "file"
+
+
+ATTACKS: list[Attack] = []
+
+
+def attack(name: str, **options: Any) -> Callable[[Play], Play]:
+    def add(play: Play) -> Play:
+        ATTACKS.append(Attack(name, play, **options))
+        return play
+
+    return add
+
+
+# Pipes
+
+
+@attack("standard error is a pipe that is not read", stderr="pipe")
+@attack("standard output and error are pipes that are not read", stdout="pipe", stderr="pipe")
+@attack("the log is on a full disk", stdout="full", stderr="full")
+async def many_lines(context: Context) -> None:
+    for _ in range(30):
+        requests = [context.request("GET", f"/v1/files/{'x' * 200}") for _ in range(20)]
+        must(all(reply.status in (400, 404) for reply in await asyncio.gather(*requests)), "not refused")
+
+
+# Bodies
+
+
+def body_with(field: str) -> bytes:
+    return f'{{"model":"tiny","max_tokens":1,"messages":[{{"role":"user","content":"x"}}],{field}}}'.encode()
+
+
+PARTS = {
+    "metadata": f'"metadata":{costs.KEYS}',
+    "a tool's schema": f'"tools":[{{"type":"function","function":{{"name":"f","parameters":{costs.KEYS}}}}}]',
+    "an unknown field": f'"unknown":{costs.KEYS}',
+    "logit_bias": f'"logit_bias":{costs.KEYS}',
+    "deep arrays": '"metadata":' + "[" * 4_000_000,
+    "stop strings": f'"stop":{json.dumps(["x"] * 2_000_000)}',
+    "tools": f'"tools":{json.dumps([{}] * 2_000_000)}',
+    "escapes": '"user":"' + "\\u00e9" * 2_000_000 + '"',
+    "digits": '"seed":' + "9" * 4_000_000,
+    "numbers": f'"metadata":[{"1e9," * 3_000_000}1]',
+}
+
+
+def add_part(name: str, field: str) -> None:
+    @attack(f"12 MB of {name}", mebibytes=700)
+    async def part(context: Context) -> None:
+        reply = await context.post(CHAT, body_with(field))
+        must(reply.status == (200 if name == "escapes" else 400), reply)
+
+
+for part_name, part_field in PARTS.items():
+    add_part(part_name, part_field)
+
+
+@attack("a number that JSON does not have")
+async def no_number(context: Context) -> None:
+    for i in range(50):
+        await costs.no_number(context, i)
+
+
+@attack("a body in chunks of one byte")
+async def tiny_chunks(context: Context) -> None:
+    await costs.tiny_chunks(context, 0)
+
+
+@attack("a body in chunks of one byte, without a key")
+async def tiny_chunks_of_a_stranger(context: Context) -> None:
+    data = wire.head_of("POST", CHAT, None, {"Transfer-Encoding": "chunked"}) + b"1\r\n \r\n" * 1_500_000
+    reply = await wire.exchange(context.server.address, data)
+    must(reply.status in (400, 401), reply)  # it is refused before its key is read
+
+
+@attack("90 presented keys")
+async def many_keys_presented(context: Context) -> None:
+    for i in range(100):
+        await costs.many_keys_presented(context, i)
+
+
+@attack("a head of 100 headers, often")
+async def headers(context: Context) -> None:
+    fields = {f"X_{i}": "y" * 500 for i in range(90)}
+    for _ in range(50):
+        reply = await context.request("GET", "/v1/models", **fields)
+        must(reply.status in (200, 431), reply)
+
+
+@attack("8 texts of 1 MB to tokenize", mebibytes=1500)
+async def texts(context: Context) -> None:
+    bodies = [{"model": "tiny", "prompt": f"{i} " + "ab " * 333_000} for i in range(8)]
+    replies = await asyncio.gather(*(context.post("/tokenize", body) for body in bodies))
+    must(all(reply.status == 200 for reply in replies), replies[0])
+
+
+@attack("a million tokens to detokenize")
+async def tokens(context: Context) -> None:
+    reply = await context.post("/detokenize", {"model": "tiny", "tokens": [20, 30] * 500_000})
+    must(reply.status == 200, reply.status)
+
+
+# What is stored
+
+
+@attack("a chain of responses of 14 MB each", mebibytes=700)
+async def responses(context: Context) -> None:
+    """Of which no template shows anything."""
+    hidden = {"type": "output_text", "text": "Yes.", "annotations": [{"url": "x" * 14_000_000}]}
+    said = {"type": "message", "role": "assistant", "content": [hidden]}
+    last: str | None = None
+    for _ in range(8):
+        body = {"model": "tiny", "input": [said, user("x")[0]], "max_output_tokens": 1, "previous_response_id": last}
+        reply = await context.post(RESPONSES, body)
+        gone = reply.status == 400 and reply.json["error"]["code"] == "previous_response_not_found"
+        must(reply.status == 200 or gone, reply)
+        last = reply.json["id"] if reply.status == 200 else None
+
+
+@attack("files of 16 MB")
+async def files(context: Context) -> None:
+    for _ in range(3):
+        uploaded = await context.upload("x" * 16_000_000)
+        must(uploaded.status in (200, 400), uploaded)
+        if uploaded.status == 200:
+            must((await context.request("DELETE", f"/v1/files/{uploaded.json['id']}")).status == 200, "not deleted")
+
+
+@attack("a batch of 50,000 lines")
+async def batch(context: Context) -> None:
+    path, body = chat("x", 1, stream=False)
+    lines = (json.dumps({"custom_id": str(i), "method": "POST", "url": path, "body": body}) for i in range(50_000))
+    uploaded = await context.upload("\n".join(lines))
+    must(uploaded.status == 200, uploaded)
+    made = {"input_file_id": uploaded.json["id"], "endpoint": CHAT, "completion_window": "24h"}
+    batch_id = (await context.post("/v1/batches", made)).json["id"]
+    for _ in range(200):
+        state = (await context.request("GET", f"/v1/batches/{batch_id}")).json["status"]
+        if state != "validating":
+            break
+        await asyncio.sleep(0.1)
+    must(state != "validating", state)
+    cancelled = await context.post(f"/v1/batches/{batch_id}/cancel", {})
+    must(cancelled.status in (200, 409), cancelled)
+
+
+# Model directories
+
+
+@contextlib.asynccontextmanager
+async def loaded(context: Context, damage: Callable[[Path], None]) -> AsyncIterator[tuple[str, Reply]]:
+    """The name of a damaged model, and the answer to its load."""
+    directory = context.server.models / f"hostile-{time.monotonic_ns()}"
+    shutil.copytree(context.server.models / "tiny", directory)
+    try:
+        damage(directory)
+        yield directory.name, await context.request("POST", f"/v1/models/{directory.name}/load", key="admin")
+        await context.request("POST", f"/v1/models/{directory.name}/unload", key="admin")
+    finally:
+        shutil.rmtree(directory)
+
+
+REFUSED_DIRECTORIES = {
+    "tokenizer.json that grows": hostile.change("tokenizer.json", normalizer=hostile.GROWS),
+    "tokenizer.json of a million tokens": hostile.many_tokens,
+    "tokenizer.json of a terabyte": hostile.sparse("tokenizer.json", 2**40),
+    "tokenizer_config.json that is deep": hostile.write("tokenizer_config.json", "[" * 10_000_000),
+    "tokenizer_config.json of 200,000 tokens": hostile.change(
+        "tokenizer_config.json", added_tokens_decoder={str(i): {"content": f"<{i}>"} for i in range(200_000)}
+    ),
+    "generation_config.json of a terabyte": hostile.sparse("generation_config.json", 2**40),
+    "generation_config.json of a million ends": hostile.write(
+        "generation_config.json", json.dumps({"eos_token_id": [1] * 10**6})
+    ),
+    "chat_template.jinja that loops": costs.template(costs.LOOPS),
+    "chat_template.jinja that is a FIFO": hostile.fifo("chat_template.jinja"),
+    "config.json of a million layers": hostile.change("config.json", num_hidden_layers=10**6),
+    "model.safetensors that is a FIFO": costs.fifo,
+    "model.safetensors of a terabyte": hostile.sparse("model.safetensors", 2**40),
+}
+
+
+def add_directory(name: str, damage: Callable[[Path], None]) -> None:
+    @attack(f"a {name}", mebibytes=500)
+    async def directory(context: Context) -> None:
+        async with loaded(context, damage) as (_, reply):
+            must(reply.status in (200, 400, 404, 500, 507), reply)
+
+
+for directory_name, directory_damage in REFUSED_DIRECTORIES.items():
+    add_directory(directory_name, directory_damage)
+
+
+def splitting(pattern: str) -> Callable[[Path], None]:
+    """Texts are split by a regular expression."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return hostile.change("tokenizer.json", pre_tokenizer=split)
+
+
+@attack("a tokenizer that panics")
+async def panic(context: Context) -> None:
+    async with loaded(context, splitting(r"((a|aa)+)+b")) as (name, reply):
+        must(reply.status == 200, reply)
+        for path, body in (
+            ("/tokenize", {"model": name, "prompt": "a" * 40}),
+            (COMPLETIONS, {"model": name, "prompt": "a" * 40, "max_tokens": 2}),
+            (CHAT, {"model": name, "messages": user("a" * 40), "max_tokens": 2}),
+        ):
+            answer = await context.post(path, body)
+            must(answer.status == 500 and "tokenizer failed" in answer.body.decode(), answer)
+        health = await context.request("GET", "/health")
+        must(health.json.get("batch_task_restarts", 0) == 0, health)
+
+
+@attack("a tokenizer that takes hours for a text")
+async def slow_regex(context: Context) -> None:
+    """The client waits for a while, and leaves."""
+    async with loaded(context, splitting(r"a+b")) as (name, reply):
+        must(reply.status == 200, reply)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(context.post("/tokenize", {"model": name, "prompt": "a" * 1_000_000}), 3)
+
+
+@attack("a tokenizer that writes as much as it may", mebibytes=1200)
+async def growing(context: Context) -> None:
+    rule = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * MAX_REPLACED}
+    async with loaded(context, hostile.change("tokenizer.json", normalizer=rule)) as (name, reply):
+        must(reply.status == 200, reply)
+        answer = await context.post("/tokenize", {"model": name, "prompt": "a" * 200_000})
+        must(answer.status == 200, answer.status)
+
+
+@attack("a chat template that loops if it is told to")
+async def slow_template(context: Context) -> None:
+    text = "{% if messages[0].content == 'loop' %}" + costs.LOOPS + "{% endif %}{{ messages[0].content }}"
+    async with loaded(context, costs.template(text)) as (name, reply):
+        must(reply.status == 200, reply)
+        answer = await context.post(CHAT, {"model": name, "messages": user("loop"), "max_tokens": 1})
+        must(answer.status == 400, answer)
+
+
+@attack("a model directory whose name forges a line of the log")
+async def forged(context: Context) -> None:
+    for name in ("a%0AFORGED%20line", "a%1b%5b2J", "a%0d%0aFORGED"):
+        reply = await context.request("POST", f"/v1/models/{name}/load", key="admin")
+        must(reply.status in (400, 404), reply)
+    text = context.server.log.read_text(errors="replace")
+    must("\x1b" not in text and not any(line.startswith("FORGED") for line in text.splitlines()), text[-1000:])
+
+
+# Measuring
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Largest gap of the stream and longest wait for the second client's first token, in seconds; right answers, and
+    what was wrong."""
+
+    gap: float
+    first: float
+    right: int
+    problems: list[str]
+
+
+def best(tries: list[Seen]) -> Seen:
+    """A machine may be busy for a moment; an attack is there in all tries."""
+    return Seen(
+        min(seen.gap for seen in tries),
+        min(seen.first for seen in tries),
+        sum(seen.right for seen in tries),
+        [problem for seen in tries for problem in seen.problems],
+    )
+
+
+def is_as_fast(attacked: Seen, without: Seen) -> bool:
+    return all(
+        now <= RATIO * max(then, FLOOR_SECONDS)
+        for now, then in ((attacked.gap, without.gap), (attacked.first, without.first))
+    )
+
+
+class Watcher:
+    """The process of watcher.py."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def started(cls, server: FaultyServer) -> AsyncIterator[Watcher]:
+        address = [str(part) for part in (*server.address, server.pid)]
+        command = ["-m", "tests.faults.watcher", *address, server.keys["streams"], server.keys["other"]]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdin=pipe, stdout=pipe)
+        try:
+            yield cls(process)
+        finally:
+            process.kill()
+            await process.wait()
+
+    async def seen(self) -> Seen:
+        """Since the last call."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(b"\n")
+        return Seen(**json.loads(await self._process.stdout.readline()))
+
+    async def during(self, play: Play, context: Context) -> Seen:
+        """Play it until the time of a try is over, and to its end."""
+        until = time.monotonic() + WINDOW_SECONDS
+        await self.seen()
+        while True:
+            await play(context)
+            if time.monotonic() >= until:
+                return await self.seen()
+
+
+async def nothing(_: Context) -> None:
+    await asyncio.sleep(WINDOW_SECONDS)
+
+
+def memory(pid: int, name: str) -> float:
+    """MiB. name: VmRSS, or VmHWM for the most since it was reset."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+
+@contextlib.contextmanager
+def output(kind: str) -> Iterator[int | None]:
+    """A descriptor of what is there in place of a file."""
+    if kind == "file":
+        yield None
+        return
+    reading, writing = os.pipe() if kind == "pipe" else (os.open("/dev/null", 0), os.open("/dev/full", os.O_WRONLY))
+    try:
+        yield writing
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> FaultyServer:
+    return FaultyServer(tmp_path_factory.mktemp("attacks"))
+
+
+async def measure(attack: Attack, server: FaultyServer) -> tuple[Seen, Seen, float, float]:
+    """What was seen without the attack, and with it; MiB that the process grew by, and seconds to its end."""
+    context = Context(server)
+    await server.order(place="forward", times=10**9, seconds=STEP_SECONDS)
+    async with Watcher.started(server) as watcher:
+        await watcher.seen()
+        without = best([await watcher.during(nothing, context) for _ in range(TRIES)])
+        Path(f"/proc/{server.pid}/clear_refs").write_text("5")  # the peak begins here
+        before = memory(server.pid, "VmRSS")
+        tries = [await watcher.during(attack.play, context)]
+        while len(tries) < TRIES and not is_as_fast(best(tries), without):
+            tries.append(await watcher.during(attack.play, context))
+        grown = memory(server.pid, "VmHWM") - before
+        playing = asyncio.ensure_future(attack.play(context))
+        await asyncio.sleep(0.3)
+        begin = time.monotonic()
+        server.signal(signal.SIGTERM)
+        await server.wait_end()
+        ended = time.monotonic() - begin
+        playing.cancel()
+        with contextlib.suppress(asyncio.CancelledError, LostError, OSError, ValueError, KeyError):
+            await playing
+    return without, best(tries), grown, ended
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_an_attack_leaves_others_alone(
+    attack: Attack, server: FaultyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> tuple[Seen, Seen, float, float]:
+        with output(attack.stdout) as stdout, output(attack.stderr) as stderr:
+            await server.start(stdout=stdout, stderr=stderr)
+            try:
+                return await measure(attack, server)
+            finally:
+                await server.kill()
+
+    without, attacked, grown, ended = asyncio.run(run())
+    with capsys.disabled():
+        gaps, firsts = (
+            f"{name} {1000 * getattr(without, name):.0f} -> {1000 * getattr(attacked, name):.0f} ms"
+            for name in ("gap", "first")
+        )
+        print(f"\n{attack.name}: {gaps}, {firsts}, {grown:+.0f} MiB, end {ended:.1f} s", end=" ")
+    assert without.problems + attacked.problems == []
+    assert attacked.right > 0
+    assert is_as_fast(attacked, without)
+    assert grown <= attack.mebibytes
+    assert ended <= END_SECONDS
