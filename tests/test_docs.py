@@ -170,3 +170,14 @@ def test_files_that_the_architecture_names_exist() -> None:
     named = set(re.findall(r"`((?:api|attention|cache|cli|cpu|engine|models|scheduler)/[\w/]+\.py)`", text))
     assert named
     assert {path for path in named if not (ROOT / "mlxpaged" / path).exists()} == set()
+
+
+def test_modules_and_tests_of_the_budgets_exist() -> None:
+    rows = re.findall(r"^\| (?!Budget|---).*\|$", section("security.md", "## Budgets"), flags=re.MULTILINE)
+    assert len(rows) > 30
+    for row in rows:
+        *_, modules, test = row.strip("| ").split(" | ")
+        for module in modules.split(", "):
+            assert (ROOT / "mlxpaged" / module.strip("`")).is_file(), module
+        path, _, name = test.strip("`").partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text(), test

@@ -385,6 +385,16 @@ def test_a_broken_file_is_an_error_at_start(tmp_path: Path, change: dict[str, An
         create_app(None, http=HttpConfig(api_keys=tmp_path / "nothing"))
 
 
+def test_a_file_of_too_many_keys_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    write_keys(path, someone={})
+    content = json.loads(path.read_text())
+    content["keys"] = [content["keys"][0] | {"name": f"key-{i}"} for i in range(1001)]
+    path.write_text(json.dumps(content))
+    with pytest.raises(KeyFileError, match="at most 1000 items"):
+        create_app(None, http=HttpConfig(api_keys=path))
+
+
 def test_two_keys_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     write_keys(path, someone={})

@@ -18,7 +18,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mlxpaged.models.control_tokens import MARKERS
+from mlxpaged.models.control_tokens import MARKERS, ControlTokens
+from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.tokenizer import ChatTemplateError, Tokenizer
 
 CORPUS = [
@@ -374,3 +375,8 @@ def test_megabytes_are_searched_in_milliseconds() -> None:
     assert time.thread_time() - started < 0.5
     assert marker == ""
     assert marked is messages
+
+
+def test_a_tokenizer_of_too_many_control_tokens_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="more than 65,536 control tokens"):
+        ControlTokens({f"<{i}>": i for i in range(65_537)}, (), False)

@@ -208,6 +208,11 @@ def test_a_request_whose_rendering_never_ends_is_refused_and_the_next_is_served(
     assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "good"}])) == "answer:"
 
 
+def test_a_template_of_too_many_characters_is_refused() -> None:
+    with pytest.raises(TemplateLimitError, match="more than 262,144 characters"):
+        LimitedEnvironment().from_string(" " * 262_145)
+
+
 def test_the_message_of_a_template_is_cut() -> None:
     wrapped = load_tokenizer(DEMO_PATH)
     wrapped.chat_template = "{{ raise_exception('x' * 4000 + 'y') }}"
