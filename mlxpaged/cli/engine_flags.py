@@ -10,6 +10,7 @@ from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli import flags
 from mlxpaged.cli.flags import size
 from mlxpaged.engine import EngineConfig, Priority
+from mlxpaged.engine.config import WIRED_MEMORY
 from mlxpaged.scheduler import PREFILL_MODES
 from mlxpaged.scheduler.config import MOST_MULTIPLE, step_multiple
 
@@ -48,6 +49,8 @@ def add_engine_flags(groups: flags.Flags) -> None:
     memory.field("--swap-dir", flags.directory, "directory for the swap space", "swap space is in memory")
     states = "checkpoints of recurrent states for the prefix cache, for example 1GB; 0: none"
     memory.field("--state-cache-memory", flags.or_zero(size, 0), states, "a tenth of it", "state_cache_bytes")
+    wired = "auto: keep weights and KV cache resident on a Mac with 24 GB or more; on, off"
+    memory.field("--wired-memory", flags.one_of(*WIRED_MEMORY), wired)
     add_block_size(memory)
     memory.switch("--no-prefix-cache", "turn off the prefix cache: compute every prompt from its first token")
 

@@ -27,6 +27,7 @@ from mlxpaged.engine.prompt_logits import max_prompt_logits
 from mlxpaged.engine.ranks import Ranks, least
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.step_memory import bytes_per_key, measure_step
+from mlxpaged.engine.wired_memory import choose_wiring
 from mlxpaged.models import (
     EmbeddingModel,
     Reserved,
@@ -147,6 +148,7 @@ def load_core(
     """Load a model and make its engine, on the thread that will run it. report: called while the model loads, and as
     `build_engine` calls it. ranks: those that compute the model together; all of them call this with an equal `config`.
     Raises ModelNotFoundError, UnsupportedModelError and the errors of `build_engine`."""
+    choose_wiring(config.wired_memory)
     if ranks is not None:
         check_for_ranks(config)
     turns, name = Turns(reporter(Stage.LOADING, report)), config.served_model_name

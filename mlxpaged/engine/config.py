@@ -17,6 +17,9 @@ from mlxpaged.scheduler import Priority, SchedulerConfig
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
+WIRED_MEMORY = ("auto", "on", "off")
+"""auto: on Macs with 24 GB and more."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -35,6 +38,7 @@ class EngineConfig:
     swap_space_bytes: int = 0  # size of the swap space; 0: preempted sequences are recomputed
     swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
     state_cache_bytes: int | None = None  # checkpoints of recurrent states; None: `memory.state_checkpoints` decides
+    wired_memory: str = "auto"  # one of WIRED_MEMORY: whether a Mac keeps weights and pools resident for the GPU
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block
     prefix_caching: bool = True
 
@@ -69,6 +73,8 @@ class EngineConfig:
         if self.block_size not in SUPPORTED_BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {self.block_size}")
         self.scheduler_config(num_blocks=1)  # checks the scheduler's fields
+        if self.wired_memory not in WIRED_MEMORY:
+            raise ValueError(f"wired_memory must be one of {', '.join(WIRED_MEMORY)}, got {self.wired_memory!r}")
         if self.tool_parser not in (None, *FORMATS):
             raise ValueError(f"tool_parser must be one of {', '.join(FORMATS)}, got {self.tool_parser!r}")
         self._check_adapters()

@@ -29,6 +29,7 @@ from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.stall import Stall, StepSize, Work
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
+from mlxpaged.engine.wired_memory import wire_memory, wires_memory
 from mlxpaged.models import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.process_memory import is_out_of_memory
 
@@ -368,7 +369,7 @@ class EngineThread(threading.Thread):
             slot.callbacks.on_ready(info_of(slot.core, slot.config), slot.core.stats())
         finally:
             self._loading = None
-        self._limit_freed_buffers()
+        self._fit_limits()
 
     def _unload(self, slot: ModelSlot) -> None:
         slot.is_unwanted = True
@@ -380,11 +381,16 @@ class EngineThread(threading.Thread):
         if self._has_garbage:
             self._has_garbage = False
             free_garbage()
-            self._limit_freed_buffers()
+            self._fit_limits()
 
-    def _limit_freed_buffers(self) -> None:
+    def _fit_limits(self) -> None:
+        """Limit freed buffers and wired memory to what the loaded models need."""
         if self._loaded:
             limit_freed_buffers(max(core.step_bytes for _, core in self._loaded))
+        if wires_memory() and self._loading is None:  # the arrays of a step in flight would be wired too
+            for slot, _ in self._loaded:
+                self._finish_step(slot)
+            wire_memory()
 
     def _end(self) -> None:
         self._ending = True

@@ -16,8 +16,9 @@ from mlxpaged.engine.progress import Report
 from mlxpaged.engine.rank_messages import MessageReader
 from mlxpaged.engine.ranks import Ranks
 from mlxpaged.engine.step_input import StepInput
+from mlxpaged.engine.wired_memory import wire_memory
 
-CALLS = {"move_blocks", "copy_blocks", "resize_pool", "clear_cache", "free_memory"}
+CALLS = {"move_blocks", "copy_blocks", "resize_pool", "clear_cache", "wire_memory", "free_memory"}
 """The calls that a message can ask for, beside that for a step."""
 
 
@@ -65,6 +66,7 @@ def follow(
     core = load_core(config, time.monotonic, report, ranks)  # only its runner is used: the other parts are rank 0's
     assert isinstance(core, EngineCore)
     limit_freed_buffers(core.step_bytes)
+    wire_memory()
     follower = Follower(core.runner)
     try:
         while (message := receive()) is not None:

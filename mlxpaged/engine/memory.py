@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlxpaged.models.device_memory import default_device_memory, free_device_memory
-
-logger = logging.getLogger(__name__)
 
 LEAST_STEP = 10**9
 """Bytes that a GPU keeps free for a step, also if less was measured: a prompt chunk of 2,048 tokens of a model with 4
@@ -34,18 +31,8 @@ STATE_CACHE = 2 * 2**30
 
 
 def prepare_device_memory() -> None:
-    """Keep weights and KV pools resident on a GPU that shares the system's memory, up to its working-set limit, and
-    limit what MLX keeps of freed memory.
-
-    Otherwise macOS pages them out while the server is idle, and the next request is slow. Before macOS 15 the limit has
-    no effect. A limit that MLX refuses is only logged.
-    """
+    """Limit what MLX keeps of freed memory, before a model is loaded."""
     mx.set_cache_limit(CACHE_LIMIT)
-    if mx.metal.is_available():
-        try:
-            mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-        except (RuntimeError, ValueError) as error:
-            logger.warning("the model's memory is not wired: %s", error)
 
 
 def limit_freed_buffers(step_bytes: int) -> None:

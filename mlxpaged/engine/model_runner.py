@@ -22,6 +22,7 @@ from mlxpaged.engine.row_tiles import largest_tile, row_tiles
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
 from mlxpaged.engine.step_input import SampledTokens, StepInput
 from mlxpaged.engine.swap_space import PIECE_BYTES, SwapSpace
+from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models import ServedModel, synchronize
 from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
@@ -343,6 +344,11 @@ class ModelRunner:
         """Give back the freed buffers that MLX keeps."""
         self._tell("clear_cache")
         mx.clear_cache()
+
+    def wire_memory(self) -> None:
+        """Keep the pools resident after a resize. No step may be in flight."""
+        self._tell("wire_memory")
+        wire_memory()
 
     def start_step(self, *results: mx.array) -> None:
         """Let the device begin and return at once. Raises DeviceError."""

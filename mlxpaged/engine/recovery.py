@@ -120,6 +120,7 @@ def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) 
     if is_out_of_memory(error):
         core.run_short(Batch(tuple(row for batch in batches for row in batch.rows)))
     core.runner.rebuild_pools()
+    core.runner.wire_memory()
     core.sampler.reset()
     core.scheduler.reset_cache()
     for batch in batches:

@@ -166,39 +166,14 @@ def test_the_swap_space_has_as_many_slots_as_fit() -> None:
         swap_slots(2_000_000, 1_000_000)
 
 
-@pytest.mark.parametrize("error", [None, ValueError("larger than the maximum working set")])
-def test_on_a_mac_the_memory_is_wired_up_to_the_working_set(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception | None
-) -> None:
-    limits = []
-
-    def set_wired_limit(limit: int) -> int:
-        if error is not None:
-            raise error
-        limits.append(limit)
-        return 0
-
-    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
-    kept: list[int] = []
-    monkeypatch.setattr(mx, "set_cache_limit", kept.append)
-    memory.prepare_device_memory()
-    assert limits == []
-    assert kept == [memory.CACHE_LIMIT]
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 5_000})
-    memory.prepare_device_memory()
-    assert limits == ([] if error else [5_000])
-    assert ("larger than the maximum working set" in caplog.text) == (error is not None)
-
-
-def test_the_engine_prepares_its_memory_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_limits_freed_memory_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     def load_model(*_: object) -> None:
         order.append("load")
         raise ModelNotFoundError("no such model")
 
-    monkeypatch.setattr(engine_thread, "prepare_device_memory", lambda: order.append("wire"))
+    monkeypatch.setattr(engine_thread, "prepare_device_memory", lambda: order.append("limit"))
     monkeypatch.setattr(builder, "load_model", load_model)
     thread = engine_thread.EngineThread()
 
@@ -211,7 +186,7 @@ def test_the_engine_prepares_its_memory_before_it_loads_the_model(monkeypatch: p
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    assert order == ["wire", "load", "no such model"]
+    assert order == ["limit", "load", "no such model"]
 
 
 @pytest.mark.parametrize(("step_bytes", "limit"), [(190_000_000, 190_000_000), (2**31, memory.CACHE_LIMIT)])
