@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from mlxpaged.cli.connection import add_server_flags
 from mlxpaged.cli.engine_flags import DEFAULTS, add_block_size, add_retune
-from mlxpaged.cli.flags import Flags, output_file, positive_int
+from mlxpaged.cli.flags import Flags, fitting, output_file, positive_int
 from mlxpaged.cli.parser import heavy_imports
 
+minutes = fitting(float, "a positive number of minutes", lambda value: 0 < value < math.inf)
 REPORT_FILE = "mlxpaged-doctor.json"
 
 
@@ -20,8 +22,9 @@ def add_parser(commands: Any) -> None:
         description="Run every attention kernel that a model needs, compare the results with MLX's own operations, "
         "and measure on this machine: which kernel is fastest for each shape of batch, attention beside MLX's, tokens "
         "per second beside mlx-lm's, and the memory of the largest prefill. With --agent: ask the model to call tools, "
-        "and print what comes back right.",
-        epilog="Exit status: 0 all is right; 1 a kernel or a task has failed, or the model cannot be served.",
+        "and print what comes back right. With --soak: try what has made macOS panic.",
+        epilog="Exit status: 0 all is right; 1 a kernel, a task or a request has failed, or the model cannot be "
+        "served.",
     )
     flags = Flags(parser, defaults=DEFAULTS)
     flags.model(DEFAULTS.model, "model directory or hub repository, whose layers decide which kernels are needed")
@@ -33,6 +36,8 @@ def add_parser(commands: Any) -> None:
     flags.value("--report", output_file, None, written, without_value=REPORT_FILE)
     asked = "instead, give the model tasks with tools, as agents do, over the server that runs or a new one"
     parser.add_argument("--agent", action="store_true", help=asked)
+    panics = "instead, run for so many minutes, 10 if none are named, the load under which macOS has panicked"
+    flags.value("--soak", minutes, None, panics, without_value="10")
     add_server_flags(parser, starts=True)
     parser.set_defaults(run=run)
 
@@ -42,6 +47,10 @@ def run(args: argparse.Namespace) -> int:
         from mlxpaged.cli.doctor import agent
 
         return agent.run(args)
+    if args.soak is not None:
+        from mlxpaged.cli.doctor import soak
+
+        return soak.run(args)
     with heavy_imports():
         from mlxpaged.cli.doctor.command import run
     return run(args)
