@@ -144,7 +144,7 @@ class ExpandedChunk:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write latents [1, 1, n, R] and rotary parts [1, 1, n, P]. Returns those of the whole context, [1, 1, K, R]
         and [1, 1, K, P]."""
-        rows = mx.concatenate([keys, values], axis=-1)[0].swapaxes(0, 1)
+        rows = mx.concatenate([keys, values], axis=-1).squeeze(0).swapaxes(0, 1)
         self._kv.write(rows, None, self._group.meta)
         self._step.attention_calls += 1
         context = self._kv.read_context(self._group.meta)[None]

@@ -297,7 +297,7 @@ class MetalPool:
 
     def read_context(self, meta: AttentionMetadata) -> mx.array:
         [num_keys] = meta.host_context_lens
-        keys, _, self._memory.token = self._gather(meta.block_tables[0], num_keys)
+        keys, _, self._memory.token = self._gather(meta.block_tables[0, :], num_keys)
         return keys
 
     def _attend_contiguous(
@@ -309,7 +309,7 @@ class MetalPool:
             values = keys[..., : self.layout.value_size]
         by_head = queries[None, part.rows].swapaxes(1, 2)
         out = contiguous_attention(by_head, keys[None], values[None], part.mask(meta, options.locality), options)
-        return out[0].swapaxes(0, 1), token
+        return out.squeeze(0).swapaxes(0, 1), token  # out[0] would be a gather, whose copy a reshape copies again
 
     def _gather(self, blocks: mx.array, num_keys: int) -> list[mx.array]:
         """The first keys of these blocks and their values, [num_kv_heads, num_keys, size] each, and the token of the

@@ -92,7 +92,7 @@ class TimedLayer:
 
         def contiguous(rows: mx.array) -> mx.array:
             out = contiguous_attention(rows[None].swapaxes(1, 2), of_keys, of_values, mask, options)
-            return out[0].swapaxes(0, 1)
+            return out.squeeze(0).swapaxes(0, 1)
 
         rows = mx.zeros((queries, shape.num_query_heads, layout.key_size), layout.dtype)
         return {"us": self._time(paged, rows), "mlx_us": self._time(contiguous, rows)}
