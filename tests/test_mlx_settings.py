@@ -10,39 +10,34 @@ import pytest
 
 from mlxpaged import mlx_settings
 
+LONG = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "400"}
 
-@pytest.mark.parametrize(
-    ("chip", "expected"),
-    [
-        ("Apple M1", "1000"),
-        ("Apple M2 Pro", "1000"),
-        ("Apple M4 Max", "1000"),
-        ("Apple M5", None),
-        ("Apple M10 Ultra", None),
-        ("Apple processor", None),
-        ("", None),
-    ],
-)
-def test_command_buffers_are_long_on_chips_up_to_m4(
-    monkeypatch: pytest.MonkeyPatch, chip: str, expected: str | None
-) -> None:
+
+def prepared(monkeypatch: pytest.MonkeyPatch, chip: str, environment: dict[str, str]) -> dict[str, str]:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(mlx_settings, "chip", lambda: chip)
-    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "environ", environment)
     mlx_settings.prepare()
-    assert os.environ.get("MLX_MAX_OPS_PER_BUFFER") == expected
+    return environment
 
 
-def test_a_value_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(mlx_settings, "chip", lambda: "Apple M1")
-    monkeypatch.setattr(os, "environ", {"MLX_MAX_OPS_PER_BUFFER": "7"})
-    mlx_settings.prepare()
-    assert os.environ == {"MLX_MAX_OPS_PER_BUFFER": "7"}
+@pytest.mark.parametrize("chip", ["Apple M1", "Apple M2 Pro", "Apple M4 Max"])
+def test_command_buffers_are_long_on_chips_up_to_m4(monkeypatch: pytest.MonkeyPatch, chip: str) -> None:
+    assert prepared(monkeypatch, chip, {}) == LONG
+
+
+@pytest.mark.parametrize("chip", ["Apple M5", "Apple M10 Ultra", "Apple processor", ""])
+def test_other_chips_have_mlxs_own_command_buffers(monkeypatch: pytest.MonkeyPatch, chip: str) -> None:
+    assert prepared(monkeypatch, chip, {}) == {}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_value_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert prepared(monkeypatch, "Apple M1", {name: "7"}) == LONG | {name: "7"}
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="on a Mac it may be set")
 def test_nothing_is_set_on_other_systems() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "MLX_MAX_OPS_PER_BUFFER"}
-    code = "import os, sys, mlxpaged; sys.exit('MLX_MAX_OPS_PER_BUFFER' in os.environ or 'mlx.core' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name not in LONG}
+    code = f"import os, sys, mlxpaged; sys.exit(bool({set(LONG)} & os.environ.keys()) or 'mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

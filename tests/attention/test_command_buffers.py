@@ -9,12 +9,12 @@ import pytest
 
 from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, Tuning, kernels
 from mlxpaged.attention.command_buffers import CommitLimits, Operation, commit_limits, count_commits, operations
-from mlxpaged.attention.tuning import MATRIX
-from tests.attention.step_graphs import MODELS, our_step, step_of_mlx_lm
+from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX
+from mlxpaged.mlx_settings import LONG_BUFFERS
+from tests.attention.step_graphs import MODELS, fused_functions, our_step, step_of_mlx_lm
 
 LIMITS = {"base or Pro": commit_limits("applegpu_g16g"), "Max": commit_limits("applegpu_g14s")}
-LONG = CommitLimits(1000, 50)
-"""As mlx_settings.py sets it."""
+LONG = CommitLimits(*map(int, LONG_BUFFERS.values()))
 
 
 @pytest.mark.parametrize("batch", [1, pytest.param(16, marks=pytest.mark.slow)])
@@ -25,9 +25,11 @@ def test_a_decoding_step_takes_hardly_more_command_buffers_than_mlx_lms_own(name
         assert count_commits(ours, limits) <= count_commits(theirs, limits) + 2
 
 
-def test_longer_command_buffers_help_small_models() -> None:
-    step = our_step(MODELS["Qwen3-0.6B"], 1)
-    assert count_commits(step, LIMITS["Max"]) >= 3 * count_commits(step, LONG)
+@pytest.mark.parametrize("name", MODELS)
+def test_longer_command_buffers_help_each_model(name: str) -> None:
+    step = our_step(MODELS[name], 1)
+    for limits in LIMITS.values():
+        assert count_commits(step, limits) >= 4 * count_commits(step, LONG)
 
 
 def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +55,21 @@ def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPat
         kv.clear()
     assert {name for name, _ in bound} == kernels.INPUTS_AND_OUTPUTS.keys()
     assert max(size for _, size in bound) <= rows.size < kv.arrays[0].size / 50
+
+
+def test_a_chunk_attends_over_copied_keys_without_further_copies(metal: None) -> None:
+    layout = KVLayout(2, 32, 32, mx.float16, 32)
+    kv = LayerKVCache.from_layout(8, layout, "metal", Tuning(chunks=CONTIGUOUS))
+    meta = AttentionMetadata.build([64], [100], [[0, 1, 2, 3]])
+    mx.eval(kv.arrays, meta.positions, meta.slot_mapping, meta.block_tables)
+    records: list[dict[str, Any]] = []
+
+    def attend(rows: mx.array) -> mx.array:
+        return kv.attend(rows, meta, scale=1.0).reshape(64, 64)
+
+    with fused_functions():
+        mx.export_function(records.append, attend, mx.zeros((64, 2, 32), mx.float16))
+    assert "Gather" not in [each.name for each in operations(records)]
 
 
 # MLX's rule
