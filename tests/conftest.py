@@ -180,7 +180,15 @@ def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     """`mlxpaged doctor` measures next to nothing."""
     from mlxpaged.cli.doctor import command
 
-    sizes = Sizes(queries=(1, 4), keys=(40,), batches=(1, 2), prompt_tokens=5, answer_tokens=4, prefill_tokens=34)
+    sizes = Sizes(
+        queries=(1, 4),
+        keys=(40,),
+        batches=(1, 2),
+        prompt_tokens=5,
+        answer_tokens=4,
+        prefill_tokens=34,
+        long_prefill_tokens=40,
+    )
     monkeypatch.setattr(command, "SIZES", sizes)
     monkeypatch.setattr(tuner, "REPETITIONS", 1)
     monkeypatch.setattr(tuner, "MAX_CALLS", 1)

@@ -19,13 +19,25 @@ def rounds_float32() -> bool:
     (ml-explore/mlx: is_nax_available in backend/metal/device.cpp, enable_tf32 in utils.h). MLX reads the variable at
     its first product and keeps it, and it holds for the whole process. So it is not changed for a comparison.
     """
-    return os.environ.get("MLX_ENABLE_TF32", "1").strip() != "0" and has_neural_accelerators()
+    return not forbids_tf32() and has_neural_accelerators()
 
 
 def has_neural_accelerators() -> bool:
-    """Whether MLX multiplies matrices on the neural accelerators of the GPU's cores."""
+    """Whether the GPU and the system have what MLX calls NAX (is_nax_available in backend/metal/device.cpp)."""
     if not mx.metal.is_available():
         return False
     found = re.search(r"(\d\d)([a-z])$", str(mx.device_info().get("architecture", "")))  # such as applegpu_g17s
     release = tuple(int(part) for part in re.findall(r"\d+", platform.mac_ver()[0])[:2])
     return found is not None and int(found[1]) >= (18 if found[2] == "p" else 17) and release >= (26, 2)
+
+
+def uses_neural_accelerators() -> bool:
+    """Whether MLX computes products on them: factors of float32 are rounded to TF32 there, so 1 + 2^-13 becomes 1.
+    An MLX may be built without them, as Homebrew's is."""
+    size = 128
+    product = mx.full((size, size), 1 + TF32_UNIT / 4) @ mx.eye(size)
+    return bool((product == 1).all())
+
+
+def forbids_tf32() -> bool:
+    return os.environ.get("MLX_ENABLE_TF32", "1").strip() == "0"

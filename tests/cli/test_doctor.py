@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlxpaged.attention import tuner, tuning_cache
 from mlxpaged.attention.self_check import CASES
 from mlxpaged.cli import main
 from mlxpaged.cli.doctor import command, flags
+from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.doctor.step_graph import command_buffers
 from mlxpaged.models import load_model
 from tests.attention.step_graphs import fused_functions
@@ -26,7 +28,10 @@ SECTIONS = [
     "attention",
     "command_buffers_per_step",
     "decoding",
+    "wired_memory",
+    "prompt_steps",
     "largest_prefill",
+    "long_prefill",
 ]
 
 
@@ -39,7 +44,15 @@ def check_measurements(found: dict[str, Any], backend: str) -> None:
     assert all(call["mlx_us"] > 0 and call["keys"] == 40 for call in calls[1:])
     assert [each["batch"] for each in found["decoding"]] == [1, 2]
     assert all(each["tokens_per_second"] > 0 and each["mlx_lm_tokens_per_second"] > 0 for each in found["decoding"])
+    steps = found["prompt_steps"]
+    assert steps["prompt_tokens"] == 34
+    assert sum((int(rows) - 1) * count for rows, count in steps["steps_by_rows"].items()) == 34
     assert found["largest_prefill"]["tokens"] == 34
+    if backend == "metal":
+        assert found["long_prefill"]["tokens"] == 40
+        assert found["long_prefill"]["bytes"] > 0
+    else:
+        assert found["long_prefill"] == {"not_measured": "40 tokens take long without the Metal kernels"}
     assert found["largest_prefill"]["bytes"] > 0
 
 
@@ -54,6 +67,7 @@ def test_the_report_of_a_model_has_checks_times_rates_and_memory_and_no_name_of_
     monkeypatch.setattr(tuner, "BUDGET_S", 600.0)
     monkeypatch.setattr(tuning_cache, "default_path", lambda: tmp_path / "tuning.json")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "wire_memory", lambda: 5_000)
     model = make_tiny_model(tmp_path / "secret" / "tiny", "llama", head_dim=32)
     assert main(["doctor", str(model), "--json", "--retune", "--block-size", "16", "--report"]) == 0
     output = capsys.readouterr().out
@@ -61,6 +75,7 @@ def test_the_report_of_a_model_has_checks_times_rates_and_memory_and_no_name_of_
     assert json.loads((tmp_path / flags.REPORT_FILE).read_text()) == found
     assert "secret" not in output
     check_measurements(found, "metal")
+    assert found["wired_memory"] == {"bytes": 5_000}
     assert found["model"] == {
         "name": "tiny",
         "layers": 2,
@@ -98,6 +113,7 @@ def test_without_metal_the_rest_is_measured_and_what_cannot_be_is_said(capsys: p
     found = json.loads(capsys.readouterr().out)
     assert "mean nothing for a real model or for a Mac" in found.pop("note")
     check_measurements(found, "cpu")
+    assert found["wired_memory"] == {"not_measured": "nothing is wired here (--wired-memory)"}
     assert found["kernels"] == found["tuning"] == {"not_measured": "there is no Metal device"}
     assert found["command_buffers_per_step"] == {"not_measured": "there is no Metal device"}
     assert main(["doctor", "./nothing"]) == 1
@@ -131,3 +147,22 @@ def test_command_buffers_of_a_step_are_counted_by_the_limits_that_hold(monkeypat
         monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1000")
         assert command_buffers(served, 32) == 1
     assert 1 < few < many
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_them", "rounds", "said"),
+    [
+        ({}, False, False, "none: "),
+        ({}, True, True, "used"),
+        ({}, True, False, "not used: this MLX is built without them"),
+        ({"MLX_ENABLE_TF32": "0"}, True, False, "not known"),
+    ],
+)
+def test_the_machine_says_whether_neural_accelerators_are_used(
+    environment: dict[str, str], has_them: bool, rounds: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr("mlxpaged.cli.doctor.machine.has_neural_accelerators", lambda: has_them)
+    full = mx.full
+    monkeypatch.setattr(mx, "full", lambda shape, value: full(shape, round(value, 3) if rounds else value))
+    assert dict(machine())["neural accelerators"].startswith(said)

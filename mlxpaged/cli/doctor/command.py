@@ -20,9 +20,10 @@ from mlxpaged.cli.doctor import report
 from mlxpaged.cli.doctor.attention_times import attention_times
 from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.doctor.sizes import Sizes
-from mlxpaged.cli.doctor.speed import engine_rates, make_engine, mlx_lm_rates, prefill_peak
+from mlxpaged.cli.doctor.speed import engine_rates, make_engine, mlx_lm_rates, prefill_peak, prompt_rows
 from mlxpaged.cli.doctor.step_graph import command_buffers
 from mlxpaged.engine import EngineCore
+from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models import ModelNotFoundError, ServedModel, UnsupportedModelError, load_model, resolve_model
 from mlxpaged.models.short_names import DEMO_MODEL
 
@@ -33,20 +34,21 @@ def run(args: argparse.Namespace) -> int:
     """Returns exit status 1 if a kernel fails or the model cannot be served, else 0."""
     logging.basicConfig(level="WARNING", format="%(levelname)s: %(message)s", stream=sys.stderr, force=True)
     sections: dict[str, Any] = {}
+    written = None if args.report in (None, "-") else Path(args.report)
     try:
         for name, content in Doctor(args.model, args.block_size, args.max_num_seqs, args.retune).sections():
             sections[name] = content
+            if written is not None:  # each time: the next section may take long, or the machine down
+                written.write_text(json.dumps(sections, indent=1) + "\n", encoding="utf-8")
             if not args.json:
                 print("\n".join(report.lines(name, content)), flush=True)
     except (ModelNotFoundError, UnsupportedModelError) as error:
         print(f"mlxpaged: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(sections, indent=1)
     if args.json:
-        print(text)
-    if args.report not in (None, "-"):
-        Path(args.report).write_text(text + "\n", encoding="utf-8")
-        print(f"the report is in {args.report}", file=sys.stderr)
+        print(json.dumps(sections, indent=1))
+    if written is not None:
+        print(f"the report is in {written}", file=sys.stderr)
     return int(report.has_failed(sections))
 
 
@@ -58,6 +60,7 @@ class Doctor:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._retune = retune
+        self._wired = 0
 
     def sections(self) -> Iterator[tuple[str, Any]]:
         """Names and contents, as JSON has them. mlx-lm comes first, so that one model at a time is in memory.
@@ -82,8 +85,7 @@ class Doctor:
         if mx.metal.is_available():
             buffers = measured(lambda: command_buffers(served, self._block_size))
         yield "command_buffers_per_step", buffers
-        core = measured(lambda: make_engine(served, backend, self._block_size, SIZES))
-        yield from self._engine_sections(core, theirs)
+        yield from self._engine_sections(served, backend, theirs)
 
     def _attention(
         self, served: ServedModel, shapes: list[AttentionShape], backend: str, found: list[ShapeTimes]
@@ -95,21 +97,43 @@ class Doctor:
         free_memory()
         return {"backend": backend, "calls": times}
 
-    def _engine_sections(self, core: EngineCore | dict[str, str], theirs: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(core, dict):
-            ours = peak = core
-        else:
-            engine = core
-            ours = measured(lambda: engine_rates(engine, SIZES))
-            peak = measured(lambda: prefill_peak(engine, SIZES))
-            engine.close()
+    def _engine_sections(self, served: ServedModel, backend: str, theirs: Any) -> Iterator[tuple[str, Any]]:
+        engines: list[EngineCore] = []
+
+        def with_engine(measure: Callable[[EngineCore], Any]) -> Any:
+            """By the first engine, which has the pools of the shorter prompt."""
+            if not engines:
+                engines.append(make_engine(served, backend, self._block_size, SIZES, SIZES.prefill_tokens))
+                self._wired = wire_memory()
+            return measure(engines[0])
+
+        ours = measured(lambda: with_engine(lambda engine: engine_rates(engine, SIZES)))
         yield "decoding", report.decoding_section(SIZES.batches, ours, theirs)
-        yield "largest_prefill", peak
+        yield "wired_memory", {"bytes": self._wired} if self._wired else report.not_measured(NOT_WIRED)
+        yield "prompt_steps", measured(lambda: with_engine(lambda engine: prompt_rows(engine, SIZES)))
+        most = SIZES.prefill_tokens
+        yield "largest_prefill", measured(lambda: with_engine(lambda engine: prefill_peak(engine, most)))
+        for engine in engines:
+            engine.close()
+        engines.clear()
+        free_memory()
+        yield "long_prefill", measured(lambda: long_prefill(served, backend, self._block_size))
         if self._model == DEMO_MODEL:
             yield "note", DEMO_NOTE
 
 
+def long_prefill(served: ServedModel, backend: str, block_size: int) -> Any:
+    if backend != "metal":
+        return report.not_measured(f"{SIZES.long_prefill_tokens} tokens take long without the Metal kernels")
+    engine = make_engine(served, backend, block_size, SIZES, SIZES.long_prefill_tokens)
+    try:
+        return prefill_peak(engine, SIZES.long_prefill_tokens)
+    finally:
+        engine.close()
+
+
 NO_DEVICE = "there is no Metal device"
+NOT_WIRED = "nothing is wired here (--wired-memory)"
 DEMO_NOTE = (
     "These figures are of the bundled demo model, which is tiny: they mean nothing for a real model or for a Mac. For "
     "figures that do, run `mlxpaged doctor MODEL` on the Mac."

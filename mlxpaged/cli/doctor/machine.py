@@ -8,6 +8,7 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from mlxpaged import __version__
+from mlxpaged.attention.precision import forbids_tf32, has_neural_accelerators, uses_neural_accelerators
 from mlxpaged.attention.tuning_cache import Machine
 from mlxpaged.cpu import blas
 
@@ -20,8 +21,17 @@ def machine() -> list[tuple[str, str]]:
         ("mlxpaged", __version__),
         ("device", f"{found.chip} ({mx.default_device()}, {device.get('architecture', platform.machine())})"),
         *((name, f"{int(size) / 2**30:.1f} GiB") for name, size in sizes.items() if size),
+        ("neural accelerators", neural_accelerators()),
         ("system", found.system),
         ("packages", f"{packages}, Python {platform.python_version()}"),
         ("kernels", found.kernels),
         ("BLAS", blas.describe()),
     ]
+
+
+def neural_accelerators() -> str:
+    if not has_neural_accelerators():
+        return "none: an M5 or later with macOS 26.2 or later has them"
+    if forbids_tf32():
+        return "not known, because MLX_ENABLE_TF32 is 0"
+    return "used" if uses_neural_accelerators() else "not used: this MLX is built without them, as Homebrew's is"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def unknown(content: Any) -> str | None:
 
 
 def machine_text(content: dict[str, str]) -> list[str]:
-    return [f"{name:9} {value}" for name, value in content.items()]
+    width = max(map(len, content))
+    return [f"{name:{width}} {value}" for name, value in content.items()]
 
 
 def model_text(content: dict[str, Any]) -> list[str]:
@@ -148,18 +150,31 @@ def rate_text(content: Any) -> str:
     return f"{content:9.1f}" if reason is None else f"not measured, because {reason}"
 
 
-def prefill_text(content: Any) -> list[str]:
+def wired_text(content: Any) -> list[str]:
+    reason = unknown(content)
+    size = f"{content['bytes'] / 1e9:.2f} GB" if reason is None else f"not measured, because {reason}"
+    return [f"wired for the GPU: {size}"]
+
+
+def steps_text(content: Any) -> list[str]:
     if (reason := unknown(content)) is not None:
-        return [f"largest prefill: not measured, because {reason}"]
+        return [f"rows of steps with a prompt: not measured, because {reason}"]
+    found = ", ".join(f"{rows} ({steps} steps)" for rows, steps in content["steps_by_rows"].items())
+    return [f"rows of steps with a prompt of {content['prompt_tokens']} tokens beside one stream: {found}"]
+
+
+def prefill_text(name: str, content: Any) -> list[str]:
+    if (reason := unknown(content)) is not None:
+        return [f"{name} prefill: not measured, because {reason}"]
     size = f"{content['bytes'] / 1e6:.1f} MB beside weights and KV cache"
-    return [f"largest prefill: {content['tokens']} tokens take {size}"]
+    return [f"{name} prefill: {content['tokens']} tokens take {size}"]
 
 
 def note_text(content: str) -> list[str]:
     return [content]
 
 
-TEXTS = {
+TEXTS: dict[str, Callable[[Any], list[str]]] = {
     "machine": machine_text,
     "model": model_text,
     "kernels": checks_text,
@@ -167,7 +182,10 @@ TEXTS = {
     "attention": attention_text,
     "command_buffers_per_step": buffers_text,
     "decoding": decoding_text,
-    "largest_prefill": prefill_text,
+    "wired_memory": wired_text,
+    "prompt_steps": steps_text,
+    "largest_prefill": partial(prefill_text, "largest"),
+    "long_prefill": partial(prefill_text, "long"),
     "note": note_text,
 }
 """How the content of each section is shown."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,10 @@ def mlx_lm_steps(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> I
         generator.close()
 
 
-def make_engine(served: ServedModel, backend: str, block_size: int, sizes: Sizes) -> EngineCore:
-    """An engine with room for what is measured, in each of several cache groups too."""
-    tokens = sizes.prefill_tokens + max(sizes.batches) * (sizes.prompt_tokens + sizes.answer_tokens + block_size)
+def make_engine(served: ServedModel, backend: str, block_size: int, sizes: Sizes, prompt_tokens: int) -> EngineCore:
+    """An engine with room for what is measured, in each of several cache groups too. prompt_tokens: of the longest
+    prompt."""
+    tokens = prompt_tokens + max(sizes.batches) * (sizes.prompt_tokens + sizes.answer_tokens + block_size)
     config = EngineConfig(
         kv_cache_bytes=2 * max(1, bytes_per_token(served.layers)) * tokens,
         attention_backend=backend,
@@ -105,9 +107,25 @@ def engine_steps(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int
         yield sum(len(output.token_ids) for output in outputs)
 
 
-def prefill_peak(core: EngineCore, sizes: Sizes) -> dict[str, Any]:
-    """Memory that the prefill of the largest chunk takes beside weights and pools, in bytes."""
+def prompt_rows(core: EngineCore, sizes: Sizes) -> dict[str, Any]:
+    """Numbers of rows of the steps that compute a prompt while one stream decodes, and how many steps have each."""
     tokens = min(sizes.prefill_tokens, core.served.context_length - 1)
+    endless = SamplingParams(max_tokens=tokens + 1, temperature=0.0, ignore_eos=True)
+    core.add(Request(f"doctor-{next(NUMBERS)}", [1], endless, core.clock()))
+    core.step()
+    once = SamplingParams(max_tokens=1, temperature=0.0)
+    core.add(Request(f"doctor-{next(NUMBERS)}", [1] * tokens, once, core.clock(), timeline=True))
+    chunks: tuple[int, ...] = ()
+    while core.has_work() and not chunks:
+        chunks = next((output.timeline.prompt_chunks for output in core.step() if output.timeline is not None), ())
+    core.abort_all("measured")
+    rows = Counter(1 + chunk for chunk in chunks)
+    return {"prompt_tokens": tokens, "steps_by_rows": {str(count): steps for count, steps in rows.items()}}
+
+
+def prefill_peak(core: EngineCore, most: int) -> dict[str, Any]:
+    """Memory that the prefill of the longest prompt, of at most so many tokens, takes beside weights and pools."""
+    tokens = min(most, core.served.context_length - 1)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
