@@ -11,7 +11,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload wheel train-demo families clean
+.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload mac-report wheel train-demo families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -155,6 +155,10 @@ bench-scheduler: $(STAMP)
 
 bench-overload: $(STAMP)
 	$(BIN)/python benchmarks/overload.py $(ARGS)
+
+# For whoever has a Mac: what it does with a real model, in one Markdown file. MODEL=... takes another one.
+mac-report: $(STAMP)
+	$(BIN)/python benchmarks/mac_report.py $(MODEL) $(ARGS)
 
 wheel: $(TOOLS)/.installed
 	rm -rf dist && $(TOOLS)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
