@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -26,8 +26,6 @@ FORCED_SIZES = frozenset({192, 256})
 """Sizes of heads for which MLX has a fused kernel for prompts on a GPU. For the second it takes it only if told to,
 because keeping the scores is faster (ml-explore/mlx: has_fused_kernel and use_fallback in
 backend/metal/scaled_dot_product_attention.cpp)."""
-
-CAN_FORCE = "force_fused" in (mx.fast.scaled_dot_product_attention.__doc__ or "")
 
 SCORE_ARRAYS = 2
 """Arrays of scores that MLX keeps at once: before and after the softmax."""
@@ -143,7 +141,7 @@ def contiguous_attention(
     rows = max(1, most // (n * num_heads * num_keys))
     if rows >= length or (can_fuse and size in FUSED_SIZES):
         return attention(queries, keys, values, mask, options)
-    if can_fuse and size in FORCED_SIZES and CAN_FORCE:
+    if can_fuse and size in FORCED_SIZES:
         return attention(queries, keys, values, mask, options, force_fused=True)
     outputs: list[mx.array] = []
     for first in range(0, length, rows):
@@ -176,14 +174,14 @@ def attention(
     values: mx.array,
     mask: mx.array | Literal["causal"],
     options: Options,
-    **fused: Any,
+    force_fused: bool = False,
 ) -> mx.array:
-    """`contiguous_attention` in one tile. fused: passed to MLX."""
+    """`contiguous_attention` in one tile. force_fused: for MLX."""
     sinks = options.sinks
     if options.softcap is None:
         own_sinks = None if sinks is None else sinks.astype(queries.dtype)
         return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=options.scale, mask=mask, sinks=own_sinks, **fused
+            queries, keys, values, scale=options.scale, mask=mask, sinks=own_sinks, force_fused=force_fused
         )
     (n, num_heads, length, size), num_keys = queries.shape, keys.shape[2]
     if isinstance(mask, str):
