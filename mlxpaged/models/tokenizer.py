@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from mlxpaged.formats import FORMATS, HARMONY, HERMES, Format, format_of, harmony, thought_tags
@@ -69,6 +69,9 @@ class Tokenizer:
         if not set(guarded(wrapped.encode)(SAMPLE, add_special_tokens=False)) - {wrapped.unk_token_id}:
             raise UnsupportedModelError("its tokenizer has no tokens for text, because its vocabulary is missing")
         self._decoder = copy.deepcopy(wrapped._tokenizer)
+        # Some kinds, as Code Llama's, change the text before the file's rules do.
+        own = getattr(type(self._decoder), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus
+        self._encodes_by_file = isinstance(self._fast, FastTokenizer) and not own
         self.token_text = functools.cache(self._token_text)
         self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
         added = self._decoder.added_tokens_decoder
@@ -129,7 +132,7 @@ class Tokenizer:
         split_special_tokens: control tokens in the text are text. Raises ControlTokenError if they cannot be."""
         if split_special_tokens:
             return encoded(self._control.renamed_tokenizer(self._fast), text, add_special_tokens)
-        if isinstance(self._fast, FastTokenizer):
+        if self._encodes_by_file:
             return encoded(self._fast, text, add_special_tokens)
         return list(self._encoder.encode(text, add_special_tokens=add_special_tokens))
 

@@ -22,9 +22,9 @@ MAX_GROWTH = 100
 """Characters that one character of a text or token may become. The largest of known models is 72: compatibility forms
 (18 for U+FDFA), and then bytes as characters."""
 MAX_REPLACED = 16
-"""Characters that `Replace` rules of a normalizer may make of one. Those of known models make one of one, or at most
-two by a pattern. A text that a client sends in good faith has few of the characters that Unicode's forms make long, but
-a rule may replace any letter, and each token takes 165 to 340 bytes while a text is encoded."""
+"""Characters that `Replace` rules of a normalizer may make of one. A letter for a letter counts as 1, and a letter for
+a pattern as 2. Few texts have the characters that Unicode's forms make long, but a rule may replace any letter, and
+each token takes 165 to 340 bytes while a text is encoded."""
 MAX_ADDED = 1024
 """Characters that a rule may add to a text, whatever its length."""
 MAX_ADDED_TOKENS = 40_000
