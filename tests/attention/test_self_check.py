@@ -121,10 +121,18 @@ def to_tf32(array: mx.array) -> mx.array:
 
 
 def attention_in_tf32(
-    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: mx.array | None
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+    force_fused: bool,
 ) -> mx.array:
     """`mx.fast.scaled_dot_product_attention` as the GPU of an M5 computes it in float32."""
     assert sinks is None
+    assert not force_fused
     keys, values = (mx.repeat(each, queries.shape[1] // each.shape[1], axis=1) for each in (keys, values))
     scores = scale * (to_tf32(queries) @ to_tf32(keys).swapaxes(-1, -2))
     if isinstance(mask, str):
