@@ -35,6 +35,9 @@ MAX_FORM = 4096
 """Characters of a format: searching widths in it is not linear."""
 MAX_COMPARED = 2**32
 """Characters times characters that methods compare whose time is not linear."""
+PLAIN_SECONDS, WORK_SECONDS, REST_SECONDS = 0.05, 0.001, 0.0005
+"""After the first, a rendering rests after each of the second, for the third: Python gives its lock to another thread
+only every 5 ms, and a step takes it many times."""
 STEPS = 64
 """Steps between two looks at the clock."""
 VIEWS: tuple[Any, ...] = (type({}.items()), type({}.values()), type({}.keys()))
@@ -56,10 +59,11 @@ def too_large() -> TemplateLimitError:
 class Budget:
     """What one rendering may still spend."""
 
-    __slots__ = ("_deadline", "_left", "_weights", "steps")
+    __slots__ = ("_deadline", "_left", "_rest_at", "_weights", "steps")
 
     def __init__(self) -> None:
-        self._deadline = time.thread_time() + SECONDS
+        now = time.thread_time()
+        self._deadline, self._rest_at = now + SECONDS, now + PLAIN_SECONDS
         self._left = MAX_MADE
         self.steps = STEPS  # until the next look at the clock
         # The weights of lists by id, and the lists, so that no other list gets this id. The sandbox changes no list.
@@ -77,8 +81,12 @@ class Budget:
     def look(self) -> None:
         """Look at the clock. Raises TemplateLimitError."""
         self.steps = STEPS
-        if time.thread_time() > self._deadline:
+        now = time.thread_time()
+        if now > self._deadline:
             raise TemplateLimitError(f"it takes more than {SECONDS:g} seconds")
+        if now > self._rest_at:
+            time.sleep(REST_SECONDS)
+            self._rest_at = now + WORK_SECONDS
 
     def weigh(self, value: Any) -> int:
         """Characters and items in a value: what it takes to write it as text, or to compare it. A list that is in
