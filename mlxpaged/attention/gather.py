@@ -137,8 +137,7 @@ def contiguous_attention(
     the queries are taken in tiles."""
     (n, num_heads, length, size), num_keys = queries.shape, keys.shape[2]
     can_fuse = options.softcap is None and size == values.shape[-1] and mx.default_device() != mx.Device(mx.cpu)
-    most = MAX_SCORES if options.softcap is None else MAX_SCORES // SOFTCAP_ARRAYS
-    rows = max(1, most // (n * num_heads * num_keys))
+    rows = max(1, most_scores(options.softcap is not None) // (n * num_heads * num_keys))
     if rows >= length or (can_fuse and size in FUSED_SIZES):
         return attention(queries, keys, values, mask, options)
     if can_fuse and size in FORCED_SIZES:
@@ -156,16 +155,21 @@ def contiguous_attention(
     return mx.concatenate(outputs, axis=2)
 
 
+def most_scores(softcap: bool) -> int:
+    """Returns how many scores one call may keep in each of its arrays."""
+    return MAX_SCORES // SOFTCAP_ARRAYS if softcap else MAX_SCORES
+
+
 def scores_bytes(shape: AttentionShape, tokens: int, context: int) -> int:
     """Returns the bytes of the scores that a chunk's attention keeps at once on a GPU."""
     layout = shape.layout
     if layout.key_size == layout.value_size and layout.key_size in FUSED_SIZES and not shape.softcap:
         return 0
     keys = context if shape.window is None else min(context, shape.window + tokens)
-    scores = min(MAX_SCORES, shape.num_query_heads * tokens * keys)
-    return (
-        SOFTCAP_ARRAYS * 4 * (scores // SOFTCAP_ARRAYS) if shape.softcap else SCORE_ARRAYS * scores * layout.dtype.size
-    )
+    scores = min(most_scores(shape.softcap), shape.num_query_heads * tokens * keys)
+    if shape.softcap:
+        return SOFTCAP_ARRAYS * mx.float32.size * scores
+    return SCORE_ARRAYS * layout.dtype.size * scores
 
 
 def attention(

@@ -4,6 +4,7 @@ special token. Each of them is read in every model's answers; what the chat temp
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.json_calls import json_calls, written_json
@@ -45,13 +46,10 @@ LLAMA_4 = Format(
     in_template=((START,), ("<|header_start|>", "python")),
     written=written(END),
 )
-LLAMA_4_JSON = Format(
+LLAMA_4_JSON = replace(
+    LLAMA_4,
     name="llama4_json",
     models="Llama 4, asked for JSON",
-    starts=(START,),
-    first=("{", "["),
-    ends=(END,),
-    read=functools.partial(read, (START,), (END,)),
     in_template=(("<|header_start|>", '"parameters"'),),
     written=written_json("", END, "parameters"),
 )

@@ -83,9 +83,8 @@ class Tokenizer:
         # Whether the chat template shows tools and calls, and their format is known. Some templates show calls and
         # results, but leave it to the system message to describe the tools, as the server can do for these formats.
         self.shows_tools = found is not None and self.template_reads("tools")
-        self.shows_calls = (
-            found is not None and (self.shows_tools or found.shown is not None) and "tool_calls" in self.template_source
-        )
+        mentions_calls = not self.template_source or "tool_calls" in self.template_source
+        self.shows_calls = found is not None and (self.shows_tools or found.shown is not None) and mentions_calls
         tools = found if found is not None and (self.shows_tools or self.shows_calls or found is HARMONY) else HERMES
         thoughts = thought_tags(vocabulary)
         self.tags = Tags(thoughts.start, thoughts.end, tools, thoughts.anywhere)
@@ -96,10 +95,10 @@ class Tokenizer:
         self.think_start_ids = self._tag_ids(harmony.BEGIN_THOUGHT if in_messages else thoughts.start)
         self.think_end_ids = self._tag_ids(harmony.END_THOUGHT if in_messages else thoughts.end)
         self._control = self._control_tokens()
-        self.thinking_switch = switch_of(self.template_reads, self.template_source)
-        self.efforts = efforts_of(self.template_reads, self.template_source, self._renders)
         self.takes_system = self._shows_last_system("system", "user")
         self.takes_late_system = self._shows_last_system("system", "user", "system")
+        self.thinking_switch = switch_of(self.template_reads, self.template_source)
+        self.efforts = efforts_of(self.template_reads, self.template_source, self._renders)
 
     def _control_tokens(self) -> ControlTokens:
         """Control tokens are those that the tokenizer marks as special, and added tokens in the template's text or in
@@ -212,10 +211,13 @@ class Tokenizer:
             return False
 
     def _renders(self, variables: Mapping[str, Any]) -> bool:
-        """Whether the chat template takes these variables."""
+        """Whether the chat template takes these variables. Raises UnsupportedModelError if it exceeds a limit with
+        them."""
         try:
             messages = [{"role": "user", "content": "probe"}]
             self._encoder.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        except TemplateLimitError as error:
+            raise UnsupportedModelError(f"its chat template is refused: {error}") from error
         except Exception:  # as in `apply_chat_template`
             return False
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 from mlxpaged.attention import AttentionShape, KVLayout
 from mlxpaged.attention.gather import scores_bytes
 from mlxpaged.cpu.attention_plan import TILE
-from mlxpaged.engine import EngineConfig, memory
+from mlxpaged.engine import EngineConfig, memory, step_memory
 from mlxpaged.engine.memory import LEAST_STEP
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
-from mlxpaged.engine.step_memory import SCORE_TOKENS, measure_step, peak_of_chunk
+from mlxpaged.engine.step_memory import SCORE_TOKENS, measure_step
 from mlxpaged.models import load_model
 from tests.engine.hybrid import Hybrid
 from tests.models.architectures import make_architecture
@@ -22,16 +23,20 @@ from tests.support import make_tiny_model
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_the_measured_step_is_extrapolated_to_the_token_budget(kind: str, tmp_path: Path) -> None:
+def test_the_measured_step_is_extrapolated_to_the_token_budget(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {"intermediate_size": 1024}
     path = make_tiny_model(tmp_path / "m", kind, **options) if kind == "llama" else make_architecture(tmp_path, kind)
     served = load_model(str(path))
     before = mx.get_active_memory()
-    found = measure_step(served, EngineConfig(max_num_batched_tokens=128))
-    # MLX's CPU backend allocates ahead of the threads that compute and free, further ahead for larger operations.
-    assert 0.5 * peak_of_chunk(served, 128, 32) <= found
-    assert found >= 1.5 * measure_step(served, EngineConfig(max_num_batched_tokens=64, max_num_seqs=8))
+    size = json.loads((served.path / "config.json").read_text())["hidden_size"]
+    # At least one array between two layers exists. More do while MLX's CPU backend allocates ahead of its threads.
+    assert measure_step(served, EngineConfig(max_num_batched_tokens=128)) >= 128 * size * 4
     assert mx.get_active_memory() - before < served.weight_bytes + 10_000_000
+    monkeypatch.setattr(step_memory, "peak_of_chunk", lambda _served, tokens, _block_size: 1_000_000 * tokens)
+    small, large = (measure_step(served, EngineConfig(max_num_batched_tokens=count)) for count in (64, 128))
+    assert large - small == 64_000_000
 
 
 def test_measuring_leaves_no_state_behind(tmp_path: Path) -> None:
@@ -62,6 +67,7 @@ def test_a_gpu_keeps_at_least_a_gigabyte_free(tmp_path: Path, monkeypatch: pytes
         (AttentionShape(16, KVLayout(8, 256, 256, mx.float16, 32)), 2**30),
         (AttentionShape(4, KVLayout(2, 256, 256, mx.float16, 32), window=512), 4 * 4 * 2048 * (512 + 2048)),
         (AttentionShape(4, KVLayout(2, 128, 128, mx.float16, 32), softcap=True), 2**30),
+        (AttentionShape(1, KVLayout(1, 128, 128, mx.float16, 32), window=1, softcap=True), 4 * 4 * 2048 * 2049),
     ],
     ids=str,
 )

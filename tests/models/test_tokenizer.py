@@ -7,8 +7,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
+from transformers import AutoTokenizer
 
+from mlxpaged.models import UnsupportedModelError, template_limits
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.models.tokenizer import ChatTemplateError, Tokenizer
 from tests.support import demo_vocab_size
@@ -111,3 +114,21 @@ def test_what_a_template_refuses_is_reported_in_its_own_words() -> None:
     wrapped.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ChatTemplateError, match="refuses these messages: roles must alternate"):
         Tokenizer(wrapped).apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_that_is_code_shows_tools_and_calls() -> None:
+    """As mlx-lm has it for DeepSeek V3.2: nothing is known of what it reads."""
+    plain = AutoTokenizer.from_pretrained(DEMO_PATH)
+    plain.chat_template = None
+    code = TokenizerWrapper(plain, chat_template=lambda messages, **options: "text")
+    found = Tokenizer(code, "deepseek_v32")
+    assert (found.shows_tools, found.shows_calls, found.tags.tools.name) == (True, True, "deepseek_v32")
+
+
+def test_a_template_that_loops_at_an_effort_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "SECONDS", 0.05)
+    wrapped = load_tokenizer(DEMO_PATH)
+    loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    wrapped.chat_template = f"{{{{ messages }}}}{{% if reasoning_effort == 'high' %}}{loops}{{% endif %}}"
+    with pytest.raises(UnsupportedModelError, match="takes more than"):
+        Tokenizer(wrapped)
