@@ -17,12 +17,23 @@ from mlxpaged.formats import FORMATS, HARMONY, HERMES, Format, format_of, harmon
 from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, encoded, unmarked
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.panics import guarded
-from mlxpaged.models.template_environment import LimitedEnvironment, variables_of
-from mlxpaged.models.template_limits import TemplateLimitError
+from mlxpaged.models.templates.renderer import TemplateError, TemplateLimitError, render, variables_of
 from mlxpaged.models.thinking_variables import efforts_of, switch_of
 
-chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
-"""transformers has no setting for the environment in which it compiles chat templates."""
+
+@dataclass(frozen=True)
+class RemoteTemplate:
+    """A chat template that is rendered in another process."""
+
+    source: str
+
+    def render(self, **variables: Any) -> str:
+        return render(self.source, variables)
+
+
+assert callable(chat_template_utils._compile_jinja_template)
+chat_template_utils._compile_jinja_template = RemoteTemplate
+"""transformers has no setting for what renders chat templates."""
 
 REPLACEMENT = "\ufffd"
 TAG_TOKENS = 16
@@ -178,15 +189,12 @@ class Tokenizer:
         if marker is None:
             marker, messages, options = self.mark(messages, options)
         try:
-            text = self._encoder.apply_chat_template(
-                [dict(m) for m in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **options,
-            )
+            text = self._render(messages, add_generation_prompt=add_generation_prompt, **options)
         except TemplateLimitError as error:
             raise ChatTemplateError(f"the model's chat template cannot render these messages: {error}") from error
-        except Exception as error:  # templates raise any type, with a message
+        except OSError:  # no process can be started
+            raise
+        except Exception as error:  # a template in Python raises any type, with a message
             message = f"the model's chat template refuses these messages: {error}"
             raise ChatTemplateError(message[:MAX_MESSAGE]) from error
         check(unmarked(text, marker))
@@ -202,25 +210,29 @@ class Tokenizer:
         refuse all system messages, many refuse those after the first message, and some ignore them. Raises
         UnsupportedModelError if the template exceeds a limit with these messages, as it will with all."""
         last = max(i for i, role in enumerate(roles) if role == "system")
-        try:
-            messages = [{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)]
-            return f"probe {last}" in self._encoder.apply_chat_template(messages, tokenize=False)
-        except TemplateLimitError as error:
-            raise UnsupportedModelError(f"its chat template is refused: {error}") from error
-        except Exception:  # as in `apply_chat_template`; or there is no template
-            return False
+        text = self._probed([{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)])
+        return text is not None and f"probe {last}" in text
 
     def _renders(self, variables: Mapping[str, Any]) -> bool:
         """Whether the chat template takes these variables. Raises UnsupportedModelError if it exceeds a limit with
         them."""
+        messages = [{"role": "user", "content": "probe"}]
+        return self._probed(messages, add_generation_prompt=True, **variables) is not None
+
+    def _probed(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
+        """The text of a conversation; None if the chat template refuses it, or there is none. Raises
+        UnsupportedModelError if the template exceeds a limit."""
         try:
-            messages = [{"role": "user", "content": "probe"}]
-            self._encoder.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+            return self._render(messages, **options)
         except TemplateLimitError as error:
             raise UnsupportedModelError(f"its chat template is refused: {error}") from error
+        except OSError:
+            raise
         except Exception:  # as in `apply_chat_template`
-            return False
-        return True
+            return None
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        return str(self._encoder.apply_chat_template([dict(m) for m in messages], tokenize=False, **options))
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template uses a variable; True if the template is code instead of text."""
@@ -230,7 +242,7 @@ class Tokenizer:
     def _template_variables(self) -> frozenset[str]:
         try:
             return variables_of(self.template_source)
-        except Exception:  # it is no template: each request is told so
+        except (TemplateError, TemplateLimitError):  # each request is told so
             return frozenset()
 
     @property

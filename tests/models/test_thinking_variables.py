@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mlxpaged.models.template_environment import variables_of
+from mlxpaged.models.templates.renderer import variables_of
 from mlxpaged.models.thinking_variables import efforts_of, switch_of
 
 HY3 = (

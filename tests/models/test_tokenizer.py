@@ -11,8 +11,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from transformers import AutoTokenizer
 
-from mlxpaged.models import UnsupportedModelError, template_limits
+from mlxpaged.models import UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.models.templates import renderer
 from mlxpaged.models.tokenizer import ChatTemplateError, Tokenizer
 from tests.support import demo_vocab_size
 
@@ -126,7 +127,7 @@ def test_a_template_that_is_code_shows_tools_and_calls() -> None:
 
 
 def test_a_template_that_loops_at_an_effort_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "SECONDS", 0.05)
+    monkeypatch.setattr(renderer, "SECONDS", 0.05)
     wrapped = load_tokenizer(DEMO_PATH)
     loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     wrapped.chat_template = f"{{{{ messages }}}}{{% if reasoning_effort == 'high' %}}{loops}{{% endif %}}"
