@@ -94,7 +94,7 @@ def progress(sequence: Sequence, now: float) -> str:
     """How far a sequence has come, in a message for its client."""
     prompt = computed = sequence.num_prompt_tokens
     if sequence.num_output_tokens == 0:  # otherwise its prompt was computed, even if its blocks are lost now
-        computed = min(prompt, max(sequence.num_computed_tokens, sequence.num_swapped_tokens))
+        computed = min(prompt, max(sequence.num_computed_tokens, sequence.kv.num_swapped_tokens))
     return (
         f"after {now - sequence.arrival_time:.3f} s the request was {sequence.status.value}, with {computed} of "
         f"{prompt} prompt tokens computed and {sequence.num_output_tokens} tokens generated"

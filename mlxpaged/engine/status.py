@@ -86,7 +86,7 @@ def engine_status(
 
 
 def sequence_state(scheduler: Scheduler, sequence: Sequence, now: float) -> SequenceState:
-    block_ids = sequence.block_table.block_ids if sequence.block_table is not None else []
+    block_ids = sequence.kv.table.block_ids if sequence.kv.table is not None else []
     shared = scheduler.pool.shared(block_ids)
     return SequenceState(
         request_id=sequence.request_id,

@@ -99,6 +99,6 @@ class TimelineRecorder:
             recomputed_tokens=self._recomputed_tokens,
             steps=self._steps,
             preemptions=sequence.num_preemptions,
-            swaps_out=sequence.num_swaps_out,
-            swaps_in=sequence.num_swaps_in,
+            swaps_out=sequence.kv.num_swaps_out,
+            swaps_in=sequence.kv.num_swaps_in,
         )

@@ -7,16 +7,13 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
 from mlxpaged.cache import BlockPool, BlockTable, OutOfBlocksError, TableRows, blocks_for
-from mlxpaged.cache.checkpoints import Checkpoints
 from mlxpaged.cache.prefix_cache import CachedBlock, Content, PrefixCache
 from mlxpaged.scheduler.batch import BlockMoves
 from mlxpaged.scheduler.config import SchedulerConfig
-from mlxpaged.scheduler.junctions import Junctions
 from mlxpaged.scheduler.pool_size import PoolSize
-from mlxpaged.scheduler.sequence import RoomLookup, Sequence
-
-CHECKPOINT_DISTANCE = 1024
-"""Tokens between two checkpoints of a long sequence, rounded to whole blocks."""
+from mlxpaged.scheduler.recurrent import Recurrent, Stateless
+from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.scheduler.sequence_kv import RoomLookup
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,10 @@ class BlockManager:
         if config.num_swap_slots:
             self.swap = BlockPool(config.num_swap_slots, config.block_size)
         self.blocks_copied = self.blocks_swapped_out = self.blocks_swapped_in = 0
-        self.recurrent = config.recurrent
-        self.checkpoints = Checkpoints(config.num_checkpoints if config.prefix_caching else 0)
-        self.junctions: Junctions | None = None
-        if self.prefix_cache is not None and self.checkpoints.capacity:
-            self.prefix_cache.on_drop = self.checkpoints.forget
-            self.junctions = Junctions(self.prefix_cache, config.block_size)
-        self._slots_per_state = config.swap_slots_per_state
+        self.states = Stateless()
+        if config.recurrent:
+            recurrent = config.num_checkpoints, config.swap_slots_per_state, config.block_size, self.prefix_cache
+            self.states = Recurrent(*recurrent)
         self._states_out: list[tuple[int, list[int]]] = []
         self._states_in: list[tuple[list[int], int]] = []
         self._loaded: list[int] = []  # swap slots that the step being scheduled reads
@@ -59,13 +53,13 @@ class BlockManager:
 
     def find(self, sequence: Sequence, fork_of: Sequence | None = None) -> Reuse:
         """Find what a sequence without blocks can reuse. Its last token is always computed, for the logits."""
-        if fork_of is not None and not self.recurrent:  # a parent's recurrent state has passed the end of the prompt
-            parent = fork_of.block_table
+        if fork_of is not None and self.states.can_fork:
+            parent = fork_of.kv.table
             if parent is not None and parent.can_fork(len(sequence.token_ids) - 1):
                 return Reuse((), fork_of)
         hit = self._match(sequence)
-        if self.recurrent and sequence.num_swapped_tokens:  # its state is in swap space
-            hit = hit[: sequence.num_swapped_tokens // self.block_size]
+        if sequence.kv.state_slots:  # it goes on from its own state
+            hit = hit[: sequence.kv.num_swapped_tokens // self.block_size]
             return Reuse(hit[: self._last_whole_window(hit)])
         return Reuse(hit[: self._usable(hit)])
 
@@ -80,13 +74,13 @@ class BlockManager:
         for group, block in self.found_blocks(reuse):
             cached[group] += self.pool.ref_count(block) == 0
         needed = self._most_blocks([filled - len(reuse.hit) + count for count in cached])
-        gains = self.pool.num_gains, self.checkpoints.num_attached
-        sequence.last_lookup = RoomLookup(len(sequence.token_ids), needed, *gains)
+        gains = self.pool.num_gains, self.states.checkpoints.num_attached
+        sequence.kv.last_lookup = RoomLookup(len(sequence.token_ids), needed, *gains)
         return needed
 
     def room_left_for(self, sequence: Sequence) -> int:
         """Free blocks that a running sequence still needs for the rest of its prompt or its next token."""
-        table = sequence.block_table
+        table = sequence.kv.table
         assert table is not None
         held, end = len(table.ids[0]), blocks_for(len(sequence.token_ids), self.block_size)
         if end <= held:
@@ -108,47 +102,45 @@ class BlockManager:
     def least_room_for(self, sequence: Sequence) -> int:
         """A lower bound of `room_for` in O(1). It saves searching the prefix cache for long prompts in every step that
         has no room for them. Each gain of the pool since the last search can have saved one block."""
-        last = sequence.last_lookup
+        last = sequence.kv.last_lookup
         if last is None or last.num_tokens != len(sequence.token_ids) or sequence.fork_of is not None:
             return 0
         if sequence.logits_from is not None:
             return 0  # more of the prompt may be found once its log-probabilities are known
         gains = self.pool.num_gains - last.num_gains
-        if last.num_checkpoints != self.checkpoints.num_attached or (gains and not self.groups.keeps_all):
+        if last.num_checkpoints != self.states.checkpoints.num_attached or (gains and not self.groups.keeps_all):
             return 0  # a new checkpoint, or the last block of a window, can make many cached blocks usable
         return last.blocks_needed - gains
 
     def start(self, sequence: Sequence, reuse: Reuse) -> int:
         """Give a sequence its block table, filled with what it reuses. There must be room for it. Returns the number of
         leading tokens that need not be computed."""
-        prompt_end = self._prompt_end(sequence)
-        sequence.block_table = table = BlockTable(self.pool, self.tables, self.prefix_cache, self.groups, prompt_end)
+        kv, prompt_end = sequence.kv, sequence.prompt_end(self.block_size)
+        kv.table = table = BlockTable(self.pool, self.tables, self.prefix_cache, self.groups, prompt_end)
         if reuse.fork_of is not None:
-            assert reuse.fork_of.block_table is not None
+            assert reuse.fork_of.kv.table is not None
             computed = len(sequence.token_ids) - 1
-            table.fork(reuse.fork_of.block_table, computed)
+            table.fork(reuse.fork_of.kv.table, computed)
         else:
             first = len(reuse.hit)
-            computed = max(first * self.block_size, sequence.num_swapped_tokens)
+            computed = max(first * self.block_size, kv.num_swapped_tokens)
             table.adopt(reuse.hit)
             table.grow(computed, computed)
             loads = [
                 (slot, table.ids[group][index])
-                for slot, (group, index) in zip(
-                    sequence.swap_slots, self._kept(sequence.num_swapped_tokens), strict=True
-                )
+                for slot, (group, index) in zip(kv.swap_slots, self._kept(kv.num_swapped_tokens), strict=True)
                 if index >= first
             ]
             self._swap_in += loads
             self.blocks_swapped_in += len(loads)
-            sequence.num_swaps_in += bool(sequence.swap_slots)
-            self._loaded += sequence.swap_slots
-            if sequence.state_slots:
-                self._states_in.append((sequence.state_slots, sequence.sequence_id))
-                self._loaded += sequence.state_slots
-            elif self.recurrent and reuse.hit:
-                self._restore(sequence, reuse.hit[-1])
-            sequence.swap_slots, sequence.state_slots, sequence.num_swapped_tokens = [], [], 0
+            kv.num_swaps_in += bool(kv.swap_slots)
+            self._loaded += kv.swap_slots
+            if kv.state_slots:
+                self._states_in.append((kv.state_slots, sequence.sequence_id))
+                self._loaded += kv.state_slots
+            elif reuse.hit:
+                self.states.restore(sequence, reuse.hit[-1])
+            kv.swap_slots, kv.state_slots, kv.num_swapped_tokens = [], [], 0
         return computed
 
     def _kept(self, num_tokens: int) -> list[tuple[int, int]]:
@@ -163,33 +155,32 @@ class BlockManager:
     def catch_up(self, sequence: Sequence) -> int:
         """Adopt blocks of the sequence's prompt that other sequences have computed since its last chunk, so that no
         block is computed twice. Returns the number of leading tokens in shared blocks, or 0 if none was adopted."""
-        table = sequence.block_table
+        table = sequence.kv.table
         assert table is not None
         known = len(table.chain)
         hit = self._match(sequence, table.chain)
-        if not hit and not self.recurrent:
+        if not hit:
             return 0
         usable = self._usable([*table.chain, *hit], table)
         if usable <= known or usable * self.block_size <= sequence.num_computed_tokens:
             return 0
         hit = hit[: usable - known]
         table.adopt(hit)
-        if self.recurrent:
-            self._restore(sequence, hit[-1])
+        self.states.restore(sequence, hit[-1])
         return usable * self.block_size
 
     def num_available_tokens(self, sequence: Sequence) -> int:
         """Leading tokens whose KV is in its blocks, in swap space or in the prefix cache."""
-        table = sequence.block_table
+        table = sequence.kv.table
         chain = () if table is None else table.chain
         shared = self._usable([*chain, *self._match(sequence, chain)], table) * self.block_size
-        return max(sequence.num_computed_tokens, sequence.num_swapped_tokens, shared)
+        return max(sequence.num_computed_tokens, sequence.kv.num_swapped_tokens, shared)
 
     def _usable(self, chain: ListOf[CachedBlock], table: BlockTable | None = None) -> int:
         """The most leading blocks of a chain from which a sequence with this table can go on."""
         length = self._last_whole_window(chain, table)
-        while self.recurrent and (deepest := self.checkpoints.deepest(chain[:length])) < length:
-            length = self._last_whole_window(chain[:deepest], table)
+        while (usable := self.states.usable(chain[:length])) < length:
+            length = self._last_whole_window(chain[:usable], table)
         return length
 
     def _last_whole_window(self, chain: ListOf[CachedBlock], table: BlockTable | None = None) -> int:
@@ -203,13 +194,13 @@ class BlockManager:
         step writes them after it. One more token is kept than the next step sees, because a fork computes the last
         token of the prompt again."""
         for sequence in () if self.groups.keeps_all else sequences:
-            assert sequence.block_table is not None
-            sequence.block_table.give_back(sequence.num_computed_tokens - 1)
+            assert sequence.kv.table is not None
+            sequence.kv.table.give_back(sequence.num_computed_tokens - 1)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Take blocks for the next `num_tokens` tokens, and copy the block that they begin in if it is shared. If too
         few are free, asks for a larger pool and raises OutOfBlocksError, with nothing taken."""
-        table = sequence.block_table
+        table = sequence.kv.table
         assert table is not None
         start = sequence.num_computed_tokens
         kept = max(0, start - 1)
@@ -231,128 +222,59 @@ class BlockManager:
         same step may use them."""
         if self.prefix_cache is None:
             return
-        table = sequence.block_table
+        table = sequence.kv.table
         assert table is not None
         if sequence.num_computed_tokens // self.block_size <= len(table.chain):
             return  # no block became full, as in most steps
         num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
-        self.prefix_cache.extend_keys(sequence.block_keys, sequence.token_ids, num_tokens, sequence.cache_seed)
-        table.publish(sequence.token_ids, num_tokens, sequence.block_keys)
-        self._attach(sequence)
-
-    def take_restore(self, sequence: Sequence) -> int | None:
-        """The checkpoint that the row being scheduled starts from; None to go on from the sequence's own state."""
-        block, sequence.restore_from = sequence.restore_from, None
-        return None if block is None else self.checkpoints.unpin(block)
-
-    def take_checkpoints(self, sequence: Sequence, start: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
-        """Reserve the checkpoints (position, id) of a row: at the last whole block of the prompt, where other prompts
-        part from it, and every CHECKPOINT_DISTANCE tokens."""
-        if self.junctions is None:
-            return ()
-        sequence.recent_checkpoints = [
-            recent for recent in sequence.recent_checkpoints if recent[0] > sequence.num_committed_tokens
-        ]
-        table, taken = sequence.block_table, []
-        assert table is not None
-        size = self.block_size
-        prompt_end = self._prompt_end(sequence)
-        for position in range(start // size * size + size, start + num_tokens + 1, size):
-            index = position // size - 1
-            is_junction = index < len(sequence.block_keys) and sequence.block_keys[index] in self.junctions
-            if not (is_junction or position == prompt_end or position % CHECKPOINT_DISTANCE == 0):
-                continue
-            if index < len(table.chain) and table.chain[index] in self.checkpoints:
-                continue
-            checkpoint = self.checkpoints.reserve()
-            if checkpoint is None:
-                break
-            taken.append((position, checkpoint))
-        sequence.reserved_checkpoints += taken
-        self._attach(sequence)
-        return tuple(taken)
-
-    def _prompt_end(self, sequence: Sequence) -> int:
-        """Tokens up to the last whole block of a prompt: there, other prompts part from it."""
-        return (sequence.num_prompt_tokens - 1) // self.block_size * self.block_size
-
-    def _attach(self, sequence: Sequence) -> None:
-        """Attach reserved checkpoints to their blocks, as far as these are published. A block that the prefix cache has
-        dropped since then gets none: no prompt could find it."""
-        table = sequence.block_table
-        assert table is not None
-        published = len(table.chain) * self.block_size
-        for position, checkpoint in sequence.reserved_checkpoints:
-            if position <= published:
-                block = table.chain[position // self.block_size - 1]
-                if self.prefix_cache is None or block not in self.prefix_cache:
-                    self.checkpoints.release(checkpoint)
-                    continue
-                self.checkpoints.attach(checkpoint, block)
-                sequence.recent_checkpoints.append((position, block))
-        sequence.reserved_checkpoints = [each for each in sequence.reserved_checkpoints if each[0] > published]
-
-    def _restore(self, sequence: Sequence, block: CachedBlock) -> None:
-        """Let the next row of a sequence start from the checkpoint of a block."""
-        self._cancel_restore(sequence)
-        self.checkpoints.pin(block)
-        sequence.restore_from = block
-
-    def _cancel_restore(self, sequence: Sequence) -> None:
-        if sequence.restore_from is not None:
-            self.checkpoints.unpin(sequence.restore_from)
-            sequence.restore_from = None
+        self.prefix_cache.extend_keys(sequence.kv.keys, sequence.token_ids, num_tokens, sequence.cache_seed)
+        table.publish(sequence.token_ids, num_tokens, sequence.kv.keys)
+        self.states.attach(sequence)
 
     def unpublish(self, sequence: Sequence) -> set[int]:
         """Unpublish the blocks that the steps in flight write. Returns these blocks: other sequences may share them."""
-        table = sequence.block_table
+        table = sequence.kv.table
         if table is None:
             return set()
         invalid = set(table.unpublish(sequence.num_committed_tokens // self.block_size))
-        for position, block in sequence.recent_checkpoints:
-            if position > sequence.num_committed_tokens:
-                self.checkpoints.forget(block)
-                invalid.update(block.blocks)  # those that started from this checkpoint share them
-        return invalid
+        return invalid | self.states.forget_uncommitted(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Release every block and swap slot."""
-        if sequence.block_table is not None:
-            sequence.block_table.release()
-            sequence.block_table = None
-        self._cancel_restore(sequence)
-        for _, checkpoint in sequence.reserved_checkpoints:
-            self.checkpoints.release(checkpoint)
-        sequence.reserved_checkpoints, sequence.recent_checkpoints = [], []
+        if sequence.kv.table is not None:
+            sequence.kv.table.release()
+            sequence.kv.table = None
+        self.states.release(sequence)
         self.drop_swapped(sequence)
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Release the blocks and keep their contents in swap slots. False, with nothing done, if too few are free, or
         if its state is still to be read from a checkpoint."""
-        table, computed = sequence.block_table, sequence.num_computed_tokens
+        kv, table, computed = sequence.kv, sequence.kv.table, sequence.num_computed_tokens
         assert table is not None
         blocks = [table.ids[group][index] for group, index in self._kept(computed)]
         count = len(blocks)
-        if self.swap is None or count == 0 or count + self._slots_per_state > self.swap.num_free:
+        if self.swap is None or count == 0 or count + self.states.slots_per_state > self.swap.num_free:
             return False
-        if sequence.restore_from is not None:  # it does not have the state of its last computed token yet
+        if kv.restore_from is not None:  # it does not have the state of its last computed token yet
             return False
-        slots, state_slots = self.swap.allocate(count), self.swap.allocate(self._slots_per_state)
+        slots, state_slots = self.swap.allocate(count), self.swap.allocate(self.states.slots_per_state)
         if state_slots:
             self._states_out.append((sequence.sequence_id, state_slots))
         self._swap_out += zip(blocks, slots, strict=True)
         self.blocks_swapped_out += count
         self.release(sequence)
-        sequence.swap_slots, sequence.state_slots = slots, state_slots
-        sequence.num_swapped_tokens = computed
-        sequence.num_swaps_out += 1
+        kv.swap_slots, kv.state_slots = slots, state_slots
+        kv.num_swapped_tokens = computed
+        kv.num_swaps_out += 1
         return True
 
     def drop_swapped(self, sequence: Sequence) -> None:
         """Release the swap slots of a sequence that no longer needs them."""
+        kv = sequence.kv
         if self.swap is not None:
-            self.swap.release([*sequence.swap_slots, *sequence.state_slots])
-        sequence.swap_slots, sequence.state_slots, sequence.num_swapped_tokens = [], [], 0
+            self.swap.release([*kv.swap_slots, *kv.state_slots])
+        kv.swap_slots, kv.state_slots, kv.num_swapped_tokens = [], [], 0
 
     def take_moves(self) -> BlockMoves:
         """Return the moves of the step that was scheduled since the last call."""
@@ -370,7 +292,7 @@ class BlockManager:
         if self.prefix_cache is None:
             return []
         tokens = sequence.token_ids
-        self.prefix_cache.extend_keys(sequence.block_keys, tokens, sequence.num_known_tokens, sequence.cache_seed)
+        self.prefix_cache.extend_keys(sequence.kv.keys, tokens, sequence.num_known_tokens, sequence.cache_seed)
         most = len(tokens) - 1 if sequence.logits_from is None else sequence.logits_from
-        usable = sequence.block_keys[: most // self.block_size]
+        usable = sequence.kv.keys[: most // self.block_size]
         return self.prefix_cache.match(usable, tokens, chain)

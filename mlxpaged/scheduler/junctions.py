@@ -24,8 +24,8 @@ class Junctions:
 
     def add(self, sequence: Sequence) -> None:
         tokens, count = sequence.token_ids, sequence.num_prompt_tokens
-        self._prefix_cache.extend_keys(sequence.block_keys, tokens, count, sequence.cache_seed)
-        keys = sequence.block_keys[: (count - 1) // self._block_size]
+        self._prefix_cache.extend_keys(sequence.kv.keys, tokens, count, sequence.cache_seed)
+        keys = sequence.kv.keys[: (count - 1) // self._block_size]
         shared = len(self._prefix_cache.match(keys, tokens))
         while shared < len(keys) and keys[shared] in self._keys:
             shared += 1

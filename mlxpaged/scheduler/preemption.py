@@ -44,7 +44,7 @@ class Preemption:
         """The first candidates whose preemption gives a waiting sequence a slot and enough blocks. None if preempting
         all candidates would not be enough."""
         room = self.blocks.pool.num_free - self.reserved_blocks(sequence)
-        most = sum(self._reserve(other, sequence) + len(other.block_table or ()) for other in candidates)
+        most = sum(self._reserve(other, sequence) + len(other.kv.table or ()) for other in candidates)
         if self.blocks.least_room_for(sequence) > room + most:
             return None
         reuse = self.blocks.find(sequence)
@@ -58,10 +58,10 @@ class Preemption:
             if len(victims) == len(candidates):
                 return None
             other = candidates[len(victims)]
-            assert other.block_table is not None
+            assert other.kv.table is not None
             victims.append(other)
             missing -= self._reserve(other, sequence)
-            for block in other.block_table.block_ids:
+            for block in other.kv.table.block_ids:
                 dropped[block] += 1
                 missing -= dropped[block] == self.blocks.pool.ref_count(block) and block not in hit
         return victims
@@ -109,8 +109,8 @@ class Preemption:
         Returns the recomputed sequences."""
         preempted = []
         for other in list(self.running):
-            assert other.block_table is not None
-            if not invalid.isdisjoint(other.block_table.block_ids):
+            assert other.kv.table is not None
+            if not invalid.isdisjoint(other.kv.table.block_ids):
                 invalid |= self.blocks.unpublish(other)
                 self.preempt(other, swap=False)
                 preempted.append(other)
@@ -122,8 +122,8 @@ class Preemption:
         loaded = {sequence_id for _, sequence_id in moves.states_in}
         blocks = {block for _, block in (*moves.copies, *moves.swap_in)}
         for sequence in sequences:
-            table = sequence.block_table
-            if not slots.isdisjoint([*sequence.swap_slots, *sequence.state_slots]):
+            table = sequence.kv.table
+            if not slots.isdisjoint([*sequence.kv.swap_slots, *sequence.kv.state_slots]):
                 self._lose_swapped(sequence)
             elif table is not None and (sequence.sequence_id in loaded or not blocks.isdisjoint(table.block_ids)):
                 sequence.num_committed_tokens = 0

@@ -88,8 +88,7 @@ class Scheduler:
         if sequence.sequence_id in self.sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
         self.sequences[sequence.sequence_id] = sequence
-        if self.blocks.junctions is not None:
-            self.blocks.junctions.add(sequence)
+        self.blocks.states.add(sequence)
         sequence.arrival_number = next(self._arrivals)
         sequence.order = (sequence.priority + AGING_RATE * sequence.arrival_time, sequence.arrival_number)
         parent = sequence.fork_of
@@ -110,8 +109,7 @@ class Scheduler:
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         self.blocks.release(sequence)
-        if self.blocks.junctions is not None:
-            self.blocks.junctions.remove(sequence)
+        self.blocks.states.remove(sequence)
         del self.sequences[sequence_id]
         return sequence
 
@@ -126,7 +124,7 @@ class Scheduler:
         if sequence.fork_of is not None and sequence.fork_of.sequence_id in self.sequences:
             sequence = sequence.fork_of
         length = len(sequence.token_ids)
-        start = max(sequence.num_computed_tokens, sequence.num_swapped_tokens)
+        start = max(sequence.num_computed_tokens, sequence.kv.num_swapped_tokens)
         if length - start <= 1 or self._prefill.seconds_alone(start, length - start) <= seconds:
             return None  # without searching the prefix cache, which takes long for long prompts
         start = self.blocks.num_available_tokens(sequence)
@@ -198,7 +196,7 @@ class Scheduler:
         KeyError for an id without blocks."""
         rows = []
         for sequence_id in sequence_ids:
-            table = self.sequences[sequence_id].block_table
+            table = self.sequences[sequence_id].kv.table
             if table is None or not table.row_numbers:
                 raise KeyError(f"sequence {sequence_id} has no blocks")
             rows.append(table.row_numbers)
@@ -212,8 +210,8 @@ class Scheduler:
             blocks=self.pool.usage(),
             max_blocks=self.config.num_blocks,
             swap=self.blocks.swap.usage() if self.blocks.swap is not None else BlockUsage(0, 0, 0),
-            checkpoints=len(self.blocks.checkpoints),
-            max_checkpoints=self.blocks.checkpoints.capacity,
+            checkpoints=len(self.blocks.states.checkpoints),
+            max_checkpoints=self.blocks.states.checkpoints.capacity,
             preemptions_total=self._preemption.total,
             starvation_admissions_total=self._starvation_admissions,
             blocks_copied_total=self.blocks.blocks_copied,
@@ -229,8 +227,8 @@ class Scheduler:
         if self.prefix_cache is not None:
             self.prefix_cache.rename(moves)
         for sequence in self.running:
-            if sequence.block_table is not None:
-                sequence.block_table.rename(moves)
+            if sequence.kv.table is not None:
+                sequence.kv.table.rename(moves)
         self.pool.shrink(num_blocks, moves)
 
     # -- failure -------------------------------------------------------------------------------------------------
@@ -315,10 +313,10 @@ class Scheduler:
                 refused += 1
 
     def _add(self, builder: ScheduleBuilder, sequence: Sequence, num_tokens: int) -> None:
-        start, restore = sequence.num_computed_tokens, self.blocks.take_restore(sequence)
+        start, restore = sequence.num_computed_tokens, self.blocks.states.take_restore(sequence)
         builder.add(sequence, num_tokens, restore)
         self.blocks.publish(sequence)
-        builder.take_checkpoints(self.blocks.take_checkpoints(sequence, start, num_tokens))
+        builder.take_checkpoints(self.blocks.states.take_checkpoints(sequence, start, num_tokens))
 
     def _grow(self, sequence: Sequence, num_tokens: int, builder: ScheduleBuilder) -> bool:
         """Take blocks for the next `num_tokens` tokens, and preempt other sequences if needed. Returns False if that is

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # the flags import Priority, and these need numpy
-    from mlxpaged.cache import BlockTable, CachedBlock
+from mlxpaged.scheduler.sequence_kv import SequenceKV
 
 
 class Priority(IntEnum):
@@ -59,16 +57,6 @@ LEGAL_TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 PENDING = -1
 """Stands for a token that a step in flight samples. The next step is scheduled before the host has read that token."""
-
-
-class RoomLookup(NamedTuple):
-    """The free blocks that a waiting sequence needed at its last search of the prefix cache, and its number of tokens
-    and the pool's `num_gains` at that time."""
-
-    num_tokens: int
-    blocks_needed: int
-    num_gains: int
-    num_checkpoints: int = 0
 
 
 class IllegalTransitionError(RuntimeError):
@@ -128,18 +116,7 @@ class Sequence:
         self._status = SequenceStatus.WAITING
         self.order = (0.0, -1)  # position among all sequences, the smallest first
         self.queued_deadline = math.inf  # its next deadline when it was added to the waiting queue
-        # Written by the block manager.
-        self.block_table: BlockTable | None = None  # set while it holds blocks
-        self.block_keys: list[bytes] = []  # hashes of its full blocks, for the prefix cache
-        self.swap_slots: list[int] = []  # of its blocks, in order, while it is swapped out
-        self.num_swapped_tokens = 0  # tokens whose KV is in these slots
-        self.num_swaps_out = 0
-        self.num_swaps_in = 0
-        self.last_lookup: RoomLookup | None = None
-        self.state_slots: list[int] = []  # of its recurrent state, while it is swapped out
-        self.restore_from: CachedBlock | None = None  # whose checkpoint its next row starts from
-        self.reserved_checkpoints: list[tuple[int, int]] = []  # (position, id) of blocks that are not published yet
-        self.recent_checkpoints: list[tuple[int, CachedBlock]] = []  # (position, block) of those in flight
+        self.kv = SequenceKV()  # written by the block manager
 
     @property
     def label(self) -> str:
@@ -194,6 +171,10 @@ class Sequence:
     def max_kv_tokens(self) -> int:
         """Most tokens whose KV it can have. The last token of an answer is never run through the model."""
         return self.num_prompt_tokens + max(1, self.max_tokens) - 1
+
+    def prompt_end(self, block_size: int) -> int:
+        """Tokens up to the last whole block of the prompt: there, other prompts part from it."""
+        return (self.num_prompt_tokens - 1) // block_size * block_size
 
     def transition(self, to: SequenceStatus) -> None:
         """Raises IllegalTransitionError if the state machine has no such edge."""

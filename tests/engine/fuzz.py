@@ -124,7 +124,7 @@ def play(model: TinyModel, make_engine: MakeEngine, seed: int, count: int) -> di
             assert right.equals(result.tokens(each.name)), f"seed {seed}, request {each}"
     assert_balanced(core)
     core.clear_cache()
-    assert len(core.scheduler.blocks.checkpoints) == 0
+    assert len(core.scheduler.blocks.states.checkpoints) == 0
     assert_balanced(core)
     stats = core.stats().scheduler
     return {

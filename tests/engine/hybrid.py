@@ -154,7 +154,7 @@ def run(core: EngineCore, requests: list[Request], before_step: Callable[[int], 
 
 def assert_balanced(core: EngineCore) -> None:
     """No unfinished request holds a block, a swap slot or a checkpoint."""
-    stats, checkpoints = core.stats().scheduler, core.scheduler.blocks.checkpoints
+    stats, checkpoints = core.stats().scheduler, core.scheduler.blocks.states.checkpoints
     assert stats.blocks.used == 0
     assert stats.swap.used == 0
     assert checkpoints.num_reserved == 0

@@ -379,7 +379,7 @@ def test_what_was_swapped_out_of_a_step_with_infinite_logits_is_recomputed(serve
         calls.append(batch)
         if len(calls) > 1:
             return logits
-        table = batch.rows[0].sequence.block_table
+        table = batch.rows[0].sequence.kv.table
         assert table is not None
         for layer in core.runner.layers:
             keys, values = layer.kv.read_blocks(table.block_ids)

@@ -99,7 +99,7 @@ def test_answers_are_right_however_few_checkpoints_there_are(
     core = hybrid.engine(num_checkpoints=num_checkpoints)
     for each in (prompts, prompts[::-1], prompts[:1], prompts[1:2]):
         assert_answers(hybrid, run(core, requests_of(each)), each)
-    checkpoints = core.scheduler.blocks.checkpoints
+    checkpoints = core.scheduler.blocks.states.checkpoints
     assert (core.stats().scheduler.prefix_hit_tokens_total > 0) == (num_checkpoints > 0)
     assert len(checkpoints) == num_checkpoints
     assert checkpoints.num_attached > num_checkpoints or num_checkpoints == 0, "some were replaced"
@@ -263,7 +263,7 @@ def test_a_prompt_whose_only_step_is_not_finite_leaves_no_checkpoint(
     with monkeypatch.context() as patch:
         spoil(patch, core, "0", 0)
         assert run(core, requests_of(PROMPTS[:1])).error("0") is not None
-    assert len(core.scheduler.blocks.checkpoints) == 0
+    assert len(core.scheduler.blocks.states.checkpoints) == 0
     result = run(core, requests_of(PROMPTS[:1]))
     assert_answers(hybrid, result, PROMPTS[:1])
     assert result.num_computed() == len(PROMPTS[0]) + NUM_TOKENS - 1
@@ -276,7 +276,7 @@ def test_after_a_device_error_all_states_are_computed_anew(
     core, prefix = hybrid.engine(swap_blocks=100), text(26)
     prompts = [prefix + prompt for prompt in PROMPTS]
     run(core, requests_of(prompts))
-    assert len(core.scheduler.blocks.checkpoints) > 0
+    assert len(core.scheduler.blocks.states.checkpoints) > 0
     read, reads = InFlightStep.read, itertools.count()
 
     def failing(step: InFlightStep) -> Any:

@@ -306,13 +306,13 @@ class Simulation:
         written: set[tuple[int, int]] = set()
         for row in rows:
             seq = row.sequence
-            assert seq.block_table is not None
+            assert seq.kv.table is not None
             tokens = [
                 self.sampled[seq.sequence_id, position] if token == PENDING else token
                 for position, token in enumerate(seq.token_ids[: row.context_len])
             ]
             self.places[row] = []
-            for group, (ids, window) in enumerate(zip(seq.block_table.ids, groups.windows, strict=True)):
+            for group, (ids, window) in enumerate(zip(seq.kv.table.ids, groups.windows, strict=True)):
                 places = [(ids[p // size], p % size) for p in range(row.context_len)]
                 self.places[row] += places[row.start :]
                 for position in range(row.start, row.context_len):
@@ -379,7 +379,7 @@ class Simulation:
 
     def check_tables(self, running: list[Sequence]) -> None:
         """The rows that a step gets, kept from step to step, equal the tables."""
-        held = [(seq.sequence_id, seq.block_table.ids) for seq in running if seq.block_table]
+        held = [(seq.sequence_id, seq.kv.table.ids) for seq in running if seq.kv.table]
         width = max((len(ids[0]) for _, ids in held), default=0)
         tables = [
             [[*ids, *[-1] * (width - len(ids))] for ids in group]
@@ -398,12 +398,12 @@ class Simulation:
         unfinished = self.unfinished
         for seq in unfinished:
             assert seq.num_pending_tokens == seq.token_ids.count(PENDING) <= 1 + self.overlap
-            assert (seq.block_table is not None) == (seq.status is SequenceStatus.RUNNING)
-            assert seq.block_table is not None or seq.num_computed_tokens == 0
-            assert bool(seq.swap_slots) == (seq.status is SequenceStatus.SWAPPED) == (seq.num_swapped_tokens > 0)
-            slots.update(seq.swap_slots)
-            if seq.block_table is not None:
-                holders.update(seq.block_table.block_ids)
+            assert (seq.kv.table is not None) == (seq.status is SequenceStatus.RUNNING)
+            assert seq.kv.table is not None or seq.num_computed_tokens == 0
+            assert bool(seq.kv.swap_slots) == (seq.status is SequenceStatus.SWAPPED) == (seq.kv.num_swapped_tokens > 0)
+            slots.update(seq.kv.swap_slots)
+            if seq.kv.table is not None:
+                holders.update(seq.kv.table.block_ids)
         running = [s for s in unfinished if s.status is SequenceStatus.RUNNING]
         self.check_tables(running)
         assert counts_agree(pool, holders)
@@ -414,10 +414,10 @@ class Simulation:
         waiting = list(self.scheduler.waiting)
         for seq in waiting:
             if seq.fork_of is None:
-                lookup, least = seq.last_lookup, self.scheduler.blocks.least_room_for(seq)
+                lookup, least = seq.kv.last_lookup, self.scheduler.blocks.least_room_for(seq)
                 room = self.scheduler.blocks.room_for(seq, self.scheduler.blocks.find(seq))
                 assert least <= room, f"{seq} would be refused in error"
-                seq.last_lookup = lookup
+                seq.kv.last_lookup = lookup
         swap = self.scheduler.blocks.swap
         if swap is not None:
             assert max(slots.values(), default=0) <= 1

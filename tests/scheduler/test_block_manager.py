@@ -31,14 +31,14 @@ def test_what_is_swapped_out_comes_back_whole_and_is_not_computed_again() -> Non
     simulation, low, batch = swapped()
     assert low.status is SequenceStatus.SWAPPED
     assert batch.moves.swap_out == ((0, 0), (1, 1), (2, 2))
-    assert (low.swap_slots, low.num_swapped_tokens, low.num_swaps_out) == ([0, 1, 2], 10, 1)
+    assert (low.kv.swap_slots, low.kv.num_swapped_tokens, low.kv.num_swaps_out) == ([0, 1, 2], 10, 1)
     assert simulation.scheduler.stats().swap == BlockUsage(used=3, cached=0, free=5)
     simulation.step()
     batch = simulation.step()
     assert [slot for slot, _ in batch.moves.swap_in] == [0, 1, 2]
-    assert low.block_table is not None
-    assert [block for _, block in batch.moves.swap_in] == low.block_table.block_ids[:3]
-    assert (low.swap_slots, low.num_swapped_tokens, low.num_swaps_in) == ([], 0, 1)
+    assert low.kv.table is not None
+    assert [block for _, block in batch.moves.swap_in] == low.kv.table.block_ids[:3]
+    assert (low.kv.swap_slots, low.kv.num_swapped_tokens, low.kv.num_swaps_in) == ([], 0, 1)
     assert [(row.start, row.num_tokens) for row in batch.rows] == [(10, 1)]
     simulation.run()
     stats = simulation.scheduler.stats()
@@ -97,7 +97,7 @@ def test_a_slot_that_a_step_reads_is_not_written_by_the_same_step() -> None:
     blocks.take_moves()
     assert swap.num_free == 0
     assert blocks.start(first, blocks.find(first)) == 10
-    assert first.swap_slots == []
+    assert first.kv.swap_slots == []
     assert swap.num_free == 0, "until the step has its moves"
     blocks.take_moves()
     assert swap.num_free == 3
@@ -154,7 +154,7 @@ def test_a_sequence_that_has_computed_nothing_is_not_swapped_out() -> None:
     seq = sequence(1, PROMPT)
     blocks.start(seq, blocks.find(seq))
     assert not blocks.swap_out(seq)
-    assert seq.block_table is not None
+    assert seq.kv.table is not None
     assert not blocks.take_moves()
 
 
@@ -167,13 +167,13 @@ def test_a_fork_copies_exactly_its_partly_full_block_once_and_its_parent_keeps_i
     fork = sequence(2, PROMPT, max_tokens=5, fork_of=parent)
     simulation.add(parent, fork)
     assert simulation.step().sequence_ids == [1], "the fork waits for its parent's prompt"
-    assert parent.block_table is not None
-    blocks = list(parent.block_table.block_ids)
+    assert parent.kv.table is not None
+    blocks = list(parent.kv.table.block_ids)
     batch = simulation.step()
-    assert fork.block_table is not None
-    assert batch.moves.copies == ((blocks[2], fork.block_table.block_ids[2]),)
-    assert fork.block_table.block_ids[:2] == blocks[:2]
-    assert parent.block_table.block_ids[:3] == blocks
+    assert fork.kv.table is not None
+    assert batch.moves.copies == ((blocks[2], fork.kv.table.block_ids[2]),)
+    assert fork.kv.table.block_ids[:2] == blocks[:2]
+    assert parent.kv.table.block_ids[:3] == blocks
     assert simulation.batches[-1] == [(1, 1), (2, 1)]
     simulation.run()
     assert simulation.scheduler.stats().blocks_copied_total == 1
@@ -186,19 +186,19 @@ def test_the_last_owner_of_a_shared_block_writes_in_place() -> None:
     parent = sequence(1, PROMPT, max_tokens=5)
     simulation.add(parent)
     simulation.step()
-    assert parent.block_table is not None
-    blocks = list(parent.block_table.block_ids)
+    assert parent.kv.table is not None
+    blocks = list(parent.kv.table.block_ids)
     fork = sequence(2, PROMPT, max_tokens=5, fork_of=parent)
     simulation.scheduler.add(fork)
     scheduler = simulation.scheduler
     fork.num_computed_tokens = scheduler.blocks.start(fork, scheduler.blocks.find(fork, parent))
     assert [scheduler.pool.ref_count(block) for block in blocks] == [2, 2, 2]
-    parent.block_table.release()
-    parent.block_table = None
+    parent.kv.table.release()
+    parent.kv.table = None
     scheduler.blocks.grow(fork, 1)
     assert not scheduler.blocks.take_moves()
-    assert fork.block_table is not None
-    assert fork.block_table.block_ids == blocks
+    assert fork.kv.table is not None
+    assert fork.kv.table.block_ids == blocks
 
 
 def test_a_fork_whose_prompt_ends_at_a_block_boundary_still_computes_its_last_token() -> None:
@@ -362,11 +362,11 @@ def test_a_growth_that_lacks_the_block_of_its_copy_changes_nothing() -> None:
     blocks.grow(parent, 10)
     fork = sequence(2, PROMPT, fork_of=parent)
     fork.num_computed_tokens = blocks.start(fork, blocks.find(fork, parent))
-    assert fork.block_table is not None
-    before = list(fork.block_table.block_ids)
+    assert fork.kv.table is not None
+    before = list(fork.kv.table.block_ids)
     with pytest.raises(OutOfBlocksError, match="2 blocks wanted, 1 free"):
         blocks.grow(fork, 4)
-    assert fork.block_table.block_ids == before
+    assert fork.kv.table.block_ids == before
     assert blocks.pool.num_free == 1
     assert not blocks.take_moves()
 

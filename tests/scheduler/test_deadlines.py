@@ -189,7 +189,7 @@ def test_deadline_estimates_do_not_count_cached_or_swapped_tokens(num_swap_slots
     assert prefill.seconds == pytest.approx(100 * SECONDS_PER_TOKEN, rel=0.2)
     if num_swap_slots:
         simulation.preempt_all()
-        assert first.num_swapped_tokens
+        assert first.kv.num_swapped_tokens
         assert scheduler.prefill_beyond(first, 0.0) is None
 
 

@@ -23,7 +23,7 @@ def sequence(number: int, *tokens: int) -> Sequence:
 
 def junctions_of(junctions: Junctions, each: Sequence) -> list[int]:
     """The positions at which other prompts part from it."""
-    return [(i + 1) * SIZE for i, key in enumerate(each.block_keys) if key in junctions]
+    return [(i + 1) * SIZE for i, key in enumerate(each.kv.keys) if key in junctions]
 
 
 PREFIX = range(10, 18)
@@ -65,9 +65,9 @@ def test_the_block_of_the_last_token_is_never_shared() -> None:
 def test_a_prompt_parts_from_the_cached_blocks_of_ended_ones() -> None:
     pool, cache, junctions = make()
     table, ended = BlockTable(pool, TableRows(), cache), sequence(0, *PREFIX, 1, 2, 3, 4)
-    cache.extend_keys(ended.block_keys, ended.token_ids, 12)
+    cache.extend_keys(ended.kv.keys, ended.token_ids, 12)
     table.grow(12)
-    table.publish(ended.token_ids, 12, ended.block_keys)
+    table.publish(ended.token_ids, 12, ended.kv.keys)
     table.release()
     new = sequence(1, *PREFIX, 5, 6, 7, 8, 9)
     junctions.add(new)

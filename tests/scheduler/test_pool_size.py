@@ -115,9 +115,9 @@ def test_forks_share_their_blocks_and_copy_them_on_a_write_after_these_have_move
         sim.step()
     sim.abort(9)
     sim.scheduler.prefix_cache.clear()  # type: ignore[union-attr]
-    tables = [list(seq.block_table.block_ids) for seq in sim.added[1:] if seq.block_table]
+    tables = [list(seq.kv.table.block_ids) for seq in sim.added[1:] if seq.kv.table]
     sim.shrink(12)
-    assert tables != [list(seq.block_table.block_ids) for seq in sim.added[1:] if seq.block_table]
+    assert tables != [list(seq.kv.table.block_ids) for seq in sim.added[1:] if seq.kv.table]
     sim.run()
     assert [answer(seq) for seq in sim.added[1:]] == [undisturbed(parent.token_ids[:10], 1, 12)] * 3
 

@@ -32,7 +32,7 @@ def test_a_sequence_that_has_not_read_its_checkpoint_yet_is_not_swapped_out() ->
     second.num_computed_tokens = blocks.start(second, blocks.find(second))
     assert second.num_computed_tokens == 16
     assert not blocks.swap_out(second)
-    blocks.take_restore(second)
+    blocks.states.take_restore(second)
     assert blocks.swap_out(second)
 
 
@@ -74,7 +74,7 @@ def test_a_failed_step_takes_its_checkpoints_and_those_who_started_from_them_alo
     assert [row.start for row in batch.rows] == [0, 20]
     assert scheduler.fail(0) == [second]
     assert second.status is SequenceStatus.PREEMPTED
-    checkpoints = scheduler.blocks.checkpoints
+    checkpoints = scheduler.blocks.states.checkpoints
     assert len(checkpoints) == checkpoints.num_reserved == 0
     scheduler.update(batch, {})
     [row] = scheduler.schedule().rows
@@ -97,7 +97,7 @@ def test_an_evicted_block_takes_its_checkpoint_along() -> None:
         for row in batch.rows:
             if row.sequence.num_output_tokens == 8:
                 scheduler.finish(row.sequence.sequence_id, FinishReason.LENGTH)
-    checkpoints = scheduler.blocks.checkpoints
+    checkpoints = scheduler.blocks.states.checkpoints
     assert len(checkpoints) == 1
     scheduler.pool.allocate(16)
     assert len(checkpoints) == checkpoints.num_reserved == 0
@@ -112,5 +112,5 @@ def test_blocks_that_the_prefix_cache_has_dropped_get_no_checkpoints() -> None:
     scheduler.prefix_cache.clear()
     run_step(scheduler)
     scheduler.finish(0, FinishReason.ABORT)
-    checkpoints = scheduler.blocks.checkpoints
+    checkpoints = scheduler.blocks.states.checkpoints
     assert len(checkpoints) == checkpoints.num_reserved == 0
