@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import queue
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Container
 from multiprocessing.connection import Connection
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 HANDSHAKE_SECONDS = 5.0
+"""For the whole handshake, however few bytes come at a time."""
+MAX_HANDSHAKES = 64
+"""At a time. Beyond it, the oldest one is ended: a peer that knows the secret needs milliseconds."""
+PAUSE_SECONDS = 0.5
+"""After a connection that could not be accepted: for a while, no descriptor or thread may be left."""
 SEND_SECONDS = 5.0
 """A peer that does not read for so long, with full buffers, is lost."""
 
@@ -60,13 +69,17 @@ class Channel:
 
 
 class Listener:
-    """Accepts channels from the given addresses only, and on one of them. A peer that is silent delays no other."""
+    """Accepts channels from the given addresses only, and on one of them. Peers that are silent or slow delay no other,
+    however many they are."""
 
     def __init__(self, address: str, peers: Container[str], secret: bytes) -> None:
         self._socket = socket.create_server((address, 0))
         self._peers = peers
         self._secret = secret
         self._proven: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()  # None: the listener is closed
+        self._proving: dict[socket.socket, None] = {}  # the oldest one first
+        self._lock = threading.Lock()
+        self._is_closed = False
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         threading.Thread(target=self._listen, name="mlxpaged-listen", daemon=True).start()
 
@@ -79,28 +92,53 @@ class Listener:
         return channel
 
     def close(self) -> None:
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes `_listen`
         self._socket.close()
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while not self._is_closed:
+            try:
                 connected, (address, *_) = self._socket.accept()
                 if address in self._peers:
-                    threading.Thread(target=self._prove, args=(connected,), name="mlxpaged-prove", daemon=True).start()
+                    self._begin(connected)
                 else:
                     connected.close()
+            except (OSError, RuntimeError) as error:
+                if not self._is_closed:
+                    logger.warning("a connection of a rank cannot be accepted: %s", error)
+                    time.sleep(PAUSE_SECONDS)
         self._proven.put(None)
+
+    def _begin(self, connected: socket.socket) -> None:
+        """Raises RuntimeError if there can be no more threads."""
+        with self._lock:
+            self._proving[connected] = None
+            if len(self._proving) > MAX_HANDSHAKES:
+                oldest = next(iter(self._proving))
+                del self._proving[oldest]
+                with contextlib.suppress(OSError):  # the peer has left
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        try:
+            threading.Thread(target=self._prove, args=(connected,), name="mlxpaged-prove", daemon=True).start()
+        except RuntimeError:
+            self._end(connected)
+            raise
 
     def _prove(self, connected: socket.socket) -> None:
         try:
-            connected.settimeout(HANDSHAKE_SECONDS)
             prove(connected, self._secret, b"listener", b"caller")
         except (OSError, EOFError, AuthenticationError):
-            connected.close()
+            self._end(connected)
         else:
             self._proven.put(Channel(connected))
+            self._end(connected)  # the channel has its descriptor
+
+    def _end(self, connected: socket.socket) -> None:
+        with self._lock:
+            self._proving.pop(connected, None)
+        connected.close()
 
 
 def connect(address: tuple[str, int], secret: bytes) -> Channel:
@@ -117,18 +155,22 @@ def connect(address: tuple[str, int], secret: bytes) -> Channel:
 def prove(connected: socket.socket, secret: bytes, own: bytes, other: bytes) -> None:
     """Prove to the other end that this one knows the secret, and make sure that it does too. own, other: the roles of
     the ends, so that no proof can be sent back as one's own. Raises AuthenticationError, OSError or EOFError."""
+    until = time.monotonic() + HANDSHAKE_SECONDS
     mine = secrets.token_bytes(NONCE_BYTES)
+    connected.settimeout(HANDSHAKE_SECONDS)
     connected.sendall(mine)
-    theirs = receive_exactly(connected, NONCE_BYTES)
+    theirs = receive_exactly(connected, NONCE_BYTES, until)
     connected.sendall(hmac.digest(secret, own + theirs + mine, "sha256"))
     expected = hmac.digest(secret, other + mine + theirs, "sha256")
-    if not hmac.compare_digest(receive_exactly(connected, len(expected)), expected):
+    if not hmac.compare_digest(receive_exactly(connected, len(expected), until), expected):
         raise AuthenticationError("the peer does not know the secret of this cluster")
 
 
-def receive_exactly(connected: socket.socket, count: int) -> bytes:
+def receive_exactly(connected: socket.socket, count: int, until: float) -> bytes:
+    """until: a time of `time.monotonic`."""
     received = b""
     while len(received) < count:
+        connected.settimeout(max(0.0, until - time.monotonic()))
         more = connected.recv(count - len(received))
         if not more:
             raise EOFError

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -89,6 +93,84 @@ def test_a_peer_without_the_secret_is_refused_and_delays_no_other(
         while received := mirror.recv(32):
             mirror.sendall(received)
     assert len(accepting.accepted) == 1
+
+
+def provers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "mlxpaged-prove"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"x"])
+def test_200_peers_that_prove_nothing_keep_no_other_out(accepting: Accepting, sent: bytes) -> None:
+    """Those that came first are ended, so that threads and descriptors are bounded."""
+    with contextlib.ExitStack() as stack:
+        idle = []
+        for _ in range(200):
+            idle.append(stack.enter_context(socket.create_connection(accepting.listener.address, SECONDS)))
+            idle[-1].sendall(sent)
+        connect(accepting.listener.address, SECRET).close()
+        wait_until(lambda: accepting.accepted)
+        wait_until(lambda: len(provers()) <= channel.MAX_HANDSHAKES)
+        assert idle[0].recv(32)
+        assert idle[0].recv(1) == b""
+        idle[-1].setblocking(False)
+        assert idle[-1].recv(32)
+        with pytest.raises(BlockingIOError):  # its time is not over
+            idle[-1].recv(1)
+    wait_until(lambda: not provers())
+
+
+class Slow(socket.socket):
+    """A peer that sends a byte every second of a clock."""
+
+    now = 0.0
+
+    def recv(self, *_: Any) -> bytes:
+        if self.timeout is None or self.timeout < 1:
+            Slow.now += self.timeout or 0
+            raise TimeoutError
+        Slow.now += 1
+        return b"x"
+
+
+def test_a_handshake_has_its_time_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 5.5)
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: Slow.now))
+    ours, theirs = socket.socketpair()
+    with theirs, Slow(fileno=ours.detach()) as slow, pytest.raises(TimeoutError):
+        channel.prove(slow, SECRET, b"listener", b"caller")
+    assert Slow.now == 5.5
+
+
+def test_a_listener_that_lacks_a_thread_goes_on(
+    accepting: Accepting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_thread(**_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(channel, "PAUSE_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(channel, "threading", SimpleNamespace(Thread=no_thread))
+        with pytest.raises((EOFError, OSError)):
+            connect(accepting.listener.address, SECRET)
+        wait_until(lambda: "cannot be accepted: can't start new thread" in caplog.text)
+    connect(accepting.listener.address, SECRET).close()
+    wait_until(lambda: accepting.accepted)
+
+
+def test_a_listener_that_lacks_a_descriptor_goes_on(
+    accepting: Accepting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(channel, "PAUSE_SECONDS", 0.01)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as peer:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (peer.fileno(), limit[1]))
+        try:
+            peer.connect(accepting.listener.address)
+            wait_until(lambda: "cannot be accepted" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        channel.prove(peer, SECRET, b"caller", b"listener")
+        wait_until(lambda: accepting.accepted)
 
 
 def test_other_machines_are_refused() -> None:
