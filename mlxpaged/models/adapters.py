@@ -23,10 +23,15 @@ from mlxpaged.models.probe import probe
 from mlxpaged.models.probe_steps import ROUNDING_TOKENS
 from mlxpaged.models.reference import Reference, forward, measure_rounding
 from mlxpaged.models.turns import Turns
+from mlxpaged.models.weight_headers import read_shapes
 
 logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS, WEIGHTS_OF_PEFT = "adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"
+LEAVES = ("lora_a", "lora_b", "m")
+"""Weights of an adapted layer. Only DoRA has the last one."""
+MAX_KEYS = 4096
+"""Names of layers in a config. mlx-lm looks for each layer of the model in this list."""
 MAX_REASON = 300
 """Characters of a message of mlx-lm, which names every layer that does not fit."""
 
@@ -66,17 +71,21 @@ class Adapters:
         return self.cache_seeds[name]
 
 
-def check_files(adapters: Sequence[AdapterPath]) -> None:
-    """Check what the small files say, before gigabytes are loaded. Raises AdapterError."""
+def check_files(adapters: Sequence[AdapterPath]) -> int:
+    """Check what the files say, before gigabytes are loaded. Returns the bytes of their weights. Raises
+    AdapterError."""
+    num_bytes = 0
     for name, path in adapters:
         try:
             check_directory(path)
         except UnsupportedModelError as error:
             raise AdapterError(f"the adapter {name!r} cannot be loaded: {error}") from None
+        num_bytes += (path / WEIGHTS).stat().st_size
+    return num_bytes
 
 
 def check_directory(path: Path) -> None:
-    """Raises UnsupportedModelError if there is no adapter of mlx-lm."""
+    """Raises UnsupportedModelError if there is no adapter of mlx-lm, or a damaged one."""
     if not path.is_dir():
         raise UnsupportedModelError(f"no such directory: {path}")
     config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
@@ -94,6 +103,10 @@ def check_directory(path: Path) -> None:
         )
     if not isinstance(config.get("num_layers"), int) or not isinstance(config.get("lora_parameters"), dict):
         raise UnsupportedModelError(f"its {CONFIG} has no num_layers and lora_parameters, which mlx_lm.lora writes")
+    keys = config["lora_parameters"].get("keys") or ()
+    if not isinstance(keys, Sequence) or len(keys) > MAX_KEYS:
+        raise UnsupportedModelError(f"the keys in its {CONFIG} are not a list of at most {MAX_KEYS:,} names")
+    read_shapes(path / WEIGHTS)
 
 
 def load_adapters(
@@ -138,10 +151,15 @@ def load_adapter(model: Module, name: str, path: Path, base: Reference) -> Loade
         raise UnsupportedModelError(f"its {WEIGHTS} has no weights for any layer of the model")
     if len({id(replaced[key]) for key in trained}) < len(trained):
         raise UnsupportedModelError("it adapts layers that share their weights")
+    # mlx-lm makes what the file lacks, as large as the rank says.
+    model.update_modules(tree_unflatten([(key, module) for key, module in replaced.items() if key not in trained]))
     parameters: Any = tree_flatten(model.parameters())
     weights = {key: array for key, array in parameters if key in stored}
     if missing := sorted(stored.keys() - weights.keys()):
         raise UnsupportedModelError(f"the model has no layer for its weights {', '.join(missing)}")
+    made = [f"{path}.{name}" for path, layer in trained.items() for name in LEAVES if name in layer]
+    if lacking := [key for key in made if key not in stored]:
+        raise UnsupportedModelError(f"its {WEIGHTS} has no {', '.join(lacking)}")
     if not all(mx.isfinite(array).all().item() for array in weights.values()):
         raise UnsupportedModelError(f"its {WEIGHTS} has weights that are not finite")
     logits = forward(model, base.tokens, base.positions)

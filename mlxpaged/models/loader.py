@@ -112,6 +112,7 @@ def resolve_model(name: str, reserved: Reserved = NOTHING, num_ranks: int = 1) -
 
     Raises ModelNotFoundError, whose message says what was tried, or UnsupportedModelError."""
     if name == DEMO_MODEL:
+        check_before_loading(name, DEMO_PATH, local_file_sizes(DEMO_PATH), reserved, num_ranks)
         return DEMO_PATH
     if (said := taken(name)) is not None:
         logger.info("%s", said)
@@ -215,7 +216,7 @@ def load_model(
     """
     turns = turns or Turns()
     prepare_first_load()
-    check_files(adapters)
+    reserved = reserved._replace(adapters=check_files(adapters))
     num_ranks = 1 if group is None else group.size()
     path = turns.during(lambda: resolve_model(name, reserved, num_ranks))
     own_config, recommended = read_object(path / "config.json"), read_generation_config(path)

@@ -59,10 +59,12 @@ GGUF_ADVICE = (
 
 
 class Reserved(NamedTuple):
-    """Bytes that are needed beside the weights: of the KV cache, if its size is configured, and of a step."""
+    """Bytes that are needed beside the weights: of the KV cache, if its size is configured, of a step, and of
+    adapters."""
 
     kv_cache: int = 0
     step: int = 0
+    adapters: int = 0
 
 
 NOTHING = Reserved()
@@ -124,6 +126,7 @@ def check_model(
         parts = [f"its weights take {sum(known) / 1e9:.1f} GB"]
         parts += [f"--kv-cache-memory {reserved.kv_cache / 1e9:.1f} GB"] * bool(reserved.kv_cache)
         parts += [f"a step {reserved.step / 1e9:.1f} GB"] * bool(reserved.step)
+        parts += [f"its adapters {reserved.adapters / 1e9:.1f} GB"] * bool(reserved.adapters)
         raise InsufficientMemoryError(
             f"{' and '.join(parts)}, but only {free_bytes / 1e9:.1f} GB of memory are free; use a smaller model, or a "
             "variant with fewer bits per weight",

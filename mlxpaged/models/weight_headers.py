@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from mlxpaged.models.errors import UnsupportedModelError
 
-MAX_HEADER_BYTES = 2**25
-"""The header of a file with 200,000 tensors is as large. The largest models have as many, in a hundred files."""
+MAX_HEADER_BYTES = 2**23
+"""The header of a file with 75,000 tensors is as large. The largest models have 200,000, in a hundred files. Other
+threads wait while it is parsed: 0.5 s for one of this size, 2 s for four times as much."""
 
 ITEM_BITS = {
     "BOOL": 8,

@@ -87,16 +87,16 @@ def sparse(file: str, size: int) -> Callable[[Path], None]:
     return damage
 
 
-def change_header(**fields: Any) -> Callable[[Path], None]:
+def change_header(file: str = "model.safetensors", /, **fields: Any) -> Callable[[Path], None]:
     """fields: of the first tensor in the header of the weights."""
 
     def damage(directory: Path) -> None:
-        data = (directory / "model.safetensors").read_bytes()
+        data = (directory / file).read_bytes()
         end = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:end])
         next(each for name, each in header.items() if name != "__metadata__").update(fields)
         text = json.dumps(header).encode()
-        (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+        (directory / file).write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
 
     return damage
 
