@@ -165,7 +165,14 @@ def test_a_chat_is_saved_and_goes_on_another_day(session: Session, server: Runni
 
 @pytest.mark.parametrize(
     "content",
-    ["no JSON", "[]", "{}", '{"model": 1, "messages": [{"role": "user", "content": "x"}]}', '{"model": "m", "x": 1}'],
+    [
+        *("no JSON", "[]", "{}", "[" * 1_000_000, '{"model":' * 1_000_000, "NaN", "\0", '{"model": "m", "x": 1}'),
+        '{"model": 1, "messages": [{"role": "user", "content": "x"}]}',
+        '{"model": "m", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": null}]}',
+        '{"model": "m", "settings": {"model": "other"}}',
+        '{"model": "m", "settings": 3}',
+    ],
+    ids=lambda content: content[:40],
 )
 def test_a_file_that_is_no_chat_is_neither_loaded_nor_overwritten(
     session: Session, tmp_path: Path, content: str
@@ -174,6 +181,18 @@ def test_a_file_that_is_no_chat_is_neither_loaded_nor_overwritten(
     for command in ("load", "save"):
         assert session.type(f"/{command} {path}") == f"{path} is not a saved chat\n"
     assert path.read_text() == content
+
+
+def test_what_cannot_be_read_as_a_whole_is_no_chat(session: Session, tmp_path: Path) -> None:
+    """A FIFO would wait for a writer, and a device or a terabyte take all memory."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    (device := tmp_path / "device").symlink_to("/dev/zero")
+    with (large := tmp_path / "large").open("wb") as file:
+        file.truncate(2**40)
+    for path in (fifo, device, large, tmp_path):
+        for command in ("load", "save"):
+            assert session.type(f"/{command} {path}") == f"{path} is not a saved chat\n"
+    assert large.stat().st_size == 2**40
 
 
 @pytest.mark.parametrize(

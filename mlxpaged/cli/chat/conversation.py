@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,6 +46,8 @@ def switch(text: str) -> bool:
     return text == "on"
 
 
+MAX_BYTES = 64 * 2**20
+"""Of a saved chat. A server takes 16 MiB, unless it is told otherwise."""
 TOKENS = Limits(1, 2**31 - 1, whole=True)
 SETTINGS: dict[str, Kind] = {
     **{name: within(limits) for name, limits in LIMITS.items()},
@@ -103,13 +106,17 @@ class Conversation:
 
 
 def read(path: Path) -> Conversation:
+    """Raises as `Conversation.load`."""
     try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:  # to open a FIFO would wait
+            raise ValueError
         found = Conversation(**json.loads(path.read_text(encoding="utf-8")))
         roles = [message["role"] for message in found.messages]
         texts = [message["content"] for message in found.messages]
         whole = roles == ["user", "assistant"] * (len(roles) // 2) and all(isinstance(text, str) for text in texts)
         if not (whole and set(found.settings) <= SETTINGS.keys() and isinstance(found.system, str | None)):
             raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError):  # not JSON, or JSON of something else
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # not JSON, or JSON of something else
         raise ValueError(f"{path} is not a saved chat") from None
     return found
