@@ -23,7 +23,7 @@ from mlxpaged.api.error_format import format_of
 from mlxpaged.api.refusals import Refusal
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.models.panics import TokenizerPanicError
-from mlxpaged.models.tokenizer import ChatTemplateError
+from mlxpaged.models.tokenizer import ChatTemplateError, TextTooLongError
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.registry import NoRoomError
 
@@ -190,6 +190,7 @@ ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]
     engine.DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
     engine.RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),
     engine.ConstraintFailedError: (400, "invalid_request_error", "constraint_failed", NO_RETRY),
+    TextTooLongError: (400, "invalid_request_error", "text_too_long", NO_RETRY),
     TokenizerPanicError: (500, "server_error", "tokenizer_failed", NO_RETRY),
     engine.OutOfMemoryError: (503, "server_error", OUT_OF_MEMORY, RETRY),
     engine.RequestFailedError: (500, "server_error", "generation_failed", None),

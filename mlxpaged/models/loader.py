@@ -281,10 +281,10 @@ def load_model(
 
 def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int]) -> Tokenizer:
     """The tokenizer of a model's directory. end_tokens: of its generation_config.json. Raises any exception."""
-    check_tokenizer_file(path)
+    growth = check_tokenizer_file(path)
     # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
     ends = end_tokens or read_object(path / "config.json").get("eos_token_id")
-    return guarded(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=ends), tool_parser))()
+    return guarded(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=ends), tool_parser, growth))()
 
 
 def read_tokenizer(name: str, tool_parser: str | None = None) -> Tokenizer:
@@ -348,9 +348,7 @@ def load_embedding_model(
             turns.during(lambda: check_sizes(read_object(path / "config.json"), sorted(path.glob(WEIGHTS))))
             model, config = load_decoder(path)
             read_weights(model, turns.report)
-            end_tokens = config.get("eos_token_id")
-            check_tokenizer_file(path)
-            tokenizer = turns.during(guarded(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=end_tokens))))
+            tokenizer = turns.during(lambda: tokenizer_in(path, None, ()))
         except Exception as error:  # as in `load_model`
             raise UnsupportedModelError(f"it cannot be loaded: {in_one_line(error)}") from error
         model.eval()

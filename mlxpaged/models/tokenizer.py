@@ -19,6 +19,7 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.panics import guarded
 from mlxpaged.models.templates.renderer import TemplateError, TemplateLimitError, render, variables_of
 from mlxpaged.models.thinking_variables import efforts_of, switch_of
+from mlxpaged.models.tokenizer_limits import MAX_WRITTEN
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ MAX_MESSAGE = 2000
 NO_IDS: frozenset[int] = frozenset()
 
 
+class TextTooLongError(ValueError):
+    """The text would take too much memory while it is encoded."""
+
+
 class ChatTemplateError(ValueError):
     """The model has no chat template, or its template refuses these messages."""
 
@@ -72,10 +77,12 @@ class Tokenizer:
     if they are others than before, so `encode` and `apply_chat_template` use a copy of their own, always with the same
     options. is_thread_safe: whether several threads may encode at once; they may not with a tokenizer in Python."""
 
-    def __init__(self, wrapped: Any, tool_format: str | None = None) -> None:
-        """tool_format: one of FORMATS; None for the one that the chat template or the vocabulary shows. Raises
-        UnsupportedModelError if the tokenizer has no vocabulary. transformers makes one of any directory."""
+    def __init__(self, wrapped: Any, tool_format: str | None = None, growth: float = 1.0) -> None:
+        """tool_format: one of FORMATS; None for the one that the chat template or the vocabulary shows. growth: how
+        many characters its replacements can make of one. Raises UnsupportedModelError if the tokenizer has no
+        vocabulary. transformers makes one of any directory."""
         self._encoder = wrapped
+        self._most_encoded = int(MAX_WRITTEN / growth)
         # transformers turns truncation and padding off when it first encodes. `encode` does without it afterwards.
         if not set(guarded(wrapped.encode)(SAMPLE, add_special_tokens=False)) - {wrapped.unk_token_id}:
             raise UnsupportedModelError("its tokenizer has no tokens for text, because its vocabulary is missing")
@@ -139,12 +146,19 @@ class Tokenizer:
     @guarded
     def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
         """Tokens of a text. add_special_tokens: with the special tokens that the model expects around a prompt.
-        split_special_tokens: control tokens in the text are text. Raises ControlTokenError if they cannot be."""
+        split_special_tokens: control tokens in the text are text. Raises ControlTokenError if they cannot be, and
+        TextTooLongError."""
+        self._check_length(text)
         if split_special_tokens:
             return encoded(self._control.renamed_tokenizer(self._fast), text, add_special_tokens)
         if self._encodes_by_file:
             return encoded(self._fast, text, add_special_tokens)
         return list(self._encoder.encode(text, add_special_tokens=add_special_tokens))
+
+    def _check_length(self, text: str) -> None:
+        if len(text) > self._most_encoded:
+            what = f"a text of {len(text):,} characters is too long for the model's tokenizer"
+            raise TextTooLongError(f"{what}, which takes at most {self._most_encoded:,}")
 
     def mark(self, messages: Sequence[Mapping[str, Any]], *others: Any) -> tuple[Any, ...]:
         """As `ControlTokens.mark`, for what is not to be marked before it is rendered. Raises ChatTemplateError."""
@@ -183,7 +197,7 @@ class Tokenizer:
         """Tokens of a conversation up to the start of the assistant's answer. Control tokens in the messages and
         options are text. check: raises an error for a text that is too long to be tokenized. marker: from `mark`, if
         that has made these messages and options. options: `tools`, as OpenAI defines them, `continue_final_message`,
-        and variables of the template. Raises ChatTemplateError."""
+        and variables of the template. Raises ChatTemplateError and TextTooLongError."""
         if not self.has_chat_template:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
         if marker is None:
@@ -198,6 +212,7 @@ class Tokenizer:
             message = f"the model's chat template refuses these messages: {error}"
             raise ChatTemplateError(message[:MAX_MESSAGE]) from error
         check(unmarked(text, marker))
+        self._check_length(text)
         if not marker:
             return self.encode(text, add_special_tokens=False)
         try:

@@ -23,8 +23,11 @@ MAX_GROWTH = 100
 (18 for U+FDFA), and then bytes as characters."""
 MAX_REPLACED = 16
 """Characters that `Replace` rules of a normalizer may make of one. A letter for a letter counts as 1, and a letter for
-a pattern as 2. Few texts have the characters that Unicode's forms make long, but a rule may replace any letter, and
-each token takes 165 to 340 bytes while a text is encoded."""
+a pattern as 2. Few texts have the characters that Unicode's forms make long, but a rule may replace any letter."""
+MAX_WRITTEN = 2**23
+"""Characters of a text with its replacements. Each takes 165 to 430 bytes while the text is encoded, and a model with a
+context of a million tokens reads about four million. Without this limit, a megabyte takes 5.8 GB and 12 s if each
+letter becomes 16."""
 MAX_ADDED = 1024
 """Characters that a rule may add to a text, whatever its length."""
 MAX_ADDED_TOKENS = 40_000
@@ -71,14 +74,15 @@ def check_added_tokens(directory: Path) -> None:
             raise UnsupportedModelError(f"its {name} adds {count:,} tokens; the limit is {MAX_ADDED_TOKENS:,}")
 
 
-def check_tokenizer_file(directory: Path) -> None:
-    """Raises UnsupportedModelError for a tokenizer.json that could take all memory or time."""
+def check_tokenizer_file(directory: Path) -> float:
+    """Returns how many characters its replacements can make of one. Raises UnsupportedModelError for a tokenizer.json
+    that could take all memory or time."""
     path = directory / NAME
     check_file(path)
     try:
         data = path.read_bytes()
     except FileNotFoundError:  # the model has another kind of tokenizer
-        return
+        return 1.0
     except OSError as error:
         raise UnsupportedModelError(f"its {NAME} cannot be read: {error}") from error
     if (count := data.count(b'":') + data.count(b'" :')) > MAX_ENTRIES:
@@ -100,6 +104,7 @@ def check_tokenizer_file(directory: Path) -> None:
     if (growth := growth_of(found.get("normalizer"), {})) > MAX_REPLACED:
         what = f"replacements of its {NAME} can make {growth:,.0f} characters of one"
         raise UnsupportedModelError(f"{what}; the limit is {MAX_REPLACED}")
+    return growth
 
 
 def growth_of(rule: Any, growths: Mapping[str, float] = GROWTH) -> float:

@@ -8,11 +8,15 @@ from typing import Any
 import httpx
 import jinja2
 import pytest
+from mlx_lm.utils import load_tokenizer
 from openai import OpenAI
 
 from mlxpaged.api.generation.prompt import rendering
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.engine import EngineConfig, SamplingParams
+from mlxpaged.models import Tokenizer
+from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.models.tokenizer_limits import MAX_WRITTEN
 from tests.api.helpers import Background, ask, chat_tokens, post, raw, run_on, tokens_of
 from tests.support import RunningServer, running_server
 
@@ -85,6 +89,26 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == named
     assert send(demo_server, path, model="gpt-4", prompt="x", tokens=[1]).status_code in (400, 404)
+
+
+def test_a_text_that_takes_too_much_memory_is_refused_over_every_api(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a tokenizer that writes much for each character."""
+    tokenizer = Tokenizer(load_tokenizer(DEMO_PATH), growth=MAX_WRITTEN / 50)
+    monkeypatch.setattr(demo_server.engine.info, "tokenizer", tokenizer)
+    chat = {"messages": [{"role": "user", "content": "a" * 51}], "max_tokens": 1}
+    with raw(demo_server) as client:
+        for path, body in {
+            "/tokenize": {"prompt": "a" * 51},
+            "/v1/completions": {"prompt": "a" * 51, "max_tokens": 1},
+            "/v1/chat/completions": chat,
+            "/v1/responses": {"input": "a" * 51},
+        }.items():
+            response = client.post(path, json=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "text_too_long"), path
+        assert client.post("/v1/messages", json=chat | {"model": "demo"}).status_code == 400
+        assert client.post("/tokenize", json={"prompt": "a" * 50}).status_code == 200
 
 
 def test_tokenizing_leaves_the_event_loop_free(demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
 
-from mlxpaged.models import files
+from mlxpaged.models import files, tokenizer
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.files import check_files
-from mlxpaged.models.loader import load_model
+from mlxpaged.models.loader import load_model, tokenizer_in
+from mlxpaged.models.tokenizer import TextTooLongError
 from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from tests.support import make_tiny_model
 
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""Of an added token."""
 SECONDS = 2.0
 """In which a directory is refused."""
 
@@ -251,16 +255,118 @@ def test_a_hostile_directory_is_refused_with_the_reason_in_one_line(model: Path,
     assert re.search(reason, refused(model))
 
 
-def test_rules_of_known_tokenizers_are_loaded(model: Path) -> None:
-    """Compatibility forms before bytes as characters, and replacements of one character by another."""
-    rules = [{"type": "NFKC"}, replace({"String": " "}, "\u2581"), {"type": "Prepend", "prepend": "\u2581"}]
-    change("tokenizer.json", normalizer={"type": "Sequence", "normalizers": rules})(model)
-    check_tokenizer_file(model)
-    pre = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    change("tokenizer.json", normalizer={"type": "NFKC"}, pre_tokenizer=pre)(model)
-    check_tokenizer_file(model)
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+SPACES = replace({"String": " "}, "\u2581")
+BEFORE = {"type": "Prepend", "prepend": "\u2581"}
+META = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+FORMS = {"type": "Precompiled", "precompiled_charsmap": ""}
+FALLBACK = [replace({"String": "\u2581"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+
+
+def split(pattern: str, behavior: str = "Isolated") -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": False}
+
+
+def in_order(name: str, *rules: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", name: list(rules)}
+
+
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+CL100K = WORDS + r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA2 = {
+    "normalizer": in_order("normalizers", BEFORE, SPACES),
+    "decoder": in_order("decoders", *FALLBACK, {"type": "Strip", "content": " ", "start": 1, "stop": 0}),
+}
+TIKTOKEN = {"pre_tokenizer": in_order("pretokenizers", split(CL100K), BYTES), "decoder": BYTES}
+
+KNOWN: dict[str, dict[str, Any]] = {
+    "GPT-2, Phi-2, Falcon": {"pre_tokenizer": BYTES | {"use_regex": True}, "decoder": BYTES},
+    "Llama 3, Phi-4, GLM-4, gpt-oss, Mistral's tekken": TIKTOKEN,
+    "Qwen 2 to 3.5, OLMo": TIKTOKEN | {"normalizer": {"type": "NFC"}},
+    "StarCoder 2, SmolLM, Granite": TIKTOKEN
+    | {"pre_tokenizer": in_order("pretokenizers", {"type": "Digits", "individual_digits": True}, BYTES)},
+    "Command R": {
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": in_order("pretokenizers", {"type": "Digits", "individual_digits": True}, BYTES),
+        "decoder": BYTES,
+    },
+    "DeepSeek V3": {
+        "normalizer": in_order("normalizers"),
+        "pre_tokenizer": in_order(
+            "pretokenizers", split(r"\p{N}{1,3}"), split("[\u4e00-\u9fa5\u3040-\u309f]+"), split(CL100K), BYTES
+        ),
+        "decoder": BYTES,
+    },
+    "Llama 2, Mistral, Phi-3": LLAMA2,
+    "Llama 2 without legacy": {"normalizer": None, "pre_tokenizer": META | {"split": False}},
+    "Gemma 2 to 3": {
+        "normalizer": SPACES,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
+            "invert": False,
+        },
+        "decoder": in_order("decoders", *FALLBACK),
+    },
+    "BERT": {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": True,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    },
+    "T5, XLM-R": {
+        "normalizer": in_order(
+            "normalizers",
+            FORMS,
+            {"type": "Strip", "strip_left": False, "strip_right": True},
+            replace({"Regex": " {2,}"}, "\u2581"),
+        ),
+        "pre_tokenizer": in_order("pretokenizers", {"type": "WhitespaceSplit"}, META),
+        "decoder": META,
+    },
+    "compatibility forms before bytes": {"normalizer": {"type": "NFKC"}, "pre_tokenizer": BYTES},
+    "30,000 sounds or pictures": {
+        "added_tokens": [{"id": i, "content": f"<{i}>"} | dict.fromkeys(FLAGS, False) for i in range(30_000)]
+    },
+}
+"""Rules that tokenizers of these models have, as they were published. Those of Claude, DeepSeek V3, Gemma 3, GPT-4o,
+gpt-oss, Llama 2, Llama 3.1 and Qwen3 were checked as whole files too."""
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_rules_of_known_tokenizers_are_loaded(model: Path, name: str) -> None:
+    change("tokenizer.json", **KNOWN[name])(model)
+    assert check_tokenizer_file(model) <= 2
+    if FORMS not in (KNOWN[name].get("normalizer") or {}).get("normalizers", ()):  # its table is missing here
+        FastTokenizer.from_file(str(model / "tokenizer.json"))
+
+
+def test_a_directory_without_a_tokenizer_file_is_checked_elsewhere(model: Path) -> None:
     without("tokenizer.json")(model)
-    check_tokenizer_file(model)
+    assert check_tokenizer_file(model) == 1
+
+
+def test_a_text_that_replacements_make_long_is_not_encoded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template that a request renders counts too."""
+    monkeypatch.setattr(tokenizer, "MAX_WRITTEN", 1600)
+    change("tokenizer.json", normalizer=replace({"String": "a"}, "a" * 16))(model)
+    write("chat_template.jinja", "{{ messages[0].content * 2 }}")(model)
+    found = tokenizer_in(model, None, ())
+    assert len(found.encode("a" * 100)) > 100
+    assert found.apply_chat_template([{"role": "user", "content": "a" * 50}])
+    for encode in (
+        lambda: found.encode("a" * 101),
+        lambda: found.encode("a" * 101, split_special_tokens=True),
+        lambda: found.apply_chat_template([{"role": "user", "content": "a" * 51}]),
+    ):
+        with pytest.raises(TextTooLongError, match=r"a text of 10\d characters is too long .* at most 100"):
+            encode()
 
 
 def test_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
