@@ -1,8 +1,9 @@
-// Attention of decoding sequences over a paged context: one query token each, with all query heads of a KV head. Online
-// softmax in float32, with optional softcap and sinks. A window only shortens the range of keys.
+// Attention of decoding sequences over a paged context: one query token each. Online softmax in float32, with optional
+// softcap and sinks. A window only shortens the range of keys.
 //
-// A threadgroup takes one work item for one KV head: a range of keys, all of which the token sees. Each of its
-// simdgroups takes tiles of TILE keys of its own, so the loop over keys has no threadgroup barrier. For a tile,
+// A threadgroup takes one work item, a range of keys, all of which the token sees, for HEADS of the query heads of a KV
+// head. Each of its simdgroups takes tiles of TILE keys of its own, so the loop over keys has no threadgroup barrier.
+// For a tile,
 //   scores: LANES lanes share a key, and each of them has KEYS keys in registers while all heads meet them;
 //   softmax: a lane per key; a head's running maximum and denominator are in the lane of its number;
 //   values: COLUMN_LANES lanes share a value, each with four columns of it (or 4 * VALUE_CHUNKS), and load VALUES values
@@ -17,7 +18,8 @@
 // out [rows, KV_HEADS * GROUP, DV] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, DV + 4]: the weighted sum of
 //   values before division, the maximum of the scores, the denominator, 0, 0. done [1]: the token
 //
-// grid (THREADS, KV_HEADS, N), threadgroup (THREADS, 1, 1)
+// grid (THREADS, KV_HEADS * HEAD_TILES, N), threadgroup (THREADS, 1, 1)
+constexpr int HEAD_TILES = GROUP / HEADS;
 constexpr int SIMDGROUPS = THREADS / 32;
 constexpr int CHUNKS = (DK + 4 * LANES - 1) / (4 * LANES);  // of four elements of a key per lane
 constexpr bool WHOLE_CHUNKS = DK % (4 * LANES) == 0;
@@ -29,34 +31,35 @@ constexpr int VECTORS = DV / 4;
 constexpr int WIDTH = PARTIAL ? DV + 4 : DV;
 constexpr float MASKED = -3.402823466e+38f;  // finite: the difference of two infinities is NaN
 
-threadgroup vec<T, 4> query_tile[GROUP * DK / 4];
+threadgroup vec<T, 4> query_tile[HEADS * DK / 4];
 threadgroup float4 scratch[SCRATCH];  // scores of each simdgroup, and at the end ROWS_AT_ONCE sums of each
-threadgroup float simdgroup_max[SIMDGROUPS * GROUP];
-threadgroup float simdgroup_sum[SIMDGROUPS * GROUP];
+threadgroup float simdgroup_max[SIMDGROUPS * HEADS];
+threadgroup float simdgroup_sum[SIMDGROUPS * HEADS];
 
 const int me = int(thread_index_in_threadgroup);
 const int lane = int(thread_index_in_simdgroup);
 const int simdgroup = int(simdgroup_index_in_threadgroup);
-const int kv_head = int(threadgroup_position_in_grid.y);
+const int kv_head = int(threadgroup_position_in_grid.y) / HEAD_TILES;
+const int first_head = int(threadgroup_position_in_grid.y) * HEADS;
 
 const device int* item = items + size_t(threadgroup_position_in_grid.z) * 8;
 const auto table = block_tables + size_t(item[0]) * block_tables_shape[1];
 const int key_begin = item[4];
 const int key_end = item[5];
 
-const size_t first_query = (size_t(item[1]) * KV_HEADS + kv_head) * (GROUP * DK);
-for (int i = me; i < GROUP * DK / 4; i += THREADS) {
+const size_t first_query = (size_t(item[1]) * (KV_HEADS * GROUP) + first_head) * DK;
+for (int i = me; i < HEADS * DK / 4; i += THREADS) {
   query_tile[i] = *(const device vec<T, 4>*)(queries + first_query + i * 4);
 }
 
 float best = MASKED;  // of head `lane`, as is the denominator
 float denominator = 0.0f;
-float4 acc[GROUP * VALUE_CHUNKS];
+float4 acc[HEADS * VALUE_CHUNKS];
 #pragma clang loop unroll(full)
-for (int i = 0; i < GROUP * VALUE_CHUNKS; i++) {
+for (int i = 0; i < HEADS * VALUE_CHUNKS; i++) {
   acc[i] = float4(0.0f);
 }
-threadgroup float* scores = (threadgroup float*)scratch + simdgroup * GROUP * TILE;
+threadgroup float* scores = (threadgroup float*)scratch + simdgroup * HEADS * TILE;
 const int key_lane = lane % LANES;
 const int column_lane = lane % COLUMN_LANES;
 int start = (key_begin / TILE + simdgroup) * TILE;
@@ -87,7 +90,7 @@ for (; start < key_end; start += SIMDGROUPS * TILE) {
         }
       }
     }
-    for (int row = 0; row < GROUP; row++) {
+    for (int row = 0; row < HEADS; row++) {
       float4 products[KEYS];
 #pragma clang loop unroll(full)
       for (int i = 0; i < KEYS; i++) {
@@ -123,7 +126,7 @@ for (; start < key_end; start += SIMDGROUPS * TILE) {
 
   const bool visible = lane < TILE && start + lane >= key_begin && start + lane < key_end;
 #pragma clang loop unroll(full)
-  for (int row = 0; row < GROUP; row++) {
+  for (int row = 0; row < HEADS; row++) {
     float score = MASKED;
     if (visible) {
       score = scores[row * TILE + lane] * scale;
@@ -172,7 +175,7 @@ for (; start < key_end; start += SIMDGROUPS * TILE) {
       }
     }
 #pragma clang loop unroll(full)
-    for (int row = 0; row < GROUP; row++) {
+    for (int row = 0; row < HEADS; row++) {
 #pragma clang loop unroll(full)
       for (int i = 0; i < VALUES; i++) {
         const float weight = scores[row * TILE + base + i * VALUE_STEP + lane / COLUMN_LANES];
@@ -186,25 +189,25 @@ for (; start < key_end; start += SIMDGROUPS * TILE) {
   simdgroup_barrier(mem_flags::mem_threadgroup);  // the weights have been read
 }
 
-if (lane < GROUP) {
-  simdgroup_max[simdgroup * GROUP + lane] = best;
-  simdgroup_sum[simdgroup * GROUP + lane] = denominator;
+if (lane < HEADS) {
+  simdgroup_max[simdgroup * HEADS + lane] = best;
+  simdgroup_sum[simdgroup * HEADS + lane] = denominator;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 // The simdgroups' sums of a head are added in threadgroup memory, as many heads at a time as fit.
 #pragma clang loop unroll(full)
-for (int first = 0; first < GROUP; first += ROWS_AT_ONCE) {
+for (int first = 0; first < HEADS; first += ROWS_AT_ONCE) {
   if (first > 0) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 #pragma clang loop unroll(full)
-  for (int row = first; row < first + ROWS_AT_ONCE && row < GROUP; row++) {
+  for (int row = first; row < first + ROWS_AT_ONCE && row < HEADS; row++) {
     float maximum = simdgroup_max[row];
     for (int s = 1; s < SIMDGROUPS; s++) {
-      maximum = max(maximum, simdgroup_max[s * GROUP + row]);
+      maximum = max(maximum, simdgroup_max[s * HEADS + row]);
     }
-    const float factor = metal::fast::exp(simdgroup_max[simdgroup * GROUP + row] - maximum);
+    const float factor = metal::fast::exp(simdgroup_max[simdgroup * HEADS + row] - maximum);
 #pragma clang loop unroll(full)
     for (int c = 0; c < VALUE_CHUNKS; c++) {
       float4 sum = acc[row * VALUE_CHUNKS + c] * factor;
@@ -222,18 +225,18 @@ for (int first = 0; first < GROUP; first += ROWS_AT_ONCE) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int i = me; i < ROWS_AT_ONCE * VECTORS; i += THREADS) {
     const int row = first + i / VECTORS;
-    if (row < GROUP) {
+    if (row < HEADS) {
       float4 sum = float4(0.0f);
       float maximum = MASKED;
       for (int s = 0; s < SIMDGROUPS; s++) {
         sum += scratch[s * (ROWS_AT_ONCE * VECTORS) + i];
-        maximum = max(maximum, simdgroup_max[s * GROUP + row]);
+        maximum = max(maximum, simdgroup_max[s * HEADS + row]);
       }
       float total = 0.0f;
       for (int s = 0; s < SIMDGROUPS; s++) {
-        total += simdgroup_sum[s * GROUP + row] * metal::fast::exp(simdgroup_max[s * GROUP + row] - maximum);
+        total += simdgroup_sum[s * HEADS + row] * metal::fast::exp(simdgroup_max[s * HEADS + row] - maximum);
       }
-      const int head = kv_head * GROUP + row;
+      const int head = first_head + row;
       const size_t at = (size_t(item[6]) * (KV_HEADS * GROUP) + head) * WIDTH;
       if (PARTIAL) {
         if (i % VECTORS == 0) {

@@ -23,9 +23,10 @@ from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, Planner, Upload, padded
 from mlxpaged.attention.pool import Locality, Memory, Options
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
-from mlxpaged.attention.tuning import DEFAULT_TUNING, Choice, Tuning, decode_class, least_range
+from mlxpaged.attention.tuning import DEFAULT_TUNING, Choice, Ranges, Tuning, decode_class, decode_ranges
 from mlxpaged.attention.variants import (
     BLOCK_SIZES,
+    FULL_DEVICE,
     MAX_KEY_FLOATS,
     MAX_KEY_SIZE,
     MAX_VALUE_SIZE,
@@ -115,7 +116,7 @@ class MetalPool:
         self._tile = functools.cache(functools.partial(choose_tile, layout))
         self._decode = functools.cache(functools.partial(choose_decode, layout))
         self._matrix = functools.cache(functools.partial(matrix.choose_variant, layout))
-        self._least_range = functools.cache(functools.partial(least_range, layout))
+        self._ranges = functools.cache(functools.partial(decode_ranges, layout))
         self.planner = functools.cache(self._planner)
         self._sinks: tuple[mx.array, mx.array] | None = None
         self._vectors = max(layout.key_size, layout.stored_value_size) // VECTOR
@@ -162,9 +163,9 @@ class MetalPool:
         """What plans the attention of these layers. The result is kept as `planner`."""
         group = num_query_heads // self.num_kv_heads
         of_matrix = self._matrix(group)
-        tile, least = self._tile(group).queries, self._least_range(group)
+        tile, ranges = self._tile(group).queries, self._ranges(group)
         matrix_tile = None if of_matrix is None else of_matrix.tile
-        key = ("metal", locality, tile, matrix_tile, least, id(self.tuning))  # one plan for all layers with these
+        key = ("metal", locality, tile, matrix_tile, ranges, id(self.tuning))  # one plan for all layers with these
         return Planner(key, functools.partial(self._make_plan, key[1:5]))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -196,17 +197,17 @@ class MetalPool:
 
     def _make_plan(
         self,
-        sizes: tuple[Locality, int, matrix.QueryTile | None, int],
+        sizes: tuple[Locality, int, matrix.QueryTile | None, Ranges],
         meta: HostMetadata,
         upload: Upload,
     ) -> Plan:
         """All decoding sequences together are one shape class with one choice. Every chunk has its own choice.
 
         A tile of a batch-invariant engine has no choice: the ranges of a row depend on its own context alone."""
-        locality, tile, matrix_tile, least = sizes
+        locality, tile, matrix_tile, ranges = sizes
         if meta.num_repeats is not None:
             members_of_tile = np.unique(meta.distinct).astype(np.int64)
-            schedule = make_schedule(meta, members_of_tile, locality, 1, 0, upload, least, always_merge=True)
+            schedule = make_schedule(meta, members_of_tile, locality, 1, ranges, upload, always_merge=True)
             return Plan((PagedPart(schedule, single_queries=True),), upload.add(meta.distinct))
         lens = np.asarray(meta.host_query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
@@ -228,7 +229,7 @@ class MetalPool:
             else:
                 queries = 1 if single else matrix_tile.queries if choice.matrix and matrix_tile else tile
                 members_of_part = np.asarray(sequences)
-                schedule = make_schedule(meta, members_of_part, locality, queries, choice.partition, upload, least)
+                schedule = make_schedule(meta, members_of_part, locality, queries, choice.partition or ranges, upload)
                 parts.append(PagedPart(schedule, single, choice.matrix))
         if len(parts) == 1:
             return Plan(tuple(parts), None)
@@ -251,6 +252,9 @@ class MetalPool:
         group = heads // self.num_kv_heads
         of_matrix = self._matrix(group, *flags) if part.matrix else None
         variant = of_matrix or (self._decode if part.single_queries else self._tile)(group, *flags)
+        if isinstance(variant, DecodeVariant):
+            simdgroups = variant.threads // 32 * self.num_kv_heads * variant.head_tiles * schedule.num_items
+            variant = self._decode(group, *flags, by_head=simdgroups < FULL_DEVICE)
         pool_keys, pool_values, last = self._arrays
         sinks = last if options.sinks is None else self._float_sinks(options.sinks)
         dtype, size = self.layout.dtype, self.layout.value_size

@@ -21,6 +21,7 @@ from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.tuning import CHUNK_PARTITION, CONTIGUOUS, DEFAULT_TUNING, MATRIX, Choice, Tuning
+from mlxpaged.attention.variants import DECODE_THREADS, FULL_DEVICE
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ SOFTCAP = 2.0
 """Changes scores of about 1."""
 LONG_CONTEXT = 300
 """Tokens of more than 8 blocks: with fewer than 8 elements, MLX passes an input in another address space, and that is
-another kernel to compile. Its ranges of 64 keys are merged."""
+another kernel to compile. Its ranges of two keys are so many that the decode kernel serves all heads of a KV head at
+once."""
 OVERLAPPED_STEPS = 4
 
 ReportAmount = Callable[[int, int], object]
@@ -74,7 +76,8 @@ class CaseRun:
     def step(self, query_lens: list[int], context_lens: list[int]) -> mx.array:
         """Write random keys and values for the query tokens, and attend with random queries."""
         shape, layout, tokens = self._shape, self._shape.layout, sum(query_lens)
-        meta = AttentionMetadata.build(query_lens, context_lens, self._tables[: len(query_lens)], layout.block_size)
+        tables = [self._tables[i % 2] for i in range(len(query_lens))]
+        meta = AttentionMetadata.build(query_lens, context_lens, tables, layout.block_size)
         keys = self._random(tokens, layout.num_kv_heads, layout.key_size)
         values = None if layout.latent else self._random(tokens, layout.num_kv_heads, layout.value_size)
         self.kv.write(keys, values, meta)
@@ -101,6 +104,12 @@ class CaseRun:
 
     def long_contexts(self) -> list[mx.array]:
         return [self.step([LONG_CONTEXT], [LONG_CONTEXT]), self.step([1], [LONG_CONTEXT + 1])]
+
+    def many_sequences(self) -> list[mx.array]:
+        """As many as make the decode kernel serve all heads of a KV head at once. They end at each token of two
+        contexts."""
+        count = -(-FULL_DEVICE // (DECODE_THREADS // 32 * self._shape.layout.num_kv_heads))
+        return [self.step([count] * 2, [count] * 2), self.step([1] * count, [*range(1, count + 1)])]
 
     def whole_blocks(self) -> list[mx.array]:
         """Few blocks and many: fewer than 8 ids, or than 4 pairs of them, come in another address space."""
@@ -132,7 +141,8 @@ NEEDED_CASES: dict[str, Case] = {
     "paged_attention, mixed chunks": (CaseRun.mixed_chunks, PAGED),
     "kv_gather, mixed chunks": (CaseRun.mixed_chunks, COPIED),
     "merge_partials, mixed chunks": (CaseRun.mixed_chunks, IN_RANGES),
-    "merge_partials, long contexts": (CaseRun.long_contexts, Tuning(decode=Choice(64), chunks=CONTIGUOUS)),
+    "merge_partials, long contexts": (CaseRun.long_contexts, Tuning(decode=Choice(2), chunks=CONTIGUOUS)),
+    "paged_decode, many sequences": (CaseRun.many_sequences, DEFAULT_TUNING),
     "block_write, block_copy and block_read": (CaseRun.whole_blocks, DEFAULT_TUNING),
 }
 """They run every kernel variant that a tuning can choose, but for the matrix kernel, with inputs of fewer than 8

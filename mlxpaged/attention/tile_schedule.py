@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mlxpaged.attention.buckets import work_items
 from mlxpaged.attention.metadata import HostMetadata, Upload
 from mlxpaged.attention.pool import Locality
-from mlxpaged.attention.tuning import MIN_RANGE, range_keys
+from mlxpaged.attention.tuning import Ranges
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,14 @@ def make_schedule(
     members: npt.NDArray[np.int64],
     locality: Locality,
     queries: int,
-    partition: int,
+    partition: int | Ranges,
     upload: Upload,
-    least: int = MIN_RANGE,
     always_merge: bool = False,
 ) -> TileSchedule:
-    """Tiles of up to `queries` tokens of the sequences `members`, and ranges of up to `partition` keys of each tile; 0:
-    as many as `range_keys` says, and at least `least`. Ranges end at multiples of their size, so that few blocks are in
-    two ranges. always_merge: results are merged even if no tile has several ranges, so that a tile's rounding does not
-    depend on the others."""
+    """Tiles of up to `queries` tokens of the sequences `members`, and ranges of up to `partition` keys of each tile.
+    Ranges end at multiples of their size, so that few blocks are in two ranges, but a range of all keys ends with them.
+    always_merge: results are merged even if no tile has several ranges, so that a tile's rounding does not depend on
+    the others."""
     query_lens = np.asarray(meta.host_query_lens)
     starts = np.concatenate(([0], np.cumsum(query_lens)))
     lens = query_lens[members]
@@ -54,7 +53,10 @@ def make_schedule(
     position = np.asarray(meta.host_context_lens)[sequence] - query_lens[sequence] + offset
     first_key = locality.first_key(position)
     end_key = position + count
-    size = np.full_like(end_key, partition) if partition else range_keys(end_key - first_key, least)
+    keys = end_key - first_key
+    size = partition.sizes(keys) if isinstance(partition, Ranges) else np.full_like(keys, partition)
+    if isinstance(partition, Ranges):
+        size = np.where(size >= keys, end_key, size)
     first_range = first_key // size
     parts = -(-end_key // size) - first_range
     first_partial = np.cumsum(parts * count) - parts * count

@@ -20,7 +20,15 @@ from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.self_check import ReportAmount, usable_tuning
-from mlxpaged.attention.tuning import Choice, ShapeClass, Tuning, candidate_choices, default_choice, parse_tuning
+from mlxpaged.attention.tuning import (
+    Choice,
+    ShapeClass,
+    Tuning,
+    candidate_choices,
+    decode_ranges,
+    default_choice,
+    parse_tuning,
+)
 from mlxpaged.attention.tuning_cache import Times, TuningCache
 
 logger = logging.getLogger(__name__)
@@ -150,13 +158,14 @@ def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workloa
     longest, tokens = max(workload.context_lens), sum(workload.query_lens)
     copied = sum(workload.context_lens) * shape.layout.bytes_per_token
     bytes_per_row = 4 * shape.num_query_heads * (shape.layout.value_size + 4)
+    by_context = decode_ranges(shape.layout, shape.num_query_heads // shape.layout.num_kv_heads)
     found: list[Choice] = []
     ranges: set[int] = set()
     for choice in candidate_choices(shape_class):
         if choice.partition is None:
             fits = shape_class.queries > 1 or copied <= POOL_BYTES
         else:
-            count = choice.num_ranges(longest)
+            count = choice.num_ranges(longest, by_context)
             fits = count not in ranges and tokens * count * bytes_per_row <= PARTIAL_BYTES
             ranges.add(count)
         if fits or not found:

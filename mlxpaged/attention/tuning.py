@@ -15,10 +15,15 @@ import numpy.typing as npt
 
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import IntArray
+from mlxpaged.attention.variants import DecodeVariant, choose_decode
 
 MIN_RANGE = 64
-"""Fewest keys per threadgroup of a decoding sequence. 1,024 keys of 8 KV heads make 128 threadgroups; a Mac has up to
-80 GPU cores. Each range of keys costs a row of float32 results per head (`least_range`)."""
+"""Fewest keys per threadgroup of a decoding sequence. Each range of keys costs a row of float32 results per head
+(`least_range`)."""
+
+ONE_RANGE = 512
+"""Most keys of a decoding sequence that the decode kernel takes as one range, without a kernel that merges: four tiles
+for each of a threadgroup's simdgroups. An estimate, no Mac has measured it."""
 
 MAX_RANGES = 64
 """Most ranges of a decoding sequence. Longer contexts have longer ranges."""
@@ -38,7 +43,7 @@ CONTEXTS = (1024, 8192, 32768)
 CHUNKS = (31, 127, 255, 2048)
 """Upper bounds of the classes: decoding sequences, keys and query tokens. The last class has no upper bound."""
 
-DECODE_CANDIDATES = (64, 128, 256, 512, 1024, 4096)
+DECODE_CANDIDATES = (128, 256, 512, 1024, 4096)
 SHORT_CHUNK_CANDIDATES = (512, 4096)
 CHUNK_CANDIDATES = (4096,)
 """Keys per threadgroup that the tuner times. Chunks that are not short fill the device without a split, and a split
@@ -71,11 +76,11 @@ class Choice:
             return "matrix"
         return "contiguous" if self.partition is None else f"paged:{self.partition}" if self.partition else "paged"
 
-    def num_ranges(self, keys: int) -> int:
-        """Threadgroups of a sequence that sees `keys` keys, for each KV head; 0 if they are copied."""
+    def num_ranges(self, keys: int, ranges: Ranges) -> int:
+        """Ranges of a sequence that sees `keys` keys; 0 if they are copied. ranges: of partition 0."""
         if self.partition is None:
             return 0
-        return -(-keys // (self.partition or int(range_keys(np.array(keys)))))
+        return -(-keys // (self.partition or int(ranges.sizes(np.array(keys)))))
 
 
 CONTIGUOUS = Choice(None)
@@ -83,17 +88,30 @@ MATRIX = Choice(None, matrix=True)
 BY_CONTEXT = Choice(0)
 
 
-def range_keys(keys: npt.NDArray[np.int64], least: int = MIN_RANGE) -> npt.NDArray[np.int64]:
-    """Keys per threadgroup of sequences whose token sees `keys` keys. It depends on nothing else in the batch, so that
-    the rounding of a sequence's outputs does not depend on the other sequences."""
-    return np.maximum(least, -(-keys // (MAX_RANGES * 32)) * 32)
+@dataclass(frozen=True)
+class Ranges:
+    """Lengths of the ranges of decoding sequences. whole: most keys of a context that is one range. least: fewest keys
+    of a range of longer contexts."""
+
+    least: int
+    whole: int = 0
+
+    def sizes(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Keys per range of sequences whose token sees `keys` keys. It depends on nothing else in the batch, so that
+        the rounding of a sequence's outputs does not depend on the other sequences."""
+        cut = np.maximum(self.least, -(-keys // (MAX_RANGES * 32)) * 32)
+        return np.where(keys <= self.whole, keys, cut)
 
 
-def least_range(layout: KVLayout, group: int) -> int:
-    """Fewest keys of a range for `group` query heads of a KV head: so many that to write and read the range's results
-    takes at most a third of the bytes of its keys and values."""
+def decode_ranges(layout: KVLayout, group: int) -> Ranges:
+    """For `group` query heads of a KV head: ranges of so many keys that to write and read their results takes at most a
+    third of the bytes of keys and values, and that each simdgroup of the decode kernel has some."""
     results = 2 * 4 * group * (layout.value_size + 4)
-    return max(MIN_RANGE, -(-3 * results * layout.num_kv_heads // (layout.bytes_per_token * 32)) * 32)
+    least = max(MIN_RANGE, -(-3 * results * layout.num_kv_heads // (layout.bytes_per_token * 32)) * 32)
+    variant = choose_decode(layout, group)
+    if isinstance(variant, DecodeVariant):
+        return Ranges(max(least, variant.shortest_range), ONE_RANGE)
+    return Ranges(least)
 
 
 @dataclass(frozen=True)

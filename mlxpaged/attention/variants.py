@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -13,6 +13,16 @@ from mlxpaged.attention.layout import KVLayout
 BLOCK_SIZES = (8, 16, 32)
 
 THREADS = 128
+
+DECODE_THREADS = 256
+"""Of a threadgroup of the decode kernel: eight simdgroups. Any Mac runs 384 threads with all registers of each."""
+
+FULL_DEVICE = 1024
+"""Simdgroups with which a device is busy: a Mac has up to 80 cores. With fewer, a threadgroup serves one query head, so
+that there are more of them. They read the keys once for each head then, but from cache."""
+
+MOST_HEAD_TILES = 2
+"""Most threadgroups among which the query heads of a KV head are divided because of registers. Each reads the keys."""
 
 VECTOR = 4
 """Elements of a head that a thread loads at once, as `vec<T, 4>`."""
@@ -28,9 +38,6 @@ MAX_VALUE_SIZE = THREADS * VECTOR
 
 ROWS = 32
 """Most rows (query tokens x heads) of a tile. Their outputs are in its registers, 32 to 64 per thread."""
-
-DECODE_TILE = 16
-"""Keys that a simdgroup of the decode kernel takes at once. Its four simdgroups have work in a range of 64 keys."""
 
 SPLIT_BYTES = 8192
 """Most bytes of threadgroup memory in which the simdgroups of the decode kernel merge. With more, fewer threadgroups
@@ -97,18 +104,32 @@ class TileVariant:
 
 @dataclass(frozen=True)
 class DecodeVariant:
-    """One instantiation of paged_decode.metal. A threadgroup serves all query heads of a KV head."""
+    """One instantiation of paged_decode.metal. group: query heads of a KV head; heads: how many of them one threadgroup
+    serves, a divisor of the group."""
 
     layout: KVLayout
     group: int
+    heads: int
     partial: bool = False
     softcap: bool = False
     sinks: bool = False
 
     name = "paged_decode"
-    threads = THREADS
-    head_tiles = 1
-    tile = DECODE_TILE
+    threads = DECODE_THREADS
+
+    @property
+    def head_tiles(self) -> int:
+        return self.group // self.heads
+
+    @property
+    def tile(self) -> int:
+        """Keys that a simdgroup takes at once. The fewer query heads there are, the more simdgroups they need."""
+        return 16 if self.group * self.layout.num_kv_heads >= 16 else 8
+
+    @property
+    def shortest_range(self) -> int:
+        """Keys of which each simdgroup has a tile."""
+        return self.threads // 32 * self.tile
 
     @property
     def lanes(self) -> int:
@@ -121,7 +142,7 @@ class DecodeVariant:
     @property
     def keys(self) -> int:
         """Keys of a lane at once."""
-        return 2 if key_floats(self.layout, self.lanes) <= 16 else 1
+        return 2 if key_floats(self.layout, self.lanes) <= 16 and self.tile * self.lanes >= 64 else 1
 
     @property
     def column_lanes(self) -> int:
@@ -135,7 +156,7 @@ class DecodeVariant:
     @property
     def sums(self) -> int:
         """In the registers of a lane."""
-        return VECTOR * self.group * self.value_chunks
+        return VECTOR * self.heads * self.value_chunks
 
     @property
     def values(self) -> int:
@@ -146,18 +167,18 @@ class DecodeVariant:
     @property
     def rows_at_once(self) -> int:
         """Heads that the simdgroups merge at once."""
-        return max(1, min(self.group, SPLIT_BYTES // (THREADS // 32 * 4 * self.layout.value_size)))
+        return max(1, min(self.heads, SPLIT_BYTES // (self.threads // 32 * 4 * self.layout.value_size)))
 
     @property
     def scratch(self) -> int:
         """Vectors of four floats."""
-        return THREADS // 32 * max(self.group * self.tile, self.rows_at_once * self.layout.value_size) // 4
+        return self.threads // 32 * max(self.heads * self.tile, self.rows_at_once * self.layout.value_size) // 4
 
     @property
     def threadgroup_memory(self) -> int:
         """Bytes: the query heads, the scores (later sums in the same place), two numbers per simdgroup and head."""
-        layout, numbers = self.layout, THREADS // 32 * self.group * 4
-        return bytes_of(self.group * layout.key_size * layout.dtype.size, 16 * self.scratch, numbers, numbers)
+        layout, numbers = self.layout, self.threads // 32 * self.heads * 4
+        return bytes_of(self.heads * layout.key_size * layout.dtype.size, 16 * self.scratch, numbers, numbers)
 
     @property
     def fits(self) -> bool:
@@ -165,7 +186,8 @@ class DecodeVariant:
 
     @functools.cached_property
     def template(self) -> kernels.Template:
-        names = ("tile", "lanes", "keys", "column_lanes", "values", "rows_at_once", "scratch", "softcap", "sinks")
+        sizes = ("heads", "tile", "lanes", "keys", "column_lanes", "values", "rows_at_once", "scratch")
+        names = (*sizes, "softcap", "sinks")
         return [*common_template(self), *((name.upper(), getattr(self, name)) for name in names)]
 
 
@@ -176,7 +198,7 @@ def common_template(variant: Variant) -> kernels.Template:
     layout = variant.layout
     types = [("T", layout.dtype), ("O", mx.float32 if variant.partial else layout.dtype)]
     sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("LATENT", layout.latent), ("GROUP", variant.group)]
-    counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", THREADS)]
+    counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", variant.threads)]
     return [*types, *sizes, *counts, ("PARTIAL", variant.partial)]
 
 
@@ -194,11 +216,14 @@ def choose_tile(layout: KVLayout, group: int, *flags: bool, single_queries: bool
         rows //= 2
 
 
-def choose_decode(layout: KVLayout, group: int, *flags: bool) -> Variant:
-    """The decode kernel if the sums of all heads of a group fit the registers of a simdgroup, else tiles of one token.
-    flags: the last fields of a TileVariant."""
-    variant = DecodeVariant(layout, group, *flags[:3])
-    return variant if variant.fits else choose_tile(layout, group, *flags, single_queries=True)
+def choose_decode(layout: KVLayout, group: int, *flags: bool, by_head: bool = False) -> Variant:
+    """The decode kernel with as many heads of a group as fit the registers of a simdgroup, else tiles of one token.
+    flags: the last fields of a TileVariant. by_head: if it is the decode kernel, a threadgroup serves one head."""
+    for head_tiles in range(1, MOST_HEAD_TILES + 1):
+        variant = DecodeVariant(layout, group, group // head_tiles, *flags[:3])
+        if group % head_tiles == 0 and variant.fits:
+            return replace(variant, heads=1) if by_head else variant
+    return choose_tile(layout, group, *flags, single_queries=True)
 
 
 def key_floats(layout: KVLayout, lanes: int) -> int:

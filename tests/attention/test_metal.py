@@ -44,8 +44,8 @@ def nth(choices: Any, i: int) -> Any:
 
 @pytest.mark.parametrize(("i", "dtype", "head_dim"), every(4, TYPES_AND_SIZES))
 def test_decode_is_exact_for_every_type_and_head_size(metal: None, i: int, dtype: mx.Dtype, head_dim: int) -> None:
-    """Beside them block sizes, groups and extras in turns; the slow tests take the product. Ranges by context are of 64
-    keys here."""
+    """Beside them block sizes, groups and extras in turns; the slow tests take the product. A context is one
+    range by default here."""
     options = {
         "dtype": dtype,
         "head_dim": head_dim,
@@ -53,7 +53,7 @@ def test_decode_is_exact_for_every_type_and_head_size(metal: None, i: int, dtype
         "group": nth(GROUPS, i),
         "seed": i,
     }
-    Case(SHORT_DECODE, decode_partition=nth((None, 512), i), **options, **nth(EXTRAS, i)).check()
+    Case(SHORT_DECODE, decode_partition=nth((None, 32), i), **options, **nth(EXTRAS, i)).check()
 
 
 @pytest.mark.parametrize(("i", "dtype", "head_dim"), every(4, CHECKERED))
@@ -202,16 +202,44 @@ def test_unchecked_execution_gives_the_same_numbers() -> None:
 # Reading no more than there is
 
 
+WINDOWS_AND_SIZES = [(None, 128), (100, 128), (None, 120)]
+
+
 @pytest.mark.parametrize("group", every(2, [4, 1, 8]))
-@pytest.mark.parametrize(("window", "head_dim"), [(None, 128), (100, 128), (None, 120)])
+@pytest.mark.parametrize(("window", "head_dim"), WINDOWS_AND_SIZES)
 def test_decode_reads_every_key_and_value_once(
     metal_on_cpu: Interpreter, group: int, window: int | None, head_dim: int
 ) -> None:
-    case = Case([(1, 1), (1, 33), (1, 600)], group=group, head_dim=head_dim, dtype=mx.float16, window=window)
+    options = {"kv_heads": 16 if window is None else 44, "dtype": mx.float16, "window": window}
+    case = Case([(1, 1), (1, 33), (1, 600)], group=group, head_dim=head_dim, **options)
     case.check()
     launch = metal_on_cpu.last_launch("paged_decode")
     for pool in ("keys", "values"):
         assert case.elements <= launch.loads[pool] <= 1.05 * case.elements
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("window", "head_dim"), WINDOWS_AND_SIZES)
+def test_decode_with_few_simdgroups_reads_keys_and_values_once_for_each_head(
+    metal_on_cpu: Interpreter, group: int, window: int | None, head_dim: int
+) -> None:
+    options = {"kv_heads": 2, "dtype": mx.float16, "window": window}
+    case = Case([(1, 1), (1, 33), (1, 600)], group=group, head_dim=head_dim, **options)
+    case.check()
+    launch = metal_on_cpu.last_launch("paged_decode")
+    for pool in ("keys", "values"):
+        assert group * case.elements <= launch.loads[pool] <= 1.05 * group * case.elements
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(512, 8), (256, 16)])
+def test_large_heads_of_large_groups_are_decoded_in_two_passes(
+    metal_on_cpu: Interpreter, head_dim: int, group: int
+) -> None:
+    case = Case([(1, 40)] * 64, kv_heads=1, group=group, head_dim=head_dim, dtype=mx.bfloat16)
+    case.check()
+    launch = metal_on_cpu.last_launch("paged_decode")
+    for pool in ("keys", "values"):
+        assert launch.loads[pool] == 2 * case.elements
 
 
 def test_a_tile_of_heads_reads_every_latent_once_for_scores_and_once_for_values(metal_on_cpu: Interpreter) -> None:
@@ -228,7 +256,9 @@ def test_a_mixed_batch_reads_keys_and_values_once_per_query_tile(metal_on_cpu: I
     launches = [launch for launch in metal_on_cpu.launches if launch.kernel in ("paged_attention", "paged_decode")]
     assert len(launches) == 2
     queries = 32 // group
-    tiles = sum(-(-query // queries) * context for query, context in case.lens) * case.kv_heads * case.head_dim
+    passes = [group if query == 1 else -(-query // queries) for query, _ in case.lens]
+    tiles = sum(count * context for count, (_, context) in zip(passes, case.lens, strict=True))
+    tiles *= case.kv_heads * case.head_dim
     for pool in ("keys", "values"):
         assert sum(launch.loads[pool] for launch in launches) <= 1.05 * tiles
 

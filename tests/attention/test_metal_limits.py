@@ -54,23 +54,29 @@ def test_every_tile_keeps_to_the_limits_of_a_threadgroup(single_queries: bool) -
 def test_the_decode_kernel_takes_groups_whose_sums_fit_the_registers(size: int, largest: int) -> None:
     layout = KVLayout(2, size, size, mx.bfloat16, 32)
     kinds = [type(choose_decode(layout, group)) for group in range(1, 130)]
-    assert kinds == [DecodeVariant] * largest + [TileVariant] * (129 - largest)
+    in_two = range(largest + 2 - largest % 2, 2 * largest + 1, 2)
+    expected = [DecodeVariant if group <= largest or group in in_two else TileVariant for group in range(1, 130)]
+    assert kinds == expected, "an even group may be divided in two"
 
 
 def test_every_decode_variant_keeps_to_the_limits_of_a_threadgroup() -> None:
-    for dtype, (key_size, size), group in itertools.product(KV_DTYPES, SIZES, range(1, 130)):
-        variant = choose_decode(KVLayout(2, key_size, size, dtype, 32), group)
+    sizes = itertools.product(KV_DTYPES, SIZES, range(1, 130), [False, True], [1, 8])
+    for dtype, (key_size, size), group, by_head, kv_heads in sizes:
+        variant = choose_decode(KVLayout(kv_heads, key_size, size, dtype, 32), group, by_head=by_head)
         if isinstance(variant, TileVariant):
             assert variant.queries == 1
             continue
         assert variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY
-        assert variant.group * variant.value_chunks * 4 <= MAX_SUMS
+        assert variant.heads * variant.value_chunks * 4 <= MAX_SUMS
+        assert variant.heads * variant.head_tiles == group
+        assert variant.heads == 1 if by_head else variant.head_tiles <= 2
+        assert variant.threads <= 384, "with the most registers for each"
         assert variant.values * variant.value_chunks <= 8, "vectors of values in the registers of a lane"
         assert variant.keys * -(-key_size // (4 * variant.lanes)) * 4 <= MAX_KEY_FLOATS, "and elements of keys"
         assert variant.tile % (32 // variant.lanes * variant.keys) == 0
         assert variant.tile % (32 // variant.column_lanes * variant.values) == 0
         assert 4 * variant.column_lanes * variant.value_chunks >= size
-        assert group <= 32, "a lane for each head"
+        assert variant.heads <= 32, "a lane for each head"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,10 @@ def test_every_decode_variant_keeps_to_the_limits_of_a_threadgroup() -> None:
         (mx.float32, 256, 16, [(1, 40)]),
         (mx.float32, 256, 2, [(9, 40)]),
         (mx.float32, 192, 8, [(9, 40)]),
-        (mx.bfloat16, 128, 32, [(1, 40)]),
+        (mx.bfloat16, 128, 33, [(1, 40)]),
+        (mx.bfloat16, 128, 32, [(1, 3)] * 64),
+        (mx.bfloat16, 512, 8, [(1, 3)] * 64),
+        (mx.float32, 256, 8, [(1, 3)] * 128),
         (mx.float16, 80, 1, [(1, 40)]),
         (mx.float16, 112, 3, [(20, 40)]),
         (mx.bfloat16, 512, 16, [(1, 40)]),
@@ -92,7 +101,9 @@ def test_threadgroup_memory_is_what_was_calculated(
     metal_on_cpu: Interpreter, dtype: mx.Dtype, head_dim: int, group: int, lens: list[tuple[int, int]]
 ) -> None:
     Case(lens, dtype=dtype, head_dim=head_dim, group=group, kv_heads=1).check()
-    variant = (choose_decode if lens[0][0] == 1 else choose_tile)(KVLayout(1, head_dim, head_dim, dtype, 32), group)
+    layout = KVLayout(1, head_dim, head_dim, dtype, 32)
+    by_head = len(lens) < 64
+    variant = choose_decode(layout, group, by_head=by_head) if lens[0][0] == 1 else choose_tile(layout, group)
     used = metal_on_cpu.last_launch(variant.name).threadgroup_memory
     assert variant.threadgroup_memory - 64 <= used <= variant.threadgroup_memory
 

@@ -23,9 +23,8 @@ from mlxpaged.attention.tuning import (
     Tuning,
     chunk_class,
     decode_class,
-    least_range,
+    decode_ranges,
     parse_tuning,
-    range_keys,
 )
 from tests.attention.metal_cases import TOLERANCE, Case
 from tests.metal_on_cpu import Interpreter
@@ -141,8 +140,8 @@ def test_what_the_server_cannot_meet_is_not_measured(
     ("entry", "expected"),
     [
         (ShapeClass(1, 1, 1024), "paged paged:128 paged:256 paged:512 paged:1024 contiguous"),
-        (ShapeClass(1, 4, 8192), "paged paged:64 paged:256 paged:512 paged:1024 paged:4096 contiguous"),
-        (ShapeClass(1, 16, 8192), "paged paged:64 paged:256 paged:512 paged:1024 paged:4096"),
+        (ShapeClass(1, 4, 8192), "paged paged:256 paged:512 paged:1024 paged:4096 contiguous"),
+        (ShapeClass(1, 16, 8192), "paged paged:256 paged:512 paged:1024 paged:4096"),
         (ShapeClass(31, 1, 1024), "paged:4096 paged:512 contiguous matrix"),
         (ShapeClass(31, 1, 8192), "contiguous paged:512 paged:4096 matrix"),
         (ShapeClass(127, 1, 8192), "contiguous paged:4096 matrix"),
@@ -197,39 +196,66 @@ def test_what_remains_without_the_matrix_kernel_is_what_was_not_chosen_for_it() 
 
 
 @given(st.integers(1, 2_000_000))
-def test_a_decoding_sequence_has_few_ranges_and_none_is_shorter_than_64_keys(keys: int) -> None:
-    size, count = int(range_keys(np.array(keys))), BY_CONTEXT.num_ranges(keys)
-    assert size % 32 == 0
-    assert size >= 64
+def test_a_decoding_sequence_has_one_range_or_few_and_none_of_several_is_short(keys: int) -> None:
+    ranges = decode_ranges(KVLayout(8, 128, 128, mx.bfloat16, 32), 4)
+    size, count = int(ranges.sizes(np.array(keys))), BY_CONTEXT.num_ranges(keys, ranges)
     assert (count - 1) * size < keys <= count * size
+    if keys <= 512:
+        assert count == 1
+        return
+    assert size % 32 == 0
+    assert size >= 128
     assert count <= 64
-    assert size <= 128 or keys > 4096
+    assert size == 128 or keys > 8192
 
 
 @pytest.mark.parametrize(
-    ("size", "group", "expected"), [(128, 2, 64), (128, 4, 64), (128, 8, 64), (64, 8, 64), (128, 16, 128), (256, 8, 64)]
+    ("kv_heads", "size", "group", "expected"),
+    [(8, 128, 2, 128), (8, 128, 8, 128), (8, 64, 8, 128), (2, 128, 4, 64), (8, 128, 16, 128), (1, 128, 32, 224)],
 )
-def test_many_heads_have_longer_ranges(size: int, group: int, expected: int) -> None:
-    """Or their results would take more memory traffic than the keys."""
-    assert least_range(KVLayout(8, size, size, mx.bfloat16, 32), group) == expected
-    assert range_keys(np.array(100), expected) == expected
-    assert least_range(KVLayout(1, 576, 512, mx.bfloat16, 32, latent=True), 20) == 224
-
-
-@pytest.mark.parametrize(("kv_heads", "cores"), [(8, 80), (4, 60), (2, 30)])
-def test_one_sequence_of_1024_keys_has_a_threadgroup_for_each_core(
-    metal_on_cpu: Interpreter, kv_heads: int, cores: int
+def test_many_heads_have_longer_ranges_and_few_have_shorter_ones(
+    kv_heads: int, size: int, group: int, expected: int
 ) -> None:
-    Case([(1, 1024)], head_dim=32, kv_heads=kv_heads, group=1).check()
-    grid = metal_on_cpu.last_launch("paged_decode").grid
-    assert grid[0] == 128, "threads of a threadgroup"
-    assert grid[1] * grid[2] >= cores
+    """Results of ranges must not take more memory traffic than the keys, and simdgroups must not be few."""
+    ranges = decode_ranges(KVLayout(kv_heads, size, size, mx.bfloat16, 32), group)
+    assert int(ranges.sizes(np.array(513))) == expected
 
 
-def test_ranges_are_merged_only_if_a_sequence_has_several(metal_on_cpu: Interpreter) -> None:
-    assert kernels_of(metal_on_cpu, Case([(1, 64), (1, 3)], head_dim=32))["merge_partials"] == 0
-    assert kernels_of(metal_on_cpu, Case([(1, 65), (1, 3)], head_dim=32))["merge_partials"] == 1
-    assert kernels_of(metal_on_cpu, Case([(1, 500)], head_dim=32, window=20))["merge_partials"] <= 1
+def test_tiles_of_one_token_have_short_ranges() -> None:
+    """paged_attention has no more than four simdgroups for them."""
+    ranges = decode_ranges(KVLayout(1, 576, 512, mx.bfloat16, 32, latent=True), 20)
+    assert [int(ranges.sizes(np.array(keys))) for keys in (100, 300, 513)] == [224, 224, 224]
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (8, 4), (4, 8), (4, 4), (2, 8), (2, 4)])
+def test_one_sequence_of_1024_keys_fills_a_device(metal_on_cpu: Interpreter, kv_heads: int, group: int) -> None:
+    """As many simdgroups as 256 threadgroups of 128 threads have, each with keys."""
+    Case([(1, 1024)], head_dim=32, kv_heads=kv_heads, group=group).check()
+    launch = metal_on_cpu.last_launch("paged_decode")
+    assert launch.threadgroup == (256, 1, 1)
+    assert np.prod(launch.grid) // 32 >= 1024
+
+
+@pytest.mark.parametrize("extras", [{}, {"window": 512}], ids=["", "window"])
+def test_contexts_of_up_to_512_keys_are_not_merged(metal_on_cpu: Interpreter, extras: dict[str, Any]) -> None:
+    """Windows begin and end at no multiple of a range."""
+    lens = [(1, 512), (1, 3)] if not extras else [(1, 1300), (1, 700)]
+    assert kernels_of(metal_on_cpu, Case(lens, head_dim=32, **extras))["merge_partials"] == 0
+    assert kernels_of(metal_on_cpu, Case([(1, 513), (1, 3)], head_dim=32))["merge_partials"] == 1
+
+
+@pytest.mark.parametrize("context", [300, 700])
+def test_the_heads_of_a_sequence_are_the_same_to_the_bit_alone_and_together(
+    metal_on_cpu: Interpreter, context: int
+) -> None:
+    """A large batch has all heads of a KV head in a threadgroup, and more keys in its longest context."""
+    case = Case([(1, context), *[(1, 900)] * 9], head_dim=32, group=4, kv_heads=4, dtype=mx.bfloat16)
+    together = case.attend()[0]
+    assert metal_on_cpu.last_launch("paged_decode").grid[1] == 4
+    case.lens, case.queries = case.lens[:1], case.queries[:1]
+    case.meta = AttentionMetadata.build([1], [context], case.tables[:1], case.block_size)
+    assert np.array_equal(case.attend()[0], together)
+    assert metal_on_cpu.last_launch("paged_decode").grid[1] == 16
 
 
 # Numbers

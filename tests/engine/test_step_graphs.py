@@ -59,11 +59,11 @@ def add(core: EngineCore, max_tokens: int, prompt: list[int] = PROMPTS[0]) -> No
     core.add(Request("one", prompt, params, 0.0))
 
 
-@pytest.mark.parametrize("tuning", ["paged:512", "paged"])
+@pytest.mark.parametrize("tuning", ["paged", "paged:64"])
 def test_replayed_steps_give_the_tokens_of_the_gather_backend(
     served: ServedModel, lazy: LazyKernels, tuning: str
 ) -> None:
-    """With "paged", ranges of 64 keys are merged, and their number grows with the contexts."""
+    """With "paged:64", ranges are merged, and their number grows with the contexts."""
     expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=80)
     core = make_core(served, "metal", tuning)
     assert run_requests(core, PROMPTS, max_tokens=80) == expected
@@ -97,7 +97,7 @@ def test_steps_with_adapters_are_replayed(lazy: LazyKernels, tmp_path: Path) -> 
 
 
 def test_a_context_that_grows_within_its_bucket_builds_no_new_graph(served: ServedModel, lazy: LazyKernels) -> None:
-    """Positions 78 to 198: four blocks are added, in a table of eight columns, and two ranges of 64 keys."""
+    """Positions 78 to 198: four blocks are added, in a table of eight columns."""
     core = make_core(served, "metal")
     add(core, 140, list(range(70)))
     for _ in range(8):
