@@ -1,8 +1,8 @@
 """A stand-in for `mx.fast.metal_kernel` that is lazy, as on a Mac: the kernels in MLX's own operations.
 
 The interpreter runs a kernel at once, so that no graph of it can be replayed. Here the contents of the pools are in the
-token that kernels pass on. So a read sees exactly the writes that its token depends on, and no others. The tokens of
-two readers cannot be added here, so a step must attend with one launch for each layer.
+token that kernels pass on. So a read sees exactly the writes that its token depends on, and no others. A reader passes
+on the token that it got: the sum of the tokens of several readers of a layer is any of them.
 """
 
 from __future__ import annotations
@@ -47,16 +47,19 @@ class LazyKernels:
         with (
             mock.patch.object(mx.fast, "metal_kernel", self._metal_kernel),
             mock.patch.object(mx, "as_strided", lambda pool, *_: pool),
+            mock.patch.object(mx, "add", lambda a, b: a if a.ndim == 1 else a + b),
         ):
             yield self
 
     def _metal_kernel(self, name: str, **_options: Any) -> Any:
         kernel = KERNELS.get(name)
 
-        def launch(inputs: Sequence[Any], template: Any, output_shapes: Any, **_sizes: Any) -> list[mx.array]:
+        def launch(
+            inputs: Sequence[Any], template: Any, output_shapes: Any, grid: Sequence[int], **_sizes: Any
+        ) -> list[mx.array]:
             assert kernel is not None, name
             self.calls += 1
-            return kernel(inputs, dict(template), output_shapes[0])
+            return kernel(inputs, dict(template) | {"COUNT": grid[1]}, output_shapes[0])
 
         return launch
 
@@ -92,6 +95,7 @@ def paged_attention(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> lis
         pool[mx.maximum(tables[items[:, 0]], 0)].swapaxes(1, 2).flatten(2, 3)
         for pool in blocks_of(contents(token, key_pool, value_pool), key_pool.size, t)
     )
+    values = mx.nan_to_num(values)  # of slots that no query sees; a NaN that one sees is in its key too
     key = mx.arange(keys.shape[2])
     begin, end = items[:, 4, None], items[:, 5, None]
     out = mx.zeros((shape[0] + 1, *shape[1:]))
@@ -122,7 +126,39 @@ def merge_partials(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list
     return [merged.astype(t["T"])]
 
 
+def whole_blocks(token: mx.array, key_pool: mx.array, value_pool: mx.array, t: dict[str, Any]) -> list[mx.array]:
+    """Keys and values, [blocks, elements]."""
+    both = contents(token, key_pool, value_pool)
+    return [both[: key_pool.size].reshape(-1, t["KEYS"]), both[key_pool.size :].reshape(-1, t["VALUES"])]
+
+
+def block_copy(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
+    pairs, key_pool, value_pool, token = inputs
+    sources, targets = pairs[: 2 * t["COUNT"]].reshape(-1, 2).T
+    pools = whole_blocks(token, key_pool, value_pool, t)
+    for pool in pools:
+        pool[targets] = pool[sources]
+    return [mx.concatenate([pool.flatten() for pool in pools])]
+
+
+def block_read(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list[mx.array]:
+    key_pool, value_pool, blocks, token = inputs
+    found = [pool[blocks[: t["COUNT"]]] for pool in whole_blocks(token, key_pool, value_pool, t)]
+    return [*(rows.reshape(*shape[:-1], -1) for rows in found), contents(token, key_pool, value_pool)]
+
+
+def block_write(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
+    keys, values, blocks, key_pool, value_pool, token = inputs
+    pools = whole_blocks(token, key_pool, value_pool, t)
+    for pool, new in zip(pools, (keys, values), strict=True):
+        pool[blocks[: t["COUNT"]]] = new.reshape(t["COUNT"], -1)
+    return [mx.concatenate([pool.flatten() for pool in pools])]
+
+
 KERNELS = {
+    "block_copy": block_copy,
+    "block_read": block_read,
+    "block_write": block_write,
     "kv_write": kv_write,
     "paged_attention": paged_attention,
     "paged_decode": paged_decode,

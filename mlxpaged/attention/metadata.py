@@ -269,9 +269,8 @@ class HostStep:
 
     @property
     def signature(self) -> Hashable:
-        """Equal for steps with equal graphs. None if the step has no plans, or a sequence several query tokens: such
-        steps differ."""
-        if not self.plans or max(self.lengths.host_query_lens) > 1:
+        """Equal for steps with equal graphs. None if a sequence has several query tokens: such steps differ."""
+        if max(self.lengths.host_query_lens) > 1:
             return None
         return self.shapes, tuple(self.plans.items())
 

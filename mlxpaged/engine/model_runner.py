@@ -6,8 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from collections.abc import Sequence as ListOf
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from mlxpaged.models import ServedModel, synchronize
 from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.device_memory import unused_memory
-from mlxpaged.models.states import StateRow
 from mlxpaged.scheduler import Batch, BlockMoves, ScheduledSequence, Sequence
 from mlxpaged.scheduler.sequence import PENDING
 
@@ -204,29 +202,25 @@ class ModelRunner:
         index = self._adapters.begin(step.adapters, step.query_lens)
         if index is not None:
             more.append(index)
+        lengths, caches = (step.query_lens, step.context_lens), self._caches
+        caches.begin(step.states)
         try:
-            lengths, caches = (step.query_lens, step.context_lens), self._caches
             layers = caches.views, caches.planners
             host = HostStep.build(*lengths, step.block_tables, self._block_size, more, *layers, num_repeats)
             vector = host.upload()
             # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
-            if self._states or not self.overlaps or num_repeats is not None:
-                logits = self._logits(host, vector, in_flight, step.states, step.running)
+            if not self.overlaps or num_repeats is not None:
+                logits = self._logits(host, vector, in_flight)
             else:
                 logits = self._graphs.run(host, vector, in_flight, self._adapters.active)
+            caches.commit(step.running)
         finally:
+            caches.end()
             self._adapters.end()
         self.model_calls += 1
         return logits
 
-    def _logits(
-        self,
-        step: HostStep,
-        vector: mx.array,
-        sampled: mx.array | None,
-        rows: ListOf[StateRow] = (),
-        running: Container[int] = (),
-    ) -> mx.array:
+    def _logits(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> mx.array:
         """The graph of a step. vector: its upload. sampled: tokens that replace the pending ones."""
         metas, (ids, wanted_rows, *indices) = step.on_device(vector)
         if sampled is not None:
@@ -236,7 +230,7 @@ class ModelRunner:
         try:
             if self._rows is not None:
                 self._rows.rows = wanted_rows
-            logits = self._caches.run(self._model, ids, metas, rows, running)
+            logits = self._caches.forward(self._model, ids, metas)
             if len(metas[0].plans) > len(step.plans):  # the arrays of the late plan would be constants of a graph
                 self._graphs.enabled = False
         finally:
@@ -252,7 +246,7 @@ class ModelRunner:
         MLX joins operations of a replayed step into kernels of its own, and compiles these when they first run. They
         are the same for all larger batches.
         """
-        if self._states or not self.overlaps or self.tile_size is not None:
+        if not self._graphs.enabled or not self.overlaps or self.tile_size is not None:
             return
         calls = self.model_calls, self._caches.step.attention_calls
         blocks = min((pool.num_blocks for pool in self.pools), default=0)
@@ -269,20 +263,25 @@ class ModelRunner:
 
     def _replays(self, count: int) -> bool:
         """Whether a replayed step of so many sequences gives the logits of one that is not."""
-        tables = np.repeat(np.arange(count, dtype=np.int32).reshape(1, count, 1), self._num_groups, axis=0)
-        sequences = [Sequence(i, [PENDING] * (TRACE_AT + 1), 1) for i in range(count)]
-        for position in range(TRACE_AT + 1):
-            batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
-            sampled = SampledTokens(mx.arange(position, position + count, dtype=mx.int32), range(count))
-            logits = self.forward(batch, tables, sampled)
-            self.finish_step(logits)
+        positions = range(TRACE_AT + 1 + self.is_recurrent)  # no state comes before the first token
+        logits = self._decode(count, positions)
         with self._graphs.disabled():
-            expected = self.forward(batch, tables, sampled)
-            self.finish_step(expected)
+            expected = self._decode(count, positions if self.is_recurrent else positions[-1:])
         equal = bool((mx.abs(logits - expected).max() <= MAX_DIFFERENCE * mx.abs(expected).max()).item())
         if not equal:
             logger.warning("replayed decode steps give other logits: none is replayed")
         return equal
+
+    def _decode(self, count: int, positions: range) -> mx.array:
+        """The logits of the last of these positions, of so many sequences, each with a block of its own."""
+        tables = np.repeat(np.arange(count, dtype=np.int32).reshape(1, count, 1), self._num_groups, axis=0)
+        sequences = [Sequence(i, [PENDING] * positions.stop, 1) for i in range(count)]
+        for position in positions:
+            batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
+            sampled = SampledTokens(mx.arange(position, position + count, dtype=mx.int32), range(count))
+            logits = self.forward(batch, tables, sampled, range(count))
+            self.finish_step(logits)
+        return logits
 
     def move_blocks(self, moves: BlockMoves) -> None:
         """Swap and copy blocks after the steps in flight and before the step that needs them. Raises errors of the disk

@@ -1,8 +1,9 @@
 """Replays the graphs of decode steps.
 
 Building the graph of a step in Python costs a microsecond or two for each of its hundreds of operations. A decode step
-differs from an earlier one of the same signature in its inputs only: the uploaded vector, the sampled tokens, and the
-arrays of the KV pools. `mx.compile` keeps the graph and puts new inputs into it, in a fifth of the time or less.
+differs from an earlier one of the same signature in its inputs only: the uploaded vector, the sampled tokens, the
+arrays of the KV pools, and the recurrent states. `mx.compile` keeps the graph and puts new inputs into it, in a fifth
+of the time or less.
 
 It is safe with pools that are written in place. The tokens that order reads and writes are inputs and outputs of the
 graph, so the order is that of the step that was traced. What MLX simplifies and fuses are its own elementwise
@@ -23,6 +24,7 @@ import mlx.core as mx
 from mlxpaged.attention.metadata import HostStep
 from mlxpaged.attention.pool import Memory
 from mlxpaged.models.caches import ModelCaches
+from mlxpaged.models.states import State
 
 logger = logging.getLogger(__name__)
 
@@ -53,26 +55,28 @@ class StepGraphs:
         self._build = build
         self._caches = caches
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
-        self.enabled = True
+        self.enabled = caches.replays
 
     def run(
         self, step: HostStep, vector: mx.array, sampled: mx.array | None, adapters: tuple[str | None, ...] = (None,)
     ) -> mx.array:
         """The logits of a step. vector: its upload. sampled: tokens of the step in flight. adapters: whose layers are
         in the graph."""
-        signature = step.signature if self.enabled else None
-        graph = (
-            None
-            if signature is None
-            else self._graph((signature, None if sampled is None else sampled.shape, adapters))
-        )
+        caches = self._caches
+        signature = step.signature if self.enabled and caches.only_decodes else None
+        graph = None
+        if signature is not None:
+            graph = self._graph((signature, None if sampled is None else sampled.shape, adapters, caches.state_shapes))
         if graph is None or graph.steps < TRACE_AT:
             return self._build(step, vector, sampled)
-        self._caches.check_blocks(step)
+        caches.check_blocks(step)
         if graph.replay is None:
             graph.replay = mx.compile(self._traced(graph, step))
         try:
-            logits, tokens = graph.replay(vector, sampled, [memory.bindings for memory in self._memories])
+            states = [layer.before for layer in caches.recurrent]
+            logits, tokens, after = graph.replay(
+                vector, sampled, [memory.bindings for memory in self._memories], states
+            )
         except Exception:
             logger.warning("MLX cannot trace a step of this model: every step builds its graph", exc_info=True)
             self.enabled = False
@@ -81,7 +85,9 @@ class StepGraphs:
             return self._build(step, vector, sampled)
         for memory, token in zip(self._memories, tokens, strict=True):
             memory.token = token
-        self._caches.step.attention_calls += graph.attention_calls
+        for layer, pending in zip(caches.recurrent, after, strict=True):
+            layer.after = pending
+        caches.step.attention_calls += graph.attention_calls
         result: mx.array = logits
         return result
 
@@ -112,18 +118,26 @@ class StepGraphs:
     def _traced(self, graph: StepGraph, step: HostStep) -> Callable[..., Any]:
         """What `mx.compile` calls once, with placeholders for its inputs."""
 
-        def run(vector: mx.array, sampled: mx.array | None, bindings: list[list[mx.array]]) -> Any:
+        def run(
+            vector: mx.array, sampled: mx.array | None, bindings: list[list[mx.array]], states: list[list[State]]
+        ) -> Any:
             real = [memory.bindings for memory in self._memories]
+            recurrent = self._caches.recurrent
             calls = self._caches.step.attention_calls
             for memory, arrays in zip(self._memories, bindings, strict=True):
                 memory.rebind(arrays)
+            for layer, before in zip(recurrent, states, strict=True):
+                layer.bind(before)
             try:
                 logits = self._build(step, vector, sampled)
                 graph.attention_calls = self._caches.step.attention_calls - calls
-                return logits, [memory.token for memory in self._memories]
+                return logits, [memory.token for memory in self._memories], [layer.after for layer in recurrent]
             finally:
                 self._caches.step.attention_calls = calls
                 for memory, arrays in zip(self._memories, real, strict=True):
                     memory.rebind(arrays)
+                for layer in recurrent:
+                    layer.bind(None)
+                    layer.discard()
 
         return run

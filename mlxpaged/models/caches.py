@@ -31,6 +31,7 @@ class ModelCaches:
 
     layout: places the KV layers in the pools; by default each has its own. pools: the memory of all blocks. layers: the
     KV layers. views: the block tables that they use. states: the layers with states or caches of single sequences.
+    recurrent: those with states, which can be swapped out. Caches of single sequences cannot.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ModelCaches:
         self.state_step = StateStep()
         self.layers: list[PagedLayer] = []
         self.states: list[RecurrentLayer | SequenceCaches] = []
+        self.recurrent: list[RecurrentLayer] = []
         self._block_size, self._tunings, self._types = block_size, tunings or {}, layer_types
         layout = layout or one_group(kv_layers(specs))
         self.pools = [
@@ -64,7 +66,8 @@ class ModelCaches:
         if isinstance(spec, tuple):
             return CacheList(*map(self._make, spec))
         if isinstance(spec, Recurrent):
-            self.states.append(RecurrentLayer(spec.arrays, self.state_step, spec.alone))
+            self.recurrent.append(RecurrentLayer(spec.arrays, self.state_step, spec.alone))
+            self.states.append(self.recurrent[-1])
             return self.states[-1]
         if isinstance(spec, PerSequence):
             self.states.append(SequenceCaches(spec.make, self.state_step))
@@ -85,7 +88,12 @@ class ModelCaches:
     def planners(self) -> list[Planner]:
         """Of all plans that the layers will ask for in a step. Empty if some are unknown."""
         known = [planner for planner in self._planners.values() if planner is not None]
-        return known if len(known) == len(self._planners) else []
+        return known if self.plans_are_known else []
+
+    @property
+    def plans_are_known(self) -> bool:
+        """Whether `planners` are all of them."""
+        return None not in self._planners.values()
 
     def check_blocks(self, step: HostStep) -> None:
         """Raises ValueError if a layer's pool does not have a block of its table."""
@@ -93,9 +101,27 @@ class ModelCaches:
             layer.kv.check_block(step.max_blocks[layer.view])
 
     @property
-    def recurrent(self) -> list[RecurrentLayer]:
-        """The states that can be swapped out. Caches of single sequences cannot."""
-        return [state for state in self.states if isinstance(state, RecurrentLayer)]
+    def replays(self) -> bool:
+        """Whether graphs of decode steps can serve later ones, with the states as inputs and outputs. A cache of a
+        single sequence changes in place, and a plan that is made in a step would be a constant of its graph."""
+        return self.plans_are_known and len(self.recurrent) == len(self.states)
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each sequence of the running step decodes one token, as far as its states say."""
+        return not self.states or self.state_step.decodes
+
+    @property
+    def state_shapes(self) -> Hashable:
+        """Of the states that grow. Those of other layers depend on the number of sequences only."""
+        return tuple(
+            array.shape
+            for layer in self.recurrent
+            if layer.alone
+            for state in layer.before
+            for array in state
+            if array is not None
+        )
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -111,25 +137,44 @@ class ModelCaches:
         rows: Sequence[StateRow] = (),
         running: Container[int] = (),
     ) -> mx.array:
-        """Logits [T, 1, V] of the tokens [T]. metas: for each of `views`. rows: the sequences of the step, if the model
-        has recurrent layers.
-
-        running: ids of all sequences that need a state; the states of others are dropped.
-        """
-        self.step.begin(metas)
-        self.state_step.begin(rows if self.states else ())
+        """Logits [T, 1, V] of the tokens [T], of a whole step: `begin`, `forward`, `commit` and `end`."""
+        self.begin(rows)
         try:
-            logits: mx.array = model(tokens[:, None], cache=self.caches)
-            for state in self.states:
-                state.commit(running)
+            logits = self.forward(model, tokens, metas)
+            self.commit(running)
             return logits
         finally:
-            for layer in (*self.states, *self._latent):
+            self.end()
+
+    def begin(self, rows: Sequence[StateRow]) -> None:
+        """rows: the sequences of the step, if the model has recurrent layers."""
+        self.state_step.begin(rows if self.states else ())
+
+    def forward(self, model: Any, tokens: mx.array, metas: Sequence[AttentionMetadata]) -> mx.array:
+        """Logits [T, 1, V] of the tokens [T]. The new states are pending. metas: for each of `views`."""
+        self.step.begin(metas)
+        for state in self.states:
+            state.discard()
+        try:
+            logits: mx.array = model(tokens[:, None], cache=self.caches)
+            return logits
+        finally:
+            for layer in self._latent:
                 layer.discard()
             for pool in self.pools:
                 pool.end_step()
             self.step.end()
-            self.state_step.end()
+
+    def commit(self, running: Container[int]) -> None:
+        """Keep the new states. running: ids of all sequences that need a state; the states of others are dropped."""
+        for state in self.states:
+            state.commit(running)
+
+    def end(self) -> None:
+        """Forget the states that are pending still: the step has failed."""
+        for state in self.states:
+            state.discard()
+        self.state_step.end()
 
     def clear(self) -> None:
         """Make all pools anew and drop all states."""

@@ -100,6 +100,11 @@ class StateStep:
         self.groups, self.alone = make_groups(rows), make_groups(rows, stack=False)
         self.num_tokens = self.groups[-1].last if self.groups else 0
 
+    @property
+    def decodes(self) -> bool:
+        """Whether each sequence decodes one token, from the state that it has: such a step can be replayed."""
+        return len(self.groups) == 1 and self.groups[0].is_rows
+
     def end(self) -> None:
         self.groups = self.alone = []
 
@@ -128,6 +133,7 @@ class RecurrentLayer(ArraysCache):
         self._written: dict[int, dict[int, mx.array | None]] = {}  # by group: the arrays that its modules have set
         self._after: dict[int, State] = {}  # by group: all arrays after it
         self._loaded: State = []  # what `load` has put into `cache`
+        self._bound: Sequence[State] | None = None  # by group: the inputs of a graph while it is traced
 
     def make_mask(self, *_args: Any, **_kwargs: Any) -> None:
         """Returns None: no row of a group is padding."""
@@ -162,6 +168,25 @@ class RecurrentLayer(ArraysCache):
         written |= {entry: array for entry, array in enumerate(self.cache) if array is not self._loaded[entry]}
         self._after[index], self.cache = self.cache, [None] * len(self._entries)
 
+    @property
+    def before(self) -> list[State]:
+        """The states before each group of a step that decodes: inputs of its graph. They are in the order of the
+        batch, so the graph does not depend on which sequences these are."""
+        return [self._before(index) for index in range(len(self.groups))]
+
+    @property
+    def after(self) -> list[State]:
+        """The pending states, after each group: outputs of its graph."""
+        return [self._after[index] for index in range(len(self.groups))]
+
+    @after.setter
+    def after(self, states: Sequence[State]) -> None:
+        self._after = dict(enumerate(states))
+
+    def bind(self, before: Sequence[State] | None) -> None:
+        """Take these arrays for what `before` has returned, while a graph is traced; None ends it."""
+        self._bound = before
+
     def discard(self) -> None:
         """Forget the pending states."""
         self._written, self._after, self._loaded = {}, {}, []
@@ -173,11 +198,11 @@ class RecurrentLayer(ArraysCache):
         for index, group in enumerate(self.groups):
             after = self._after[index]
             if group.is_rows:
-                for i in self._batch:
+                for i in self._batch if self._batch != group.sequence_ids else ():
                     if i in running and i not in group.sequence_ids and i not in self._single:
                         self._single[i] = self.get(i)
                 self._batch, self._stacked = group.sequence_ids, after
-                for i in group.sequence_ids:
+                for i in group.sequence_ids if self._single else ():
                     self._single.pop(i, None)
             else:
                 self._single[group.sequence_ids[0]] = after
@@ -212,6 +237,8 @@ class RecurrentLayer(ArraysCache):
         self.discard()
 
     def _before(self, index: int) -> State:
+        if self._bound is not None:
+            return list(self._bound[index])
         group = self.groups[index]
         if group.previous is not None:
             before, sequence = group.previous

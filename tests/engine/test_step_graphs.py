@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,9 @@ from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models import AdapterPath, ServedModel, load_model
 from mlxpaged.models.caches import ModelCaches
-from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.models.layers import PerSequence, bytes_per_token
+from tests.engine.fuzz import play_all
+from tests.engine.hybrid import Hybrid, TinyModel, request, run
 from tests.engine.test_model_runner import CountingMlx
 from tests.lazy_kernels import LazyKernels, no_fusion
 from tests.models.architectures import make_architecture
@@ -44,7 +47,7 @@ def lazy() -> Iterator[LazyKernels]:
 
 
 def make_core(served: ServedModel, backend: str, tuning: str = "paged", **options: Any) -> EngineCore:
-    cache = 40 * 32 * bytes_per_token(served.layers)
+    cache = 40 * 32 * (bytes_per_token(served.layers) or 1)
     config = EngineConfig(
         kv_cache_bytes=cache,
         attention_backend=backend,
@@ -57,6 +60,23 @@ def make_core(served: ServedModel, backend: str, tuning: str = "paged", **option
 def add(core: EngineCore, max_tokens: int, prompt: list[int] = PROMPTS[0]) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     core.add(Request("one", prompt, params, 0.0))
+
+
+def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Returns a list that grows with each step that is replayed, its first time excepted."""
+    compiled, replays = mx.compile, []
+
+    def compile_function(function: Any) -> Any:
+        replay = compiled(function)
+
+        def run(*args: Any) -> Any:
+            replays.append(None)
+            return replay(*args)
+
+        return run
+
+    monkeypatch.setattr(mx, "compile", compile_function)
+    return replays
 
 
 @pytest.mark.parametrize("tuning", ["paged", "paged:64"])
@@ -79,6 +99,84 @@ def test_layers_that_share_memory_or_keys_are_replayed(kind: str, lazy: LazyKern
     core = make_core(served, "metal")
     assert run_requests(core, PROMPTS, max_tokens=40) == expected
     assert lazy.calls < core.stats().attention_calls_total
+
+
+HYBRIDS = [
+    "qwen3_5",
+    "qwen3_next",
+    "lfm2",
+    "jamba",
+    "granitemoehybrid",
+    "falcon_h1",
+    "nemotron_h",
+    "mamba",
+    "mamba2",
+    "rwkv7",
+    "recurrent_gemma",
+    "bailing_moe_linear",
+]
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_recurrent_states_go_through_replayed_graphs(
+    kind: str, lazy: LazyKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = load_model(str(make_architecture(tmp_path / kind, kind)))
+    expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=30)
+    core, replays = make_core(served, "metal"), count_replays(monkeypatch)
+    assert run_requests(core, PROMPTS, max_tokens=30) == expected
+    assert len(replays) >= 20, "of 30 steps; the others have a prompt or begin a signature"
+
+
+def test_caches_of_single_sequences_are_never_in_a_graph(
+    lazy: LazyKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They change in place."""
+    served = load_model(str(make_architecture(tmp_path / "m", "plamo2")))
+    assert any(isinstance(layer, PerSequence) for layer in served.layers)
+    expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=12)
+    core, replays = make_core(served, "metal"), count_replays(monkeypatch)
+    core.runner.warm_up()
+    assert run_requests(core, PROMPTS, max_tokens=12) == expected
+    assert not replays
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    return Hybrid(tmp_path_factory.mktemp("hybrid") / "model", num_layers=2)
+
+
+def test_a_hybrid_model_is_warmed_up(hybrid: Hybrid, lazy: LazyKernels) -> None:
+    core = hybrid.engine(64, attention_backend="metal")
+    core.runner.warm_up()
+    calls = lazy.calls
+    result = run(core, [request("0", PROMPTS[1], 12)])
+    assert hybrid.answer(PROMPTS[1], 12).equals(result.tokens("0"))
+    assert lazy.calls < calls + 12, "its steps are replayed from the first token on"
+
+
+def test_states_are_replayed_in_any_order_of_the_batch(
+    hybrid: Hybrid, lazy: LazyKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that is too small: sequences are preempted, swapped out and forked, hit the prefix cache, are cancelled
+    and fail, while others decode."""
+    monkeypatch.setattr(step_graphs, "TRACE_AT", 1)
+    replays = count_replays(monkeypatch)
+
+    def make_engine(model: TinyModel, rng: random.Random) -> EngineCore:
+        return model.engine(
+            num_blocks=rng.choice((14, 18, 30)),
+            swap_blocks=rng.choice((0, 60)),
+            num_checkpoints=rng.choice((0, 2, 30)),
+            max_num_seqs=rng.choice((3, 6)),
+            max_num_batched_tokens=rng.choice((16, 40)),
+            prefill_mode=rng.choice(("mixed", "separate")),
+            attention_backend="metal",
+            attention_tuning="paged",
+        )
+
+    play_all(hybrid, make_engine, range(4), 12)
+    assert len(replays) > 30
 
 
 def test_steps_with_adapters_are_replayed(lazy: LazyKernels, tmp_path: Path) -> None:
