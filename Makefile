@@ -11,7 +11,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-scheduler bench-overload mac-report wheel train-demo families clean
+.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -149,6 +149,9 @@ bench-engine: $(STAMP)
 
 bench-host: $(STAMP)
 	$(BIN)/python benchmarks/host.py $(ARGS)
+
+bench-counts: $(STAMP)
+	$(BIN)/python -m benchmarks.step_counts $(ARGS)
 
 bench-scheduler: $(STAMP)
 	$(BIN)/python benchmarks/scheduler.py $(ARGS)

@@ -122,3 +122,12 @@ def test_the_benchmark_of_grammars_measures_on_a_stand_in_device(run: Callable[.
     for row in (schema, free):
         assert min(map(float, row[16:].split())) > 0
     assert ratio.startswith("ratio of tok/s ")
+
+
+def test_the_counts_of_a_decode_step_are_a_table(run: Callable[..., str]) -> None:
+    headings, _, *rows = run("step_counts.py", "--model", "Qwen3-0.6B", "--batch", "1", "2").splitlines()
+    cells = [row.strip("| ").split(" | ") for row in (headings, *rows)]
+    assert [row[:2] for row in cells] == [["model", "batch"], ["Qwen3-0.6B", "1"], ["Qwen3-0.6B", "2"]]
+    for row in cells[1:]:
+        for ours, theirs in (cell.split(" / ") for cell in row[2:]):
+            assert 0 < float(ours) < 1.2 * float(theirs)

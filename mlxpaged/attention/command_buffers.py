@@ -1,18 +1,22 @@
-"""Counts the Metal command buffers that MLX makes of a step, by MLX's own rule. A boundary between two of them costs
-about 20 us of GPU time (ml-explore/mlx#4521).
+"""Counts the Metal command buffers and barriers that MLX makes of a step, by MLX's own rules. A boundary between two
+command buffers costs about 20 us of GPU time (ml-explore/mlx#4521).
 
 MLX commits a command buffer after the operation with which the buffer's dispatches, or the elements of the arrays bound
 to it, pass a limit. A buffer of memory counts once for each command buffer, with the `data_size` of the array that
-binds it first. At the end of `eval` or `async_eval` it commits once more. The sources are mlx/backend/metal/device.cpp
-(`set_input_array`, `needs_commit`, `commit`, the constructor of `Device`) and mlx/backend/metal/eval.cpp of MLX 0.32.
+binds it first. At the end of `eval` or `async_eval` it commits once more. A barrier comes before a dispatch that reads
+what an earlier one of the command buffer has written since the last barrier, or that writes what it has read. The
+sources are mlx/backend/metal/device.cpp (`set_input_array`, `register_output_array`,
+`maybeInsertBarrier`, `needs_commit`, `commit`, the constructor of `Device`) and mlx/backend/metal/eval.cpp of MLX 0.32.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 MIB = 2**20
 
@@ -36,11 +40,14 @@ def commit_limits(architecture: str) -> CommitLimits:
 
 @dataclass(frozen=True)
 class Operation:
-    """One primitive of a step's graph. bound: the elements of each array that it binds, by the buffer of memory."""
+    """One primitive of a step's graph. bound: the elements of each array that it binds, by the buffer of memory.
+    written: the buffers that it writes. bytes_read: of the arrays that it reads."""
 
     name: str
     dispatches: int
     bound: Mapping[str, int]
+    written: Collection[str] = ()
+    bytes_read: int = 0
 
 
 VIEWS = frozenset(
@@ -74,18 +81,26 @@ IN_PLACE = frozenset(("SliceUpdate", "Scatter", "ScatterAxis"))
 """Primitives that write into their first input, if nothing else refers to it, as in mlx-lm's KV caches."""
 
 
-def operations(records: Iterable[Mapping[str, Any]]) -> list[Operation]:
-    """The operations of a graph, from the records that `mx.export_function` gives its callback: a primitive's name, and
-    (name, shape, dtype) of each of its inputs and outputs. Views are left out.
+LOOK_UPS = frozenset(("Gather", "GatherAxis"))
+OF_EXPERTS = frozenset(("GatherMM", "GatherQMM"))
+"""Primitives that read some rows, or some matrices, of a large input."""
 
-    The order is that of the records. MLX's own differs, which moves boundaries but hardly changes their number.
-    """
+MAX_WIDTH = 20
+"""Of the breadth-first order (mlx/utils.h, `bfs_max_width`)."""
+
+
+def operations(records: Iterable[Mapping[str, Any]]) -> list[Operation]:
+    """The operations of a graph in MLX's order, from the records that `mx.export_function` gives its callback: a
+    primitive's name, and (name, shape, dtype) of each of its inputs and outputs. Views are left out."""
     buffers: dict[str, str] = {}
     elements: dict[str, int] = {}
-    found: list[Operation] = []
+    primitives, results = [], []
     for record in records:
+        if record["type"] == "outputs":
+            results += [name for name, _, _ in record["outputs"]]
         if record["type"] != "primitive":
             continue
+        primitives.append(record)
         name, inputs, outputs = str(record["name"]), record["inputs"], record["outputs"]
         for array, shape, _ in (*inputs, *outputs):
             elements.setdefault(array, math.prod(shape))
@@ -95,26 +110,96 @@ def operations(records: Iterable[Mapping[str, Any]]) -> list[Operation]:
                 buffers[array] = buffers[inputs[0][0]]
                 if name not in SMALLER_VIEWS:
                     elements[array] = elements[inputs[0][0]]
+    found: list[Operation] = []
+    for record in evaluation_order(primitives, results):
+        name, inputs, outputs = str(record["name"]), record["inputs"], record["outputs"]
         if name not in VIEWS:
             bound: dict[str, int] = {}
             for array, _, _ in (*inputs, *outputs):
                 bound.setdefault(buffers[array], elements[array])
             # A concatenation copies its inputs one by one (mlx/backend/gpu/copy.cpp).
-            found.append(Operation(name, len(inputs) if name == "Concatenate" else 1, bound))
+            dispatches = len(inputs) if name == "Concatenate" else 1
+            written = {buffers[array] for array, _, _ in outputs}
+            read, wrote = ([elements[array] * dtype.size for array, _, dtype in each] for each in (inputs, outputs))
+            num_bytes = bytes_read(name, read, wrote, [shape for _, shape, _ in inputs])
+            found.append(Operation(name, dispatches, bound, written, num_bytes))
     return found
 
 
+def evaluation_order(primitives: Sequence[Mapping[str, Any]], results: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The primitives in the order in which MLX evaluates them: breadth first from the results, and the last first. An
+    array comes up when all that read it have come up (mlx/transforms.cpp, `eval_impl`)."""
+    maker = {array: i for i, each in enumerate(primitives) for array, _, _ in each["outputs"]}
+    sources = [[maker[array] for array, _, _ in each["inputs"] if array in maker] for each in primitives]
+    ends = [maker[array] for array in results if array in maker]
+    readers = Counter(itertools.chain(ends, *sources))
+    tape: list[list[int]] = [ends]  # the sources of each primitive that has come up
+    order: list[int] = []
+    deferred: list[tuple[list[int], int]] = []
+    at = 0
+    while at < len(tape) or deferred:
+        inputs, first = (tape[at], 0) if at < len(tape) else deferred.pop()
+        at += at < len(tape)
+        for j in range(first, len(inputs)):
+            if len(tape) - at >= MAX_WIDTH:
+                deferred.append((inputs, j))
+                break
+            readers[inputs[j]] -= 1
+            if not readers[inputs[j]]:
+                tape.append(sources[inputs[j]])
+                order.append(inputs[j])
+    return [primitives[i] for i in reversed(order)]
+
+
+def bytes_read(name: str, inputs: Sequence[int], outputs: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> int:
+    """What one primitive reads. inputs, outputs: bytes of each. shapes: of the inputs.
+
+    Experts are read once each: their number is the expected one, if all tokens choose at random. A kernel's bytes are
+    those of the arrays that it gets. So KV pools are missing, of which it gets a few elements."""
+    if name in IN_PLACE:
+        return sum(inputs[1:])
+    if name in LOOK_UPS:
+        return sum(outputs) + sum(inputs[1:])
+    if name in OF_EXPERTS:
+        num_experts = shapes[1][0]
+        unread: float = (1 - 1 / num_experts) ** math.prod(shapes[-1])
+        matrices = sum(size for size, shape in zip(inputs, shapes, strict=True) if shape[0] == num_experts)
+        return sum(inputs) - round(matrices * unread)
+    return sum(inputs)
+
+
+class Counts(NamedTuple):
+    """Of one step that ends with an evaluation."""
+
+    dispatches: int
+    barriers: int
+    commits: int
+
+
 def count_commits(step: Sequence[Operation], limits: CommitLimits) -> int:
-    """Command buffers of one step that ends with an evaluation."""
-    commits, ops, total = 1, 0, 0
+    """Command buffers of one step."""
+    return count(step, limits).commits
+
+
+def count(step: Sequence[Operation], limits: CommitLimits) -> Counts:
+    commits, barriers, ops, total = 1, 0, 0, 0
     bound: set[str] = set()
+    read: set[str] = set()  # since the last barrier
+    written: set[str] = set()
     for operation in step:
         ops += operation.dispatches
+        if not written.isdisjoint(operation.bound) or not read.isdisjoint(operation.written):
+            barriers += 1
+            read.clear()
+            written.clear()
+        read |= operation.bound.keys()
+        written |= set(operation.written)
         for buffer, size in operation.bound.items():
             if buffer not in bound:
                 bound.add(buffer)
                 total += size
         if ops > limits.ops or total // MIB > limits.mib:
             commits, ops, total = commits + 1, 0, 0
-            bound.clear()
-    return commits
+            for buffers in (bound, read, written):
+                buffers.clear()
+    return Counts(sum(operation.dispatches for operation in step), barriers, commits)

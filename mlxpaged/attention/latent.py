@@ -82,6 +82,7 @@ class LatentLayer(PagedLayer):
         super().__init__(kv, step, window, chunk, view)
         # Made once: in a step it would be seven more operations of each layer.
         self._identity = mx.eye(kv.layout.key_size - kv.layout.value_size, dtype=kv.layout.dtype)
+        mx.eval(self._identity)
         self._group: LatentGroup | None = None
 
     @property

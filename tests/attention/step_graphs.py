@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import activations
-from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
+from mlx_lm.models import activations, gated_delta
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes
 
 from mlxpaged.attention import AttentionMetadata
 from mlxpaged.attention.command_buffers import Operation, operations
 from mlxpaged.attention.layer import route_attention
 from mlxpaged.models.caches import ModelCaches
-from mlxpaged.models.layers import KV
+from mlxpaged.models.layer_finder import layer_specs
+from mlxpaged.models.layers import KV, LayerSpec, Recurrent
+from mlxpaged.models.states import StateRow
 
 CONTEXT = 900
 BLOCKS = 16
@@ -41,10 +44,9 @@ class KnownModel:
     config: dict[str, Any]
 
     @property
-    def windows(self) -> list[int | None]:
-        size = self.config.get("sliding_window")
-        layers: int = self.config["num_hidden_layers"]
-        return [size if size and i % 2 == 0 else None for i in range(layers)]
+    def num_heads(self) -> int:
+        heads: int = self.config["num_attention_heads"]
+        return heads
 
     def build(self) -> nn.Module:
         model_class, args_class = _get_classes(self.config)
@@ -92,6 +94,17 @@ MODELS["Qwen3-30B-A3B"].config.update(
     {"num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": []}
     | {"moe_intermediate_size": 768, "norm_topk_prob": True, "num_key_value_heads": 4, "tie_word_embeddings": False}
 )
+MODELS["Qwen3.5-35B-A3B"] = KnownModel(
+    {"model_type": "qwen3_5_moe", "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16}
+    | {"num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320, "rms_norm_eps": 1e-6, "intermediate_size": 0}
+    | {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128}
+    | {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}
+    | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True}
+    | {"shared_expert_intermediate_size": 512, "tie_word_embeddings": False}
+)
+MODELS["GLM-4.7-Flash"] = KnownModel(
+    {"model_type": "glm4_moe_lite", "num_attention_heads": 20, "num_experts_per_tok": 4}  # the rest is mlx-lm's default
+)
 
 
 def kernel(name: str, inputs: Sequence[Any], shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
@@ -115,14 +128,36 @@ def dequantize(weight: mx.array, scales: mx.array, biases: mx.array | None = Non
     return kernel("dequantize", [weight, scales, biases], shape, mx.bfloat16)
 
 
+def gated_delta_kernel(q: mx.array, k: mx.array, v: mx.array, *more: Any) -> tuple[mx.array, mx.array]:
+    """Returns the outputs and the new state."""
+    arrays = [array for array in (q, k, v, *more) if array is not None]
+    state = arrays[5]
+    built = METAL_KERNEL(
+        name="gated_delta", input_names=[f"i{i}" for i in range(len(arrays))], output_names=["o", "s"], source=""
+    )
+    one, likes = (1, 1, 1), (v, state)
+    out, after = built(
+        inputs=arrays,
+        template=[],
+        grid=one,
+        threadgroup=one,
+        output_shapes=[each.shape for each in likes],
+        output_dtypes=[q.dtype, state.dtype],
+    )
+    return out, after
+
+
 @contextlib.contextmanager
 def fused_functions() -> Iterator[None]:
-    names = ("swiglu", "precise_swiglu", "swiglu_oai")
-    compiled = {id(getattr(activations, name)): name for name in names if hasattr(activations, name)}
+    names = ("swiglu", "precise_swiglu", "swiglu_oai", "compute_g")
+    owners = (activations, gated_delta)
+    compiled = {id(getattr(owner, name)): name for owner in owners for name in names if hasattr(owner, name)}
     with contextlib.ExitStack() as stack:
         for name in ("rms_norm", "layer_norm", "rope", "scaled_dot_product_attention"):
             stack.enter_context(mock.patch.object(mx.fast, name, functools.partial(one_kernel, name)))
         stack.enter_context(mock.patch.object(mx, "dequantize", dequantize))
+        stack.enter_context(mock.patch.object(nn, "silu", functools.partial(one_kernel, "silu")))
+        stack.enter_context(mock.patch.object(gated_delta, "gated_delta_ops", gated_delta_kernel))
         # Not MLX's own function: LayerKVCache takes a function of another type for a stand-in that can run.
         stack.enter_context(mock.patch.object(mx.fast, "metal_kernel", lambda **options: METAL_KERNEL(**options)))
         for module in [m for name, m in sys.modules.items() if name.startswith("mlx_lm.models.")]:
@@ -147,56 +182,79 @@ def trace(model: nn.Module, state: Sequence[mx.array], run: Callable[[list[mx.ar
     return operations(records)
 
 
+def with_heads(specs: Sequence[LayerSpec], heads: int) -> list[LayerSpec]:
+    """A probe of the model would find the number of query heads."""
+    return [replace(spec, num_query_heads=heads) if isinstance(spec, KV) else spec for spec in specs]
+
+
 def our_step(known: KnownModel, batch: int) -> list[Operation]:
     """The step of `ModelRunner.forward`, and argmax."""
     model = known.build()
+    specs = with_heads(layer_specs(model), known.num_heads)
     route_attention(model)
-    config = known.config
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    heads = config["num_key_value_heads"]
-    specs = [KV(heads, size, size, mx.bfloat16, window, config["num_attention_heads"]) for window in known.windows]
     with fused_functions():
         caches = ModelCaches(specs, BLOCKS, backend="metal")
         table = [block % BLOCKS for block in range(-(-CONTEXT // 32))]
         meta = AttentionMetadata.build([1] * batch, [CONTEXT] * batch, [table] * batch)
     rows = mx.arange(batch)
     mx.eval(rows, meta.positions, meta.slot_mapping, meta.block_tables)
+    states = [[mx.zeros((batch, *shape[1:]), dtype) for shape, dtype in layer.likes] for layer in caches.recurrent]
 
     def run(state: list[mx.array]) -> mx.array:
-        return caches.run(model, state[0], [meta])[rows, -1]
+        arrays = iter(state[1:])
+        for layer in caches.recurrent:
+            layer.bind([[next(arrays) for _ in layer.likes]])
+        return caches.run(model, state[0], [meta], [StateRow(i, CONTEXT - 1, 1) for i in range(batch)])[rows, -1]
 
-    return trace(model, [mx.zeros((batch,), mx.int32)], run)
+    return trace(model, [mx.zeros((batch,), mx.int32), *itertools.chain(*states)], run)
 
 
 def step_of_mlx_lm(known: KnownModel, batch: int) -> list[Operation]:
     """The model with mlx-lm's own caches, which are large enough for the token, and argmax."""
     model = known.build()
-    config = known.config
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     state = [mx.zeros((batch, 1), mx.int32)]
-    caches: list[Any] = []
-    for window in known.windows:
-        shape = (batch, config["num_key_value_heads"], window or -(-CONTEXT // 256) * 256, size)
+    caches = make_prompt_cache(model)
+    for i, (cache, spec) in enumerate(zip(caches, layer_specs(known.build()), strict=True)):
+        if isinstance(spec, Recurrent):
+            state += [mx.zeros((batch, *like[0]), like[1]) for like in spec.arrays if like is not None]
+            continue
+        assert isinstance(spec, KV)
+        window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+        length = window or -(-CONTEXT // 256) * 256
         if batch == 1:
-            caches.append(RotatingKVCache(window) if window else KVCache())
-            caches[-1].offset = CONTEXT - 1
+            cache.offset = CONTEXT - 1
         else:
             padding = [0] * batch
-            caches.append(BatchRotatingKVCache(window, padding) if window else BatchKVCache(padding))
-            caches[-1].offset += CONTEXT - 1
-            mx.eval(caches[-1].offset, caches[-1].left_padding)
+            cache = caches[i] = BatchRotatingKVCache(window, padding) if window else BatchKVCache(padding)
+            cache.offset += CONTEXT - 1
+            mx.eval(cache.offset, cache.left_padding)
         if window:
-            caches[-1]._idx = (CONTEXT - 1) % window
+            cache._idx = (CONTEXT - 1) % window
             if batch > 1:
-                caches[-1]._offset = CONTEXT - 1
+                cache._offset = CONTEXT - 1
         elif batch > 1:
-            caches[-1]._idx = CONTEXT - 1
-        state += [mx.zeros(shape, mx.bfloat16), mx.zeros(shape, mx.bfloat16)]
+            cache._idx = CONTEXT - 1
+        rest = spec.key_size - spec.value_size if spec.latent else spec.value_size
+        sizes = (spec.value_size, rest) if spec.latent else (spec.key_size, rest)
+        state += [mx.zeros((batch, spec.num_kv_heads, length, size), mx.bfloat16) for size in sizes]
 
     def run(state: list[mx.array]) -> mx.array:
-        for i, cache in enumerate(caches):
-            cache.keys, cache.values = state[1 + 2 * i : 3 + 2 * i]
+        arrays = iter(state[1:])
+        for cache in caches:
+            if isinstance(cache, ArraysCache):
+                cache.cache = [next(arrays) for _ in cache.cache]
+            else:
+                cache.keys, cache.values = next(arrays), next(arrays)
         logits: mx.array = model(state[0], cache=caches)[:, -1]
         return logits
 
     return trace(model, state, run)
+
+
+def kv_bytes(known: KnownModel, batch: int) -> int:
+    """Bytes of the keys and values that the tokens of a step see."""
+    specs = [spec for spec in layer_specs(known.build()) if isinstance(spec, KV)]
+    seen = [min(CONTEXT, spec.window or CONTEXT) for spec in specs]
+    return batch * sum(
+        keys * spec.kv_layout(block_size=1).bytes_per_token for keys, spec in zip(seen, specs, strict=True)
+    )

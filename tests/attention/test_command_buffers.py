@@ -8,7 +8,15 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, Tuning, kernels
-from mlxpaged.attention.command_buffers import CommitLimits, Operation, commit_limits, count_commits, operations
+from mlxpaged.attention.command_buffers import (
+    CommitLimits,
+    Operation,
+    commit_limits,
+    count,
+    count_commits,
+    evaluation_order,
+    operations,
+)
 from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX
 from mlxpaged.mlx_settings import LONG_BUFFERS
 from tests.attention.step_graphs import MODELS, fused_functions, our_step, step_of_mlx_lm
@@ -124,4 +132,59 @@ def test_operations_of_a_graph_leave_out_views_and_count_their_buffers() -> None
     ]
     [x, cache] = (name for name, _, _ in records[0]["inputs"])
     assert found[0].bound == {cache: 200, x: 4}, "the cache is written in place"
+    assert found[0].written == {cache}
     assert found[1].bound.items() >= {cache: 4, x: 4}.items()
+    assert [each.bytes_read for each in found] == [16, 16 + 16 + 16, 4 * (6 * 2 + 2)]
+
+
+def test_a_barrier_comes_before_what_was_written_is_read_and_before_what_was_read_is_written() -> None:
+    def launch(reads: str, writes: str) -> Operation:
+        return Operation("Add", 1, dict.fromkeys(reads + writes, 1), set(writes))
+
+    def barriers(*step: Operation, ops: int = 100) -> int:
+        return count(step, CommitLimits(ops, 40)).barriers
+
+    assert barriers(launch("a", "b"), launch("a", "c"), launch("d", "e")) == 0
+    assert barriers(launch("a", "b"), launch("b", "c")) == 1
+    assert barriers(launch("a", "b"), launch("c", "a")) == 1, "the first may still read it"
+    assert barriers(launch("a", "b"), launch("c", "d"), launch("bd", "e")) == 1, "one for both"
+    assert barriers(launch("a", "b"), launch("b", "c"), launch("b", "d")) == 1, "it has waited for b"
+    assert barriers(launch("a", "b"), launch("b", "c"), ops=0) == 0, "a command buffer ends between them"
+
+
+def test_the_order_is_breadth_first_from_the_results_with_the_last_first() -> None:
+    def primitive(inputs: str, outputs: str) -> dict[str, Any]:
+        return {"inputs": [(name, (1,), None) for name in inputs], "outputs": [(name, (1,), None) for name in outputs]}
+
+    def order(results: str, *primitives: dict[str, Any]) -> str:
+        return " ".join("".join(o for o, _, _ in p["outputs"]) for p in evaluation_order(primitives, list(results)))
+
+    chains = [primitive("x", "a"), primitive("a", "b"), primitive("x", "c"), primitive("c", "d")]
+    assert order("e", *chains, primitive("bd", "e")) == "c a d b e"
+    assert order("e", *chains, primitive("abd", "e")) == "c a d b e", "a comes up after b has, which reads it"
+    siblings = [primitive("x", "ab"), primitive("a", "c"), primitive("b", "d"), primitive("cd", "e")]
+    assert order("e", *siblings) == "ab d c e"
+
+
+def test_a_wide_graph_goes_down_before_it_goes_on() -> None:
+    wide = [[(f"{kind}{i}", (1,), None) for i in range(30)] for kind in "ab"]
+    primitives: list[dict[str, Any]] = [{"inputs": [], "outputs": [each]} for each in wide[0]]
+    primitives += [{"inputs": [a], "outputs": [b]} for a, b in zip(*wide, strict=True)]
+    primitives.append({"inputs": wide[1], "outputs": [("end", (1,), None)]})
+    found = [each["outputs"][0][0] for each in evaluation_order(primitives, ["end"])]
+    assert len(found) == len(primitives)
+    assert found[-21:] == [f"b{i}" for i in reversed(range(20))] + ["end"]
+    assert found[-22] == "a0", "those that come up wait until there is room"
+
+
+def test_experts_are_read_once_and_as_many_as_are_expected() -> None:
+    records: list[dict[str, Any]] = []
+    weights, rows = mx.zeros((8, 16, 32)), mx.zeros((2, 1, 1, 32))
+
+    def run(weights: mx.array, rows: mx.array) -> mx.array:
+        return mx.gather_mm(rows, weights.swapaxes(-1, -2), rhs_indices=mx.array([[0, 1], [1, 2]]))
+
+    mx.export_function(records.append, run, weights, rows)
+    [product] = [each for each in operations(records) if each.name == "GatherMM"]
+    expected = weights.nbytes * (1 - (7 / 8) ** 4)
+    assert expected < product.bytes_read < expected + 2 * rows.nbytes + 100

@@ -1,0 +1,55 @@
+"""What a decode step of known models is for a GPU, beside mlx-lm's own: counted by MLX's rules, never run.
+
+    python -m benchmarks.step_counts [--batch 1 16] [--model Qwen3-4B ...]
+
+The weights are those of the 4-bit models of mlx-community, the contexts have 900 tokens, the tokens are greedy. A step
+is traced, so neither a GPU nor memory for the weights is needed. Dispatches are kernels. Before a barrier, all earlier
+kernels of a command buffer end. Command buffers are counted with MLX's own limits on a Max chip, and with those that
+the server sets on M1 to M4. Bytes are read: of weights, states and results, with the expected number of different
+experts, and each visible key and value once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from mlxpaged.attention.command_buffers import CommitLimits, Operation, commit_limits, count
+from mlxpaged.mlx_settings import LONG_BUFFERS
+from tests.attention.step_graphs import MODELS, kv_bytes, our_step, step_of_mlx_lm
+
+MAX_CHIP = commit_limits("applegpu_g14s")
+LONG = CommitLimits(*map(int, LONG_BUFFERS.values()))
+
+HEADINGS = ("model", "batch", "dispatches", "barriers", "command buffers, Max", "with the limits of the server", "GB read")
+
+
+def row(name: str, batch: int) -> list[str]:
+    """Cells with our figure, a slash, and mlx-lm's."""
+    known = MODELS[name]
+    sides: list[tuple[Sequence[Operation], int]] = [
+        (our_step(known, batch), kv_bytes(known, batch)),  # our kernels get a few elements of a pool
+        (step_of_mlx_lm(known, batch), 0),
+    ]
+    figures = []
+    for step, more_bytes in sides:
+        usual, long = count(step, MAX_CHIP), count(step, LONG)
+        read = more_bytes + sum(operation.bytes_read for operation in step)
+        figures.append((*usual, long.commits, f"{read / 1e9:.2f}"))
+    return [name, str(batch), *(f"{ours} / {theirs}" for ours, theirs in zip(*figures, strict=True))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    args = parser.parse_args()
+    for cells in (HEADINGS, ["---"] * len(HEADINGS)):
+        print(f"| {' | '.join(cells)} |")
+    for name in args.model:
+        for batch in args.batch:
+            print(f"| {' | '.join(row(name, batch))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
