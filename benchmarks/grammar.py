@@ -103,7 +103,7 @@ def run(core: EngineCore, args: argparse.Namespace, constraint: Constraint | Str
             running -= output.request_id.startswith(counted) and output.finish_reason is not None
     seconds = time.perf_counter() - start
     core.abort_all("the counted streams are done")
-    core.finish_in_flight_step()
+    core.finish_step()
     plain, other = (
         [after - before for name in times if name.startswith(kind) for before, after in itertools.pairwise(times[name])]
         for kind in ("plain", "other")

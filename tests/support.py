@@ -32,7 +32,7 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli.accepted_connection import ConnectionFactory
 from mlxpaged.cli.serve import listen
 from mlxpaged.engine import AsyncEngine, EngineConfig, EngineCore, EngineState, Request, SamplingParams
-from mlxpaged.engine.engine_thread import Core
+from mlxpaged.engine.worker import Worker
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.registry import Model, Registry
 from mlxpaged.scheduler import BlockMoves
@@ -214,7 +214,7 @@ class RunningServer:
         assert isinstance(core, EngineCore)
         return core
 
-    def core_of(self, model: str) -> Core:
+    def core_of(self, model: str) -> Worker:
         engine = self.registry.models[model].engine
         assert engine is not None
         assert engine.slot.core is not None

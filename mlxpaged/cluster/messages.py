@@ -9,9 +9,8 @@ from importlib.metadata import version
 from mlxpaged import __version__
 from mlxpaged.engine.commands import Command, Question
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.embedding_core import EmbeddingInfo
 from mlxpaged.engine.engine_thread import Failure
-from mlxpaged.engine.info import EngineInfo, Link
+from mlxpaged.engine.info import EmbeddingInfo, EngineInfo, Link
 from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.status import EngineStats

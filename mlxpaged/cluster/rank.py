@@ -36,7 +36,6 @@ from mlxpaged.cluster.messages import (
     versions,
 )
 from mlxpaged.engine.builder import load_core
-from mlxpaged.engine.commands import Core
 from mlxpaged.engine.engine_thread import EXPECTED, Callbacks, EngineThread, Failure, ModelSlot
 from mlxpaged.engine.follower import follow
 from mlxpaged.engine.info import Link
@@ -46,6 +45,7 @@ from mlxpaged.engine.ranks import RankLostError, Ranks
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import Watchdog
+from mlxpaged.engine.worker import Worker
 from mlxpaged.log_writer import LogHandler, Writer
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Rank:
         elif isinstance(message, Ask):
             self._thread.send(slot, partial(self._reply, ask=message))
 
-    def _reply(self, core: Core, ask: Ask) -> list[RequestOutput]:
+    def _reply(self, core: Worker, ask: Ask) -> list[RequestOutput]:
         try:
             result, outputs = ask.question(core)
         except Exception as error:
@@ -135,7 +135,7 @@ class Rank:
     def _lead(self, start: Start) -> None:
         """Rank 0: run the engine."""
 
-        def load(report: Report) -> Core:
+        def load(report: Report) -> Worker:
             group = self._join(start)
             if group is None:
                 return load_core(start.config, time.monotonic, report)

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput, Thinking, ToolCallForm
     from mlxpaged.engine.core import EngineCore
     from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
-    from mlxpaged.engine.embedding_core import EmbeddingInfo
     from mlxpaged.engine.errors import (
         ConstraintFailedError,
         DeadlineExceededError,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
         RequestFailedError,
     )
     from mlxpaged.engine.grammar import GrammarError
-    from mlxpaged.engine.info import EngineInfo
+    from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
     from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
     from mlxpaged.engine.progress import Progress, Stage
     from mlxpaged.engine.prompt_progress import PromptProgress

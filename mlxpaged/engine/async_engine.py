@@ -15,18 +15,17 @@ from typing import Any, TypeVar
 from mlxpaged.cache import BlockUsage
 from mlxpaged.engine import commands, errors
 from mlxpaged.engine.builder import load_core
-from mlxpaged.engine.commands import Core
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
-from mlxpaged.engine.embedding_core import EmbeddingInfo
 from mlxpaged.engine.engine_thread import Callbacks, EngineHost, EngineThread, Failure, ModelSlot
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
-from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.prompt_progress import WaitingLine
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
 from mlxpaged.engine.status import EngineSnapshot, EngineStats, EngineStatus
+from mlxpaged.engine.worker import Worker
 from mlxpaged.scheduler import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -250,7 +249,7 @@ class AsyncEngine:
         """Free the memory of the KV pools that no running request needs. Returns the bytes."""
         return await self._ask(commands.give_back)
 
-    async def _ask(self, question: Callable[[Core], tuple[Reply, list[RequestOutput]]]) -> Reply:
+    async def _ask(self, question: Callable[[Worker], tuple[Reply, list[RequestOutput]]]) -> Reply:
         """Ask the engine, even if this task is cancelled. Returns the first part of its result. The outputs in the
         second part go to their streams."""
         if self.info is None or self.state is EngineState.DEAD:

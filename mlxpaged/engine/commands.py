@@ -5,50 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.status import EngineSnapshot, EngineStatus
+from mlxpaged.engine.worker import Worker
 
-Core = EngineCore | EmbeddingCore
 Outputs = list[RequestOutput]
 
-Command = Callable[[Core], Outputs]
+Command = Callable[[Worker], Outputs]
 """Runs between two steps. Returns the last outputs of the requests that it ended."""
 
-Question = Callable[[Core], tuple[Any, Outputs]]
+Question = Callable[[Worker], tuple[Any, Outputs]]
 """Like a command. The first part of its result is the answer."""
 
 
-def submit(core: Core, requests: Sequence[Request]) -> Outputs:
-    assert isinstance(core, EngineCore)
-    return core.submit(requests)
+def submit(worker: Worker, requests: Sequence[Request]) -> Outputs:
+    return worker.submit(requests)
 
 
-def abort(core: Core, request_id: str) -> Outputs:
-    assert isinstance(core, EngineCore)
-    return core.abort(request_id)
+def abort(worker: Worker, request_id: str) -> Outputs:
+    return worker.abort(request_id)
 
 
-def abort_all(core: Core, error: str) -> Outputs:
-    return core.abort_all(error)
+def abort_all(worker: Worker, error: str) -> Outputs:
+    return worker.abort_all(error)
 
 
-def cancel(core: Core, request_ids: Sequence[str]) -> tuple[list[EndedRequest], Outputs]:
-    return core.cancel(request_ids)
+def cancel(worker: Worker, request_ids: Sequence[str]) -> tuple[list[EndedRequest], Outputs]:
+    return worker.cancel(request_ids)
 
 
-def status(core: Core) -> tuple[EngineStatus, Outputs]:
-    return core.status(), []
+def status(worker: Worker) -> tuple[EngineStatus, Outputs]:
+    return worker.status(), []
 
 
-def snapshot(core: Core) -> tuple[EngineSnapshot, Outputs]:
-    return core.snapshot(), []
+def snapshot(worker: Worker) -> tuple[EngineSnapshot, Outputs]:
+    return worker.snapshot(), []
 
 
-def clear_cache(core: Core) -> tuple[int, Outputs]:
-    return core.clear_cache(), []
+def clear_cache(worker: Worker) -> tuple[int, Outputs]:
+    return worker.clear_cache(), []
 
 
-def give_back(core: Core) -> tuple[int, Outputs]:
-    return core.give_back(), []
+def give_back(worker: Worker) -> tuple[int, Outputs]:
+    return worker.give_back(), []

@@ -17,11 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from mlxpaged.engine import commands
-from mlxpaged.engine.commands import Command, Core, Question
+from mlxpaged.engine.commands import Command, Question
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import DeviceClock, EngineCore
-from mlxpaged.engine.embedding_core import EmbeddingInfo
-from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.memory import limit_freed_buffers, prepare_device_memory
 from mlxpaged.engine.pool_resizer import REST_SECONDS
 from mlxpaged.engine.progress import Progress, Report
@@ -30,6 +28,7 @@ from mlxpaged.engine.stall import Stall, StepSize, Work
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
 from mlxpaged.engine.wired_memory import wire_memory, wires_memory
+from mlxpaged.engine.worker import DeviceClock, Worker
 from mlxpaged.models import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.process_memory import is_out_of_memory
 
@@ -85,9 +84,9 @@ class ModelSlot:
     """
 
     config: EngineConfig
-    load: Callable[[Report], Core]
+    load: Callable[[Report], Worker]
     callbacks: Callbacks
-    core: Core | None = None
+    core: Worker | None = None
     is_unwanted: bool = False
     has_ended: bool = False
     outputs: list[RequestOutput] = field(default_factory=list)
@@ -157,7 +156,7 @@ class EngineThread(threading.Thread):
         super().__init__(name="mlxpaged-engine", daemon=True)
         self._clock = clock
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._loaded: tuple[tuple[ModelSlot, Core], ...] = ()
+        self._loaded: tuple[tuple[ModelSlot, Worker], ...] = ()
         self._to_load: deque[ModelSlot] = deque()
         self._loading: ModelSlot | None = None
         self._virtual_time = 0.0  # of the model that took the last turn, at its start
@@ -287,7 +286,8 @@ class EngineThread(threading.Thread):
 
     def _order(self, slot: ModelSlot) -> tuple[bool, float]:
         """Streams must not wait for two steps of embeddings in a row."""
-        return slot is self._last and not isinstance(slot.core, EngineCore), slot.virtual_time
+        assert slot.core is not None
+        return slot is self._last and not slot.core.generates, slot.virtual_time
 
     def _step_of(self, slot: ModelSlot, alone: bool) -> None:
         """Run a step. The step of another model that is in flight is finished after the launch of this one, so that the
@@ -295,9 +295,9 @@ class EngineThread(threading.Thread):
         last, self._last = self._last, slot
         core = slot.core
         assert core is not None
-        if isinstance(core, EngineCore) and core.has_work():
+        if core.has_work():
             self._begin(Work.STEP, slot)
-            slot.outputs += core.logged_step()
+            slot.outputs += core.step()
             self._deliver(slot)
             if self._loading is not None:  # which measures times and memory
                 self._finish_step(slot)
@@ -313,10 +313,10 @@ class EngineThread(threading.Thread):
 
     def _finish_step(self, slot: ModelSlot) -> None:
         """Process the step of a model that is in flight, if there is one."""
-        if isinstance(slot.core, EngineCore):
+        if slot.core is not None:
             self._begin(Work.STEP, slot)
             with self._guarded(slot):
-                slot.outputs += slot.core.finish_in_flight_step()
+                slot.outputs += slot.core.finish_step()
             if slot.outputs and slot.core is not None:
                 self._deliver(slot)
 
@@ -363,10 +363,9 @@ class EngineThread(threading.Thread):
             logger.critical("a model could not be loaded", exc_info=error)
             self._end_slot(slot, error)
         else:
-            if isinstance(slot.core, EngineCore):
-                slot.core.device = self._device
+            slot.core.join(self._device)
             self._loaded += ((slot, slot.core),)
-            slot.callbacks.on_ready(info_of(slot.core, slot.config), slot.core.stats())
+            slot.callbacks.on_ready(slot.core.info(slot.config), slot.core.stats())
         finally:
             self._loading = None
         self._fit_limits()
@@ -421,7 +420,7 @@ class EngineThread(threading.Thread):
         slot.callbacks.on_end(None if error is None else Failure.of(error))
 
 
-def answer(core: Core, question: Question, reply: Future[Any]) -> list[RequestOutput]:
+def answer(core: Worker, question: Question, reply: Future[Any]) -> list[RequestOutput]:
     """A command that replies to a question. Its caller handles what the question raises."""
     is_awaited = reply.set_running_or_notify_cancel()
     try:
@@ -433,10 +432,6 @@ def answer(core: Core, question: Question, reply: Future[Any]) -> list[RequestOu
     if is_awaited:
         reply.set_result(result)
     return outputs
-
-
-def info_of(core: Core, config: EngineConfig) -> EngineInfo | EmbeddingInfo:
-    return EngineInfo(core, config) if isinstance(core, EngineCore) else EmbeddingInfo(core)
 
 
 def free_garbage() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
+
+if TYPE_CHECKING:
+    from mlxpaged.engine.core import EngineCore
+    from mlxpaged.engine.embedding_core import EmbeddingCore
 
 
 @dataclass(frozen=True)
@@ -101,3 +105,17 @@ class EngineInfo:
         check_fits(num_prompt_tokens, None, self.scheduler_config)
         room = self.max_model_len - num_prompt_tokens
         return room if max_tokens is None else min(max_tokens, room)
+
+
+class EmbeddingInfo:
+    """Facts about the engine of a model that only makes embeddings."""
+
+    def __init__(self, core: EmbeddingCore) -> None:
+        self.embedding_model = core.embedder.model.facts
+        self.model = self.embedding_model.name
+        self.tokenizer = self.embedding_model.tokenizer
+        self.context_length = self.embedding_model.context_length
+        self.max_model_len = self.embedding_model.max_tokens  # of an input
+        self.weight_bytes = self.embedding_model.weight_bytes
+        self.created = int(time.time())  # Unix time
+        self.no_embeddings_because = ""

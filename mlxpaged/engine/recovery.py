@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from typing import TYPE_CHECKING
 
+from mlxpaged.engine.headroom import Headroom
+from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.pool_resizer import PoolResizer
+from mlxpaged.engine.request_table import RequestTable
+from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.step import HostError
 from mlxpaged.process_memory import is_out_of_memory
-from mlxpaged.scheduler import Batch, FinishReason, ScheduledSequence, Sequence, SequenceStatus
-
-if TYPE_CHECKING:
-    from mlxpaged.engine.core import EngineCore
-    from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.scheduler import Batch, FinishReason, ScheduledSequence, Scheduler, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
@@ -21,55 +22,127 @@ MAX_STEP_FAILURES = 2
 between."""
 
 
-def run_rows(core: EngineCore, rows: ListOf[ScheduledSequence], before: HostError | None = None) -> None:
-    """Run those rows to their end whose sequences still run. before: the failure of the step that they repeat."""
-    running = running_rows(core, rows)
-    if running:
-        try:
-            core.normal_step(Batch(running))
-        except HostError as error:
-            recover(core, running, error, before)
+class Recovery:
+    """run: runs a batch to its end, while no step is in flight; it may raise HostError and DeviceError."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        sampler: Sampler,
+        headroom: Headroom,
+        resizer: PoolResizer,
+        requests: RequestTable,
+        run: Callable[[Batch], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._sampler = sampler
+        self._headroom = headroom
+        self._resizer = resizer
+        self._requests = requests
+        self._run = run
+
+    def run_rows(self, rows: ListOf[ScheduledSequence], before: HostError | None = None) -> None:
+        """Run those rows to their end whose sequences still run. before: the failure of the step that they repeat."""
+        running = self._running_rows(rows)
+        if running:
+            try:
+                self._run(Batch(running))
+            except HostError as error:
+                self.recover(running, error, before)
+
+    def recover(self, rows: ListOf[ScheduledSequence], error: HostError, before: HostError | None = None) -> None:
+        """Recover from a step of these rows that the host could not run. If memory was short, a request that fails
+        alone is recomputed in smaller steps before it is ended. before: as for `run_rows`."""
+        is_short = is_out_of_memory(error)
+        if is_short:
+            self.run_short(Batch(tuple(rows)))
+        log_failure(rows, error, before)
+        if self._runner.is_recurrent or (is_short and len(rows) == 1):
+            self._recompute(rows, error)
+        else:
+            self._isolate(rows, error)
+
+    def run_short(self, batch: Batch) -> None:
+        """An allocation failed in this batch: give back memory, run smaller steps, and admit no further request until
+        one succeeds."""
+        self._headroom.note_failure(batch.num_tokens)
+        self._resizer.run_short()
+        self._scheduler.admits = False
+
+    def rebuild_pools(self, batches: ListOf[Batch], error: DeviceError) -> None:
+        """Replace the KV pools after a device error, and recompute the running sequences from their known tokens.
+
+        MLX reports a failed command buffer late and at another call (mlx PR 3523), so the failure cannot be attributed
+        to a row. batches: those in flight, the oldest first; none if it failed between two steps. The sequences of the
+        oldest one are admitted again one at a time, each after the previous one has sampled a token. If the device
+        fails again, the sequence that runs then is ended.
+        """
+        logger.error("a step failed on the device; KV pools are rebuilt, running sequences are recomputed: %s", error)
+        if is_out_of_memory(error):
+            self.run_short(Batch(tuple(row for batch in batches for row in batch.rows)))
+        self._runner.rebuild_pools()
+        self._runner.wire_memory()
+        self._sampler.reset()
+        self._scheduler.reset_cache()
+        for batch in batches:
+            self._scheduler.undo_moves(batch)
+            self._scheduler.update(batch, {})  # no token of it will be read
+        message = f"the step failed on the device {MAX_STEP_FAILURES} times: {error}"
+        self._blame([row.sequence for batch in batches[:1] for row in batch.rows], message, error)
+
+    def _isolate(self, rows: ListOf[ScheduledSequence], error: HostError) -> None:
+        """Repeat a failed step in halves until the request that makes it fail is alone, and end that request.
+
+        Writing the same keys and values twice changes nothing, so the other requests lose only time.
+        """
+        for row in rows:
+            self._sampler.forget(row.sequence.sequence_id)  # the token counts may contain a token of the failed step
+        if len(rows) > 1:
+            half = len(rows) // 2
+            self.run_rows(rows[:half], error)
+            self.run_rows(rows[half:], error)
+        else:
+            for row in self._running_rows(rows):
+                self._requests.fail(row.sequence, failure_of(error))
+
+    def _recompute(self, rows: ListOf[ScheduledSequence], error: HostError) -> None:
+        """Recompute the sequences of a failed step one at a time, because the step may have changed their recurrent
+        states: it cannot be repeated. A sequence whose step fails again is ended."""
+        self._clear_cache_of_ended(rows)
+        for row in rows:
+            self._sampler.forget(row.sequence.sequence_id)
+            self._scheduler.recompute(row.sequence)
+        self._scheduler.update(Batch(tuple(rows)), {})
+        self._blame([row.sequence for row in rows], failure_of(error), error)
+
+    def _blame(self, sequences: ListOf[Sequence], message: str, error: Exception) -> None:
+        """Count a failure of a step for its sequences. Those that have failed before end with an error; the others are
+        admitted again one at a time."""
+        for sequence in sequences:
+            sequence.num_step_failures += 1
+            if sequence.num_step_failures >= MAX_STEP_FAILURES and sequence.finish_reason is None:
+                reason = FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR
+                self._requests.fail(sequence, message, reason)
+
+    def _running_rows(self, rows: ListOf[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
+        """The rows whose sequences still run. Preempted sequences lose their pending tokens here."""
+        self._clear_cache_of_ended(rows)
+        running = tuple(row for row in rows if row.sequence.status is SequenceStatus.RUNNING)
+        self._scheduler.update(Batch(tuple(row for row in rows if row not in running)), {})
+        return running
+
+    def _clear_cache_of_ended(self, rows: ListOf[ScheduledSequence]) -> None:
+        """Empty the prefix cache if a sequence of a failed step has ended: the last token of its answer may have
+        published a block that is not computed."""
+        if any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
+            self._scheduler.clear_cache()
 
 
-def recover(
-    core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError, before: HostError | None = None
-) -> None:
-    """Recover from a step of these rows that the host could not run. If memory was short, a request that fails alone is
-    recomputed in smaller steps before it is ended. before: as for `run_rows`."""
-    is_short = is_out_of_memory(error)
-    if is_short:
-        core.run_short(Batch(tuple(rows)))
-    log_failure(rows, error, before)
-    (recompute if core.runner.is_recurrent or (is_short and len(rows) == 1) else isolate)(core, rows, error)
-
-
-def isolate(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError) -> None:
-    """Repeat a failed step in halves until the request that makes it fail is alone, and end that request.
-
-    Writing the same keys and values twice changes nothing, so the other requests lose only time.
-    """
-    cause = error.__cause__
-    for row in rows:
-        core.sampler.forget(row.sequence.sequence_id)  # the token counts may contain a token of the failed step
-    if len(rows) > 1:
-        half = len(rows) // 2
-        run_rows(core, rows[:half], error)
-        run_rows(core, rows[half:], error)
-    else:
-        for row in running_rows(core, rows):
-            core.fail(row.sequence, f"the step failed: {type(cause).__name__}: {cause}")
-
-
-def recompute(core: EngineCore, rows: ListOf[ScheduledSequence], error: HostError) -> None:
-    """Recompute the sequences of a failed step one at a time, because the step may have changed their recurrent states:
-    it cannot be repeated. A sequence whose step fails again is ended."""
-    cause = error.__cause__
-    clear_cache_of_ended(core, rows)
-    for row in rows:
-        core.sampler.forget(row.sequence.sequence_id)
-        core.scheduler.recompute(row.sequence)
-    core.scheduler.update(Batch(tuple(rows)), {})
-    blame(core, [row.sequence for row in rows], f"the step failed: {type(cause).__name__}: {cause}", error)
+def failure_of(error: HostError) -> str:
+    """What the clients are told."""
+    return f"the step failed: {type(error.__cause__).__name__}: {error.__cause__}"
 
 
 def log_failure(rows: ListOf[ScheduledSequence], error: HostError, before: HostError | None) -> None:
@@ -82,49 +155,3 @@ def log_failure(rows: ListOf[ScheduledSequence], error: HostError, before: HostE
         logger.error("a step of %s failed: %s: %s", labels, type(cause).__name__, cause)
     else:
         logger.error("a step of %s failed", labels, exc_info=cause)
-
-
-def blame(core: EngineCore, sequences: ListOf[Sequence], message: str, error: Exception) -> None:
-    """Count a failure of a step for its sequences. Those that have failed before end with an error; the others are
-    admitted again one at a time."""
-    for sequence in sequences:
-        sequence.num_step_failures += 1
-        if sequence.num_step_failures >= MAX_STEP_FAILURES and sequence.finish_reason is None:
-            core.fail(sequence, message, FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR)
-
-
-def running_rows(core: EngineCore, rows: ListOf[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
-    """The rows whose sequences still run. Preempted sequences lose their pending tokens here."""
-    clear_cache_of_ended(core, rows)
-    running = tuple(row for row in rows if row.sequence.status is SequenceStatus.RUNNING)
-    core.scheduler.update(Batch(tuple(row for row in rows if row not in running)), {})
-    return running
-
-
-def clear_cache_of_ended(core: EngineCore, rows: ListOf[ScheduledSequence]) -> None:
-    """Empty the prefix cache if a sequence of a failed step has ended: the last token of its answer may have published
-    a block that is not computed."""
-    if any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
-        core.clear_cache()
-
-
-def rebuild_pools(core: EngineCore, batches: ListOf[Batch], error: DeviceError) -> None:
-    """Replace the KV pools after a device error, and recompute the running sequences from their known tokens.
-
-    MLX reports a failed command buffer late and at another call (mlx PR 3523), so the failure cannot be attributed to
-    a row. batches: those in flight, the oldest first; none if it failed between two steps. The sequences of the oldest
-    one are admitted again one at a time, each after the previous one has sampled a token. If the device fails again,
-    the sequence that runs then is ended.
-    """
-    logger.error("a step failed on the device; KV pools are rebuilt, running sequences are recomputed: %s", error)
-    if is_out_of_memory(error):
-        core.run_short(Batch(tuple(row for batch in batches for row in batch.rows)))
-    core.runner.rebuild_pools()
-    core.runner.wire_memory()
-    core.sampler.reset()
-    core.scheduler.reset_cache()
-    for batch in batches:
-        core.scheduler.undo_moves(batch)
-        core.scheduler.update(batch, {})  # no token of it will be read
-    message = f"the step failed on the device {MAX_STEP_FAILURES} times: {error}"
-    blame(core, [row.sequence for batch in batches[:1] for row in batch.rows], message, error)

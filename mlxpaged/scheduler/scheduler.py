@@ -253,12 +253,19 @@ class Scheduler:
         step may still be in flight: it did not fail, and its tokens will be read."""
         self._preemption.undo_moves(batch.moves, list(self.sequences.values()))
 
+    def clear_cache(self) -> int:
+        """Empty the prefix cache. Running sequences keep their blocks. Returns the number of blocks that it held."""
+        if self.prefix_cache is None:
+            return 0
+        dropped = len(self.prefix_cache)
+        self.prefix_cache.clear()
+        return dropped
+
     def reset_cache(self) -> None:
         """Recompute the running sequences and empty the prefix cache, because the pool's contents are lost."""
         for sequence in list(self.running):
             self._preemption.preempt(sequence, swap=False)
-        if self.prefix_cache is not None:
-            self.prefix_cache.clear()
+        self.clear_cache()
 
     # -- decoding and prompts ------------------------------------------------------------------------------------
 

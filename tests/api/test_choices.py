@@ -158,7 +158,7 @@ def test_later_choices_are_forks_of_the_first(one_at_a_time: RunningServer) -> N
     with StepGate(server) as gate:
         pending = start(server, run_on("Once", 3, n=3, service_tier="flex"), "mine")
         gate.wait_held()  # before their first step
-        requests = [running.request for running in server.core.requests.values()]
+        requests = [running.request for running in server.core.requests.by_sequence.values()]
         assert [(r.request_id, r.fork_of) for r in requests] == [
             ("mine-0", None),
             ("mine-1", "mine-0"),

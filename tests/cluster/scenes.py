@@ -74,13 +74,13 @@ def requests(seed: int) -> list[Request]:
 
 def count_overlapped(core: EngineCore, outcome: Outcome) -> None:
     """Count the steps that are launched before the one before them has ended."""
-    overlap_step = core.overlap_step
+    overlap_step = core.loop.overlap_step
 
     def counting(batch: Batch) -> None:
         outcome.overlapped += 1
         overlap_step(batch)
 
-    core.overlap_step = counting  # type: ignore[method-assign]
+    core.loop.overlap_step = counting  # type: ignore[method-assign]
 
 
 def step_to_the_end(core: EngineCore, outcome: Outcome) -> None:

@@ -66,7 +66,7 @@ def let_calls_fail(patch: pytest.MonkeyPatch, core: EngineCore, rng: random.Rand
     forward, sample, read = core.runner.forward, core.sampler.sample, InFlightStep.read
 
     def is_hit() -> bool:
-        hit_before = any(running.sequence.num_step_failures for running in core.requests.values())
+        hit_before = any(running.sequence.num_step_failures for running in core.requests.by_sequence.values())
         return not hit_before and rng.random() < rate
 
     def is_host_hit(num_rows: int) -> bool:

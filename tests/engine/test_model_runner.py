@@ -294,7 +294,7 @@ def test_a_step_that_fails_after_sampling_is_repeated_with_the_same_penalties(se
 
         def finish_step(*logits: mx.array) -> None:
             nonlocal since, left
-            hit_before = any(running.sequence.num_step_failures for running in core.requests.values())
+            hit_before = any(running.sequence.num_step_failures for running in core.requests.by_sequence.values())
             if left and not hit_before and next(since) == 2:
                 since, left = iter(range(1000)), left - 1
                 raise DeviceError("injected")

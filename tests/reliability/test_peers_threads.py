@@ -18,9 +18,9 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.cli import http_server, main, serve
-from mlxpaged.engine.engine_thread import Core
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import Samples, SamplingRow
+from mlxpaged.engine.worker import Worker
 from mlxpaged.scheduler import Priority, PromptTooLongError
 from tests.api.helpers import (
     Background,
@@ -311,7 +311,7 @@ def test_mlx_lm_980_a_repeated_prompt_is_not_computed_again(kind: str, request: 
     assert computed[1] <= 2 * model.block_size + NUM_TOKENS
 
 
-def repeated(model: TinyModel, core: Core, each: list[int]) -> int:
+def repeated(model: TinyModel, core: Worker, each: list[int]) -> int:
     result = run(core, [request("it", each, NUM_TOKENS)])
     assert model.answer(each, NUM_TOKENS).equals(result.tokens("it"))
     return result.num_computed()
