@@ -12,7 +12,7 @@ import uvloop
 from rich.console import Console
 
 from mlxpaged.cli.banner import megabytes
-from mlxpaged.cli.bench.flags import complete_flags
+from mlxpaged.cli.bench.defaults import complete_flags
 from mlxpaged.cli.bench.plan import NoRoomError, Plan, make_plan
 from mlxpaged.cli.bench.progress import progress_display
 from mlxpaged.cli.bench.report import json_report, report_console, table

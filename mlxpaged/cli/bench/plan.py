@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlxpaged.cli.bench.flags import FIRST_CONTEXT, PROMPT_TOKENS
+from mlxpaged.cli.bench.defaults import FIRST_CONTEXT, PROMPT_TOKENS
 from mlxpaged.cli.bench.load import Load
 from mlxpaged.engine import AsyncEngine, EngineInfo
 
