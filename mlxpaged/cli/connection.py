@@ -106,6 +106,8 @@ def connected(args: argparse.Namespace, model: str | None) -> Iterator[Connectio
             wait_loaded(client, line.show)
         name = chosen(client, model, line.show)
         line.clear()
+        if not name.isprintable():  # it would change the terminal, or a command that is printed for a shell
+            raise ServerError(f"the name of the model at {client.url} has characters that cannot be shown: {name!r}")
         if said is not None and not is_own and name != wanted:
             print(f"mlxpaged: {said}", file=sys.stderr)
         yield Connection(client, name, is_own)

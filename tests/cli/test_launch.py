@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import subprocess
@@ -116,6 +117,24 @@ def test_what_is_printed_does_the_same_in_a_shell(
     assert names
     assert [by_shell[0][name] for name in names] == [by_launch[0][name] for name in names]
     assert by_shell[1] == by_launch[1]
+
+
+@pytest.mark.parametrize("command", [("launch", "claude", "--print"), ("run", "a", "x")])
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nrm -r ~", "a\u202e"])
+def test_a_name_that_would_change_the_terminal_is_refused(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], name: str
+) -> None:
+    """A server may call a model so: of the one that it lists, or that it has loaded."""
+    entries = [{"id": name, "kind": "generate", "state": "loaded", "max_model_len": 100_000}]
+    answers = {"/health": {"status": "ok", "model": "a"}, "/v1/models": {"data": entries}}
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr(Client, "health", lambda self: answers["/health"])
+    monkeypatch.setattr(Client, "get", lambda self, path: answers[path])
+    monkeypatch.setattr(Client, "post", lambda self, path, **_: entries[0])
+    result = run(*command, "--url", "http://x")
+    assert (result.status, result.stdout) == (1, "")
+    assert "has characters that cannot be shown: 'a\\" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("agent", launch.AGENTS)
