@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +16,15 @@ from typing import Any
 
 import httpx
 
+from mlxpaged.cluster.hosts import PORTS
 from tests.cli.helpers import Command, mlxpaged
 from tests.support import wait_until
 
 START_SECONDS = 180.0
 PROMPTS = ["Once upon a time", "The sum of 3 and 4", "Hello there, my", "A list: one, two"]
 LENGTH = 64
+LISTEN = "0A"
+"""The state of a socket in /proc/net/tcp."""
 LOCAL = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
 
 
@@ -110,6 +114,53 @@ def processes_of(home: Path) -> dict[int, dict[str, str]]:
             if environment.get("HOME") == str(home):
                 found[int(path.parent.name)] = environment
     return found
+
+
+def listening(pid: int) -> set[int]:
+    """The ports on which a process waits for connections. A process that has ended has none."""
+    with contextlib.suppress(OSError):
+        sockets = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        return {
+            int(line[1].rpartition(":")[2], 16)
+            for line in lines
+            if line[3] == LISTEN and f"socket:[{line[9]}]" in sockets
+        }
+    return set()
+
+
+class Storm:
+    """As soon as a process of a server listens at a port of its own, 200 connections that prove nothing are there: some
+    are silent, and some send a byte now and then. Ports of MLX's ring are left alone: it trusts its network."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._ends = threading.Event()
+        self._open: list[socket.socket] = []
+        self.ports: set[int] = set()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Storm:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+        for each in self._open:
+            each.close()
+
+    def _run(self) -> None:
+        while not self._ends.wait(0.02):
+            ports = {port for pid in processes_of(self._home) for port in listening(pid)}
+            for port in {port for port in ports if port >= PORTS[1]} - self.ports:
+                self.ports.add(port)
+                for _ in range(200):
+                    with contextlib.suppress(OSError):
+                        self._open.append(socket.create_connection(("127.0.0.1", port), 5))
+            for each in self._open[::2]:
+                with contextlib.suppress(OSError):  # it was closed
+                    each.send(b"x", socket.MSG_DONTWAIT)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import pytest
 from mlxpaged.engine import EngineConfig
 from mlxpaged.models import resolve_model
 from tests.cli.helpers import mlxpaged
-from tests.cluster.servers import LOCAL, START_SECONDS, Cluster, Load, cluster_of, processes_of
+from tests.cluster.servers import LOCAL, PROMPTS, START_SECONDS, Cluster, Load, Storm, cluster_of, processes_of
 from tests.support import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -145,6 +145,14 @@ def test_no_orphan_stays_when_the_server_ends(tmp_path: Path, number: signal.Sig
         os.kill(cluster.command.process.pid, number)
         cluster.command.wait_end()
         wait_until(lambda: not cluster.processes(), 15)
+
+
+def test_connections_that_prove_nothing_keep_no_rank_from_starting(tmp_path: Path) -> None:
+    with Storm(tmp_path) as storm, cluster_of(tmp_path) as cluster:
+        assert len(storm.ports) >= 3  # of the server for its ranks, of rank 0 for the others, and of HTTP
+        assert set(cluster.ranks()) == {*range(NUM_RANKS)}
+        answer = cluster.complete(PROMPTS[0])
+        assert (answer.text, answer.error) == (cluster.expected[PROMPTS[0]], None)
 
 
 def test_a_model_that_a_rank_does_not_have_is_named_with_the_rank(tmp_path: Path) -> None:
