@@ -256,6 +256,31 @@ def test_a_tier_cannot_be_exceeded_by_a_field(server: RunningServer, keys: dict[
     assert (error.value.param, error.value.code) == ("service_tier", "service_tier_not_allowed")
 
 
+def test_of_the_keys_that_a_request_presents_two_are_tried(
+    server: RunningServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is compared with the hashes of all keys: 90 of them, with a thousand, took longer than an answer."""
+    tried: list[str] = []
+    matches = KeyEntry.matches
+
+    def noted(entry: KeyEntry, presented: str) -> bool:
+        tried.append(presented)
+        return matches(entry, presented)
+
+    monkeypatch.setattr(KeyEntry, "matches", noted)
+    with raw(server) as client:
+        for before, status in ((0, 200), (1, 200), (2, 401), (90, 401)):
+            tried.clear()
+            presented = [*(f"unknown-{i}" for i in range(before)), keys["normal"]]
+            response = client.get("/v1/models", headers=[("x-api-key", key) for key in presented])
+            assert response.status_code == status, before
+            assert list(dict.fromkeys(tried)) == presented[:2]
+        bearers = [("authorization", f"Bearer {key}") for key in presented]
+        tried.clear()
+        assert client.get("/v1/models", headers=[*bearers, ("x-api-key", "first")]).status_code == 401
+        assert list(dict.fromkeys(tried)) == ["first", "unknown-0"]
+
+
 def test_no_key_fills_the_queue(server: RunningServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """There are 6 places. A key that asks for more gets half of them while it is alone."""
     monkeypatch.setattr(server.engine, "config", replace(server.engine.config, max_queue=5))

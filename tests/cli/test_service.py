@@ -189,6 +189,12 @@ def test_a_directory_cannot_add_a_directive_to_a_unit(name: str) -> None:
         Systemd().content(Job(("mlxpaged", "serve"), Path(f"/{name}"), {}))
 
 
+def test_a_directory_with_specifiers_and_quotes_is_taken_as_it_is() -> None:
+    """systemd takes quotes in this directive as letters, and %h as the home."""
+    unit = Systemd().content(Job(("mlxpaged", "serve"), Path("/a %h\"b'"), {})).decode()
+    assert "\nWorkingDirectory=/a %%h\"b'\n" in unit
+
+
 def test_a_word_cannot_add_a_directive_to_a_unit() -> None:
     unit = Systemd().content(Job(("mlxpaged", "a\nb\x1b"), Path("/a"), {"NAME": "c\nd"})).decode()
     assert r'ExecStart="mlxpaged" "a\x0ab\x1b"' in unit
