@@ -155,7 +155,15 @@ def block_write(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[m
     return [mx.concatenate([pool.flatten() for pool in pools])]
 
 
+def add_rms_norm(inputs: Sequence[Any], _t: dict[str, Any], _shape: Any) -> list[mx.array]:
+    x, y, weight, eps = inputs
+    total = x + y
+    squares = total.astype(mx.float32).square().mean(axis=-1, keepdims=True)
+    return [total, weight * (total * mx.rsqrt(squares + eps)).astype(total.dtype)]
+
+
 KERNELS = {
+    "add_rms_norm": add_rms_norm,
     "block_copy": block_copy,
     "block_read": block_read,
     "block_write": block_write,

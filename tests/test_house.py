@@ -140,6 +140,7 @@ def test_the_server_starts_its_engine_before_the_api_is_imported() -> None:
 def test_what_is_for_cpus_only_is_reached_through_two_doors_and_the_blas() -> None:
     doors = {
         "mlxpaged.cpu.kv_pool": {"attention/kv_cache.py"},
+        "mlxpaged.cpu.joined_linear": {"models/joins.py"},  # for any device
         "mlxpaged.cpu.optimize": {"models/loader.py"},
         "mlxpaged.cpu.streams": {"models/__init__.py"},
         "mlxpaged.cpu": {"__init__.py", "cli/doctor/machine.py", "cli/http_server.py"},

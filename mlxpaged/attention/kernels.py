@@ -34,6 +34,7 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
         ["out", "done"],
     ),
     "merge_partials": (["partials", "ranges", "sinks"], ["out"]),
+    "add_rms_norm": (["x", "y", "weight", "eps"], ["sum", "normed"]),
     "kv_write": (["new_keys", "new_values", "slot_mapping", "key_pool", "value_pool", "after"], ["done"]),
     "kv_gather": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),
     "block_copy": (["pairs", "key_pool", "value_pool", "after"], ["done"]),

@@ -75,6 +75,7 @@ def add_engine_flags(groups: flags.Flags) -> None:
     )
     attention.field("--attention-tuning", tuning, choices)
     add_retune(attention)
+    attention.switch("--no-joins", "compute each projection, addition and norm of the model by itself, as mlx-lm does")
 
 
 def add_block_size(groups: flags.Flags) -> None:
@@ -91,7 +92,7 @@ def add_log_level(groups: flags.Flags, default: str) -> None:
 
 def engine_config(args: argparse.Namespace, **fields: Any) -> EngineConfig:
     """Makes a configuration of `fields` and of the flags. Raises ValueError if flags contradict each other."""
-    fields["prefix_caching"] = not args.no_prefix_cache
+    fields |= {"prefix_caching": not args.no_prefix_cache, "joins": not args.no_joins}
     if args.no_batching:
         fields["max_num_seqs"] = 1
     return flags.from_flags(EngineConfig, args, **fields)

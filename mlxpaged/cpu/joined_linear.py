@@ -1,42 +1,66 @@
-"""Joins query, key and value projections into one linear layer, so that CPU streams wait for each other only once.
+"""Joins linear layers that get the same input into one: a GPU launches one product, and CPU streams wait for each other
+once.
 
-A decode step of one sequence takes 0.91 of its CPU time with it, of four 0.97 (81-million model, two cores).
+On a CPU, query, key and value projections are joined. A decode step of one sequence takes 0.91 of its CPU time with it,
+of four 0.97 (81-million model, two cores). models/joins.py joins gate and up projections on any device.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxpaged.cpu.split_linear import OUTPUTS, precede
+from mlxpaged.cpu.split_linear import OUTPUTS, LinearByInput, SplitFeedForward, precede
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+JOINT = "joint_proj"
+"""The name of the joint layer in the module of these."""
+
+KINDS = (Linear, LinearByInput, QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
+AXES = {**OUTPUTS, "matrix": -1}
+"""The output axis of each parameter of these."""
 
 
 class Joint:
-    """The projection that is called first with an array computes the outputs of all three. The others take theirs from
-    here. sizes: outputs of each projection."""
+    """The projection that is called first with an array computes the outputs of all. The others take theirs from here.
+    sizes: outputs of each projection."""
 
-    def __init__(self, layer: Module, sizes: list[int]) -> None:
+    def __init__(self, layer: Any, sizes: Sequence[int]) -> None:
         self.layer = layer
-        self._ends = list(itertools.accumulate(sizes))[:-1]
-        self._input: mx.array | None = None
+        self._ends = list(itertools.accumulate(sizes))
+        self._inputs: tuple[Any, ...] = ()
         self._outputs: dict[int, mx.array] = {}
 
-    def output(self, index: int, x: mx.array) -> mx.array:
-        if x is not self._input or index not in self._outputs:
-            self._input = x
-            self._outputs = dict(enumerate(mx.split(self.layer(x), self._ends, axis=-1)))
+    @property
+    def is_idle(self) -> bool:
+        """Whether each projection has taken its outputs."""
+        return not self._outputs
+
+    def output(self, index: int, *inputs: Any, **more: Any) -> mx.array:
+        are_same = len(inputs) == len(self._inputs) and all(map(operator.is_, inputs, self._inputs))
+        if not are_same or index not in self._outputs:
+            self._inputs = inputs
+            self._outputs = dict(enumerate(mx.split(self.layer(*inputs, **more), self._ends[:-1], axis=-1)))
         output = self._outputs.pop(index)
         if not self._outputs:
-            self._input = None  # nothing keeps the array of an earlier step
+            self._inputs = ()  # nothing keeps the array of an earlier step
         return output
+
+    def parameter(self, index: int, name: str) -> mx.array:
+        """A projection's part of the joint layer's parameter."""
+        units = slice(self._ends[index - 1] if index else 0, self._ends[index])
+        whole = getattr(self.layer, name)
+        part: mx.array = whole[..., units] if AXES[name] == -1 else whole[..., units, :]
+        return part
 
 
 class JoinedLinear(Module):
@@ -45,31 +69,73 @@ class JoinedLinear(Module):
     _joint: Joint
     _index: int
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self._joint.output(self._index, x)
+    def __call__(self, *inputs: Any, **more: Any) -> mx.array:
+        return self._joint.output(self._index, *inputs, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        """The parameters, for code that reads them."""
+        if name in AXES and getattr(self._joint.layer, name, None) is not None:
+            return self._joint.parameter(self._index, name)
+        return super().__getattr__(name)
+
+
+class Join:
+    """Layers of a module, by their names, that `joint` computes. It keeps their own weights until it is let go."""
+
+    def __init__(self, module: Module, names: Sequence[str], attribute: str, joint: Any) -> None:
+        self._module, self._attribute = module, attribute
+        layers: list[Any] = [module[name] for name in names]
+        self._held = [(layer, type(layer), dict(layer)) for layer in layers]
+        self.joint = Joint(joint, [layer.weight.shape[-2] for layer in layers])
+        module[attribute] = joint
+        for index, (layer, _, parameters) in enumerate(self._held):
+            for name in parameters:
+                del layer[name]
+            layer._joint, layer._index = self.joint, index
+            precede(layer, JoinedLinear, "Joined")
+
+    def undo(self) -> None:
+        del self._module[self._attribute]
+        for layer, own, parameters in self._held:
+            del layer._joint, layer._index
+            layer.__class__ = own
+            dict.update(layer, parameters)  # Module's own method takes no parameters that it does not have
 
 
 def join_projections(model: Module) -> None:
     """Join the projections of one layer at a time, so that memory never holds a second model."""
-    for module in model.modules():
-        layers: list[Any] = [module.get(name) for name in PROJECTIONS]
-        if not all(type(layer) in (Linear, QuantizedLinear) and layer.keys() <= OUTPUTS.keys() for layer in layers):
-            continue
-        if any(kind_of(layer) != kind_of(layers[0]) for layer in layers):
-            continue
-        joint = module.joint_proj = copy.copy(layers[0])
-        for name in list(joint.keys()):
-            joint[name] = mx.concatenate([layer[name] for layer in layers], axis=OUTPUTS[name])
-        mx.eval(joint.parameters())
-        shared = Joint(joint, [layer.weight.shape[0] for layer in layers])
-        for index, layer in enumerate(layers):
-            for name in list(layer.keys()):
-                del layer[name]
-            layer._joint, layer._index = shared, index
-            precede(layer, JoinedLinear, "Joined")
+    for _, module, layers in layers_by_name(model, PROJECTIONS):
+        joint = make_joint(layers)
+        if joint is not None:
+            Join(module, PROJECTIONS, JOINT, joint)
+
+
+def layers_by_name(model: Module, names: Sequence[str]) -> Iterator[tuple[str, Any, list[Any]]]:
+    """The path of each module that has layers of these names, the module and the layers. Parts of networks that are
+    split among CPU streams are left out."""
+    split = {id(part) for each in model.modules() if isinstance(each, SplitFeedForward) for part in each.parts}
+    for path, module in model.named_modules():
+        if id(module) not in split and all(isinstance(module.get(name), Module) for name in names):
+            yield path, module, [module[name] for name in names]
+
+
+def make_joint(layers: Sequence[Any]) -> Any:
+    """A layer with the outputs of all of them; None if they are of different kinds, or joined already."""
+    if not all(type(layer) in KINDS and layer.keys() <= AXES.keys() for layer in layers):
+        return None
+    if any(kind_of(layer) != kind_of(layers[0]) for layer in layers):
+        return None
+    joint = copy.copy(layers[0])
+    for name in list(joint.keys()):
+        joint[name] = mx.concatenate([layer[name] for layer in layers], axis=AXES[name])
+    mx.eval(joint.parameters())
+    return joint
 
 
 def kind_of(layer: Module) -> Any:
     """Equal for layers of one class with the same parameters, types and inputs, quantized alike."""
-    parameters = [(name, array.dtype, array.shape[1:]) for name, array in sorted(layer.items())]
+    parameters = [
+        (name, array.dtype, [size for axis, size in enumerate(array.shape) if axis - array.ndim != AXES[name]])
+        for name, array in sorted(layer.items())
+    ]
     return type(layer), parameters, [getattr(layer, name, None) for name in ("group_size", "bits", "mode")]

@@ -66,6 +66,7 @@ class EngineConfig:
     attention_backend: str = "auto"  # "auto", "metal", "gather" or "cpu"
     attention_tuning: str = "auto"  # "auto": measured once; or "default", "contiguous", "matrix", "paged", "paged:512"
     retune: bool = False  # whether attention_tuning "auto" measures again
+    joins: bool = True  # whether operations of the model's modules are joined, so that a step launches fewer of them
 
     def __post_init__(self) -> None:
         self._check_attention()

@@ -32,6 +32,7 @@ from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding
 from mlxpaged.models.errors import AdapterError, HubError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.generation_config import read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
+from mlxpaged.models.joins import join
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers
@@ -205,14 +206,16 @@ def load_model(
     is_reranker: bool = False,
     adapters: Sequence[AdapterPath] = (),
     group: mx.distributed.Group | None = None,
+    joins: bool = True,
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
     tool_parser: one of FORMATS; None for the one that the chat template or the vocabulary shows. turns: of other
     models; they get the bytes of weights that are loaded, and of all. max_model_len: None for the context length.
     reserved: memory that is needed beside the weights. is_reranker: True if the user says so, False if the name
-    decides. adapters: to be loaded beside it. group: ranks that each load their share of it, all at the same time. Call
-    it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    decides. adapters: to be loaded beside it. group: ranks that each load their share of it, all at the same time.
+    joins: whether operations of its modules are joined (models/joins.py). Call it on the thread that will run the
+    model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     turns = turns or Turns()
     prepare_first_load()
@@ -244,6 +247,9 @@ def load_model(
         loaded = load_adapters(model, name, adapters, reference, turns)
         turns.take()
         optimize_for_cpu(model)
+        turns.take()
+        if joins:
+            join(model)
         turns.take()
         layers, vocab_size = find_layers(model, reference, turns, group), int(reference.logits.shape[1])
         installed = install_adapters(model, loaded, parts_of_projection)

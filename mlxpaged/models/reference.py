@@ -27,6 +27,9 @@ MIN_VOCABULARY = 256
 ROUNDING_UNITS = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 """The relative distance of neighbouring numbers, at least."""
 
+MOST_UNITS = 8
+"""Units of rounding by which the output of a joined module may differ from that of its parts."""
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -53,6 +56,20 @@ def differences(logits: mx.array, expected: mx.array) -> mx.array:
     [n, vocabulary] each -> [n]. It is infinite if a logit is not a number."""
     squares = mx.mean(mx.square(logits.astype(mx.float32) - expected), axis=-1)
     return mx.nan_to_num(mx.sqrt(squares / mx.var(expected, axis=-1)), nan=mx.inf, posinf=mx.inf)
+
+
+def rounding_unit(dtype: mx.Dtype) -> float:
+    """Of results that may have been products."""
+    is_tf32 = dtype == mx.float32 and precision.rounds_float32()
+    return precision.TF32_UNIT if is_tf32 else ROUNDING_UNITS[dtype]
+
+
+def is_rounding(got: mx.array | None, expected: mx.array | None) -> bool:
+    """Whether arrays differ by no more than some units of rounding of the largest element. Other kernels do this."""
+    if got is None or expected is None or got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    most = MOST_UNITS * rounding_unit(expected.dtype) * mx.abs(expected).max()
+    return bool((mx.abs(got - expected).max() <= most).item())
 
 
 def make_reference(model: Module, context_length: int) -> Reference:
@@ -122,9 +139,7 @@ def moved(base: type[Module], seeds: Iterator[int]) -> Callable[..., Any]:
         result = base.__call__(self, *args, **kwargs)
         if not isinstance(result, mx.array) or result.dtype not in ROUNDING_UNITS:
             return result
-        is_tf32 = result.dtype == mx.float32 and precision.rounds_float32()
-        unit = precision.TF32_UNIT if is_tf32 else ROUNDING_UNITS[result.dtype]
-        by = mx.random.uniform(-1, 1, result.shape, key=mx.random.key(next(seeds))) * unit
+        by = mx.random.uniform(-1, 1, result.shape, key=mx.random.key(next(seeds))) * rounding_unit(result.dtype)
         return (result.astype(mx.float32) * (1 + by)).astype(result.dtype)
 
     return call

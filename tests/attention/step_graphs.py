@@ -26,6 +26,7 @@ from mlx_lm.utils import _get_classes
 from mlxpaged.attention import AttentionMetadata
 from mlxpaged.attention.command_buffers import Operation, operations
 from mlxpaged.attention.layer import route_attention
+from mlxpaged.models import joins
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.layer_finder import layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, Recurrent
@@ -187,15 +188,24 @@ def with_heads(specs: Sequence[LayerSpec], heads: int) -> list[LayerSpec]:
     return [replace(spec, num_query_heads=heads) if isinstance(spec, KV) else spec for spec in specs]
 
 
-def our_step(known: KnownModel, batch: int) -> list[Operation]:
-    """The step of `ModelRunner.forward`, and argmax."""
+def join_unchecked(model: nn.Module) -> None:
+    """What `joins.join` does to a model whose numbers are right, without computing its projections."""
+    with mock.patch.object(mx, "eval"), mock.patch.object(joins, "is_rounding", return_value=True):
+        joins.join_gate_and_up(model)
+    joins.join_norms(model)
+
+
+def our_step(known: KnownModel, batch: int, context: int = CONTEXT, joined: bool = True) -> list[Operation]:
+    """The step of `ModelRunner.forward`, and argmax. joined: by models/joins.py."""
     model = known.build()
     specs = with_heads(layer_specs(model), known.num_heads)
     route_attention(model)
+    if joined:
+        join_unchecked(model)
     with fused_functions():
         caches = ModelCaches(specs, BLOCKS, backend="metal")
-        table = [block % BLOCKS for block in range(-(-CONTEXT // 32))]
-        meta = AttentionMetadata.build([1] * batch, [CONTEXT] * batch, [table] * batch)
+        table = [block % BLOCKS for block in range(-(-context // 32))]
+        meta = AttentionMetadata.build([1] * batch, [context] * batch, [table] * batch)
     rows = mx.arange(batch)
     mx.eval(rows, meta.positions, meta.slot_mapping, meta.block_tables)
     states = [[mx.zeros((batch, *shape[1:]), dtype) for shape, dtype in layer.likes] for layer in caches.recurrent]
@@ -204,7 +214,7 @@ def our_step(known: KnownModel, batch: int) -> list[Operation]:
         arrays = iter(state[1:])
         for layer in caches.recurrent:
             layer.bind([[next(arrays) for _ in layer.likes]])
-        return caches.run(model, state[0], [meta], [StateRow(i, CONTEXT - 1, 1) for i in range(batch)])[rows, -1]
+        return caches.run(model, state[0], [meta], [StateRow(i, context - 1, 1) for i in range(batch)])[rows, -1]
 
     return trace(model, [mx.zeros((batch,), mx.int32), *itertools.chain(*states)], run)
 

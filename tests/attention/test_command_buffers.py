@@ -35,9 +35,37 @@ def test_a_decoding_step_takes_hardly_more_command_buffers_than_mlx_lms_own(name
 
 @pytest.mark.parametrize("name", MODELS)
 def test_longer_command_buffers_help_each_model(name: str) -> None:
-    step = our_step(MODELS[name], 1)
+    step = our_step(MODELS[name], 1, joined=False)
     for limits in LIMITS.values():
         assert count_commits(step, limits) >= 4 * count_commits(step, LONG)
+
+
+@pytest.mark.parametrize(
+    ("name", "fewer"),
+    [
+        ("Qwen3-0.6B", 3),
+        ("Llama-3.1-8B", 3),
+        ("Qwen3-30B-A3B", 4),
+        pytest.param("Qwen3-4B", 3, marks=pytest.mark.slow),
+        pytest.param("gpt-oss-20b", 6, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, pytest.param(16, marks=pytest.mark.slow)])
+def test_joins_save_dispatches_in_each_layer(name: str, fewer: int, batch: int) -> None:
+    """A product, and two additions. Experts need indices for each product, and gpt-oss's have biases."""
+    with_joins, without = (dispatches(our_step(MODELS[name], batch, joined=joined)) for joined in (True, False))
+    assert without - with_joins == fewer * MODELS[name].config["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(("name", "layers"), [("Qwen3-0.6B", 28), ("gpt-oss-20b", 12)])
+def test_a_layer_merges_nothing_up_to_512_keys(name: str, layers: int) -> None:
+    """Half of gpt-oss's layers have a window of 128 keys."""
+    short, long = (our_step(MODELS[name], 1, context) for context in (512, 513))
+    assert dispatches(long) - dispatches(short) == layers
+
+
+def dispatches(step: list[Operation]) -> int:
+    return sum(each.dispatches for each in step)
 
 
 def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +89,7 @@ def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPat
         kv.copy_blocks([(0, 1)])
         kv.write_blocks([2], *kv.read_blocks([3]))
         kv.clear()
-    assert {name for name, _ in bound} == kernels.INPUTS_AND_OUTPUTS.keys()
+    assert {name for name, _ in bound} == kernels.INPUTS_AND_OUTPUTS.keys() - {"add_rms_norm"}  # it gets no pool
     assert max(size for _, size in bound) <= rows.size < kv.arrays[0].size / 50
 
 

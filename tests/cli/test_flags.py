@@ -86,6 +86,7 @@ SWITCHES = [
     ("--timelines", "timelines", True),
     ("--no-generation-config", "generation_config", False),
     ("--retune", "retune", True),
+    ("--no-joins", "joins", False),
     ("--exit-when-stalled", "exits", True),
 ]
 

@@ -29,6 +29,8 @@ from tests.models.architectures import make_architecture
 from tests.support import make_adapter, make_tiny_model, run_requests
 
 LAYERS = 2
+KERNELS = 4
+"""Of a layer: a write, attention, and two additions with norms."""
 PROMPTS = [list(range(3, 33)), [5, 6, 7], list(range(40, 100))]
 """Their decode steps begin with one, two and three blocks, in different slots."""
 
@@ -85,10 +87,10 @@ def test_replayed_steps_give_the_tokens_of_the_gather_backend(
 ) -> None:
     """With "paged:64", ranges are merged, and their number grows with the contexts."""
     expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=80)
-    core = make_core(served, "metal", tuning)
+    core, before = make_core(served, "metal", tuning), lazy.calls
     assert run_requests(core, PROMPTS, max_tokens=80) == expected
     steps = core.stats().model_calls_total
-    assert lazy.calls < steps * LAYERS * 2 / 2, "most steps call no kernel: they are replayed"
+    assert lazy.calls - before < steps * LAYERS * KERNELS / 2, "most steps call no kernel: they are replayed"
     assert core.stats().attention_calls_total == steps * LAYERS
 
 
@@ -189,9 +191,10 @@ def test_steps_with_adapters_are_replayed(lazy: LazyKernels, tmp_path: Path) -> 
     def answers(core: EngineCore) -> list[list[int]]:
         return [tokens for names in chosen for tokens in run_requests(core, PROMPTS, names, max_tokens=30)]
 
-    core = make_core(served, "metal", prefix_caching=False)
-    assert answers(core) == answers(make_core(served, "gather", prefix_caching=False))
-    assert lazy.calls < core.stats().attention_calls_total
+    expected = answers(make_core(served, "gather", prefix_caching=False))
+    core, before = make_core(served, "metal", prefix_caching=False), lazy.calls
+    assert answers(core) == expected
+    assert lazy.calls - before < core.stats().attention_calls_total * KERNELS / 2
 
 
 def test_a_context_that_grows_within_its_bucket_builds_no_new_graph(served: ServedModel, lazy: LazyKernels) -> None:
@@ -228,7 +231,7 @@ def test_what_was_warmed_up_is_replayed(served: ServedModel, lazy: LazyKernels) 
     core.runner.warm_up()
     calls = lazy.calls
     core.runner.warm_up()
-    assert lazy.calls == calls + 2 * LAYERS * 2, "one step of each batch is computed without a graph, to compare"
+    assert lazy.calls == calls + 2 * LAYERS * KERNELS, "one step of each batch is computed without a graph, to compare"
 
 
 def test_the_first_request_is_decoded_with_graphs_of_the_warm_up(served: ServedModel, lazy: LazyKernels) -> None:
