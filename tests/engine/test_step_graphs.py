@@ -177,7 +177,7 @@ def test_states_are_replayed_in_any_order_of_the_batch(
             attention_tuning="paged",
         )
 
-    play_all(hybrid, make_engine, range(4), 12)
+    play_all(hybrid, make_engine, range(4), 16)
     assert len(replays) > 30
 
 
