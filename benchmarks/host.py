@@ -1,20 +1,22 @@
 """The host's work for a decode step beside mlx-lm's, with kernels that are called and never run.
 
-    python benchmarks/host.py [--batch 1 16] [--context 200 600] [--steps 60]
+    python benchmarks/host.py [--model dense hybrid] [--batch 1 16] [--context 200 600] [--steps 60]
 
-The model has the layers of Qwen3-0.6B and few weights: graphs are built and not evaluated. Both sides build the graph
-of a step in turn, in one process: mlx-lm as `generate_step` does (batch 1) or in its `GenerationBatch`, with its own
-sampler, and the engine on the Metal backend.
+The dense model has the layers of Qwen3-0.6B, the hybrid one those of Qwen3.5-4B, both with few weights: graphs are
+built and not evaluated. Both sides build the graph of a step in turn, in one process: mlx-lm as `generate_step` does
+(batch 1) or in its `GenerationBatch`, with its own sampler, and the engine on the Metal backend.
 
 Without a Metal device, MLX builds calls of `mx.fast.metal_kernel` while a function is exported, so they cost what they
 cost on a Mac. rms_norm, rope and scaled_dot_product_attention are one operation on a GPU, but many on a CPU: for both
 sides, one operation with the same inputs takes their place. CPU time is measured, because other load changes it least.
-The figure to quote is the ratio of the medians of the graph building, sampler included.
+The figures to quote are the ratios of the medians of the whole step, and of the graph building with the sampler. The
+whole step is all that the host does: the schedule and metadata, responses and outputs, and freeing the last graph.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -35,18 +37,20 @@ from mlxpaged.engine.step_input import SampledTokens
 from mlxpaged.models import load_model
 from mlxpaged.models.head import select_rows_before_head
 from mlxpaged.models.joins import join
-from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
+from mlxpaged.models.layer_finder import layer_specs
+from mlxpaged.models.layers import KV, bytes_per_token
 
 # isort: split
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.generate import GenerationBatch
-from mlx_lm.models import qwen3
-from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from mlx_lm.models import gated_delta, qwen3, qwen3_5
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 GREEDY = make_sampler(temp=0)
-LAYERS, HEADS, KV_HEADS = 28, 16, 8
-"""Of Qwen3-0.6B."""
+HEADS, KV_HEADS = 16, 8
+"""Of Qwen3-0.6B. The hybrid model has a quarter of each."""
 
 HEAD_SIZE = 32
 """A quarter of Qwen3-0.6B's, for smaller KV pools."""
@@ -54,36 +58,44 @@ HEAD_SIZE = 32
 DEMO = load_model("demo")
 """For its tokenizer."""
 
+EVAL = mx.eval
+
 WARM_UP = 12
 """Steps that are not measured: the engine traces a graph in one of them."""
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.9}
 
 
-def make_model() -> Any:
-    model = qwen3.Model(
-        qwen3.ModelArgs(
-            model_type="qwen3",
-            hidden_size=64,
-            num_hidden_layers=LAYERS,
-            intermediate_size=96,
-            num_attention_heads=HEADS,
-            rms_norm_eps=1e-6,
-            vocab_size=DEMO.vocab_size,
-            num_key_value_heads=KV_HEADS,
-            max_position_embeddings=40960,
-            rope_theta=1e6,
-            head_dim=HEAD_SIZE,
-            tie_word_embeddings=True,
-        )
-    )
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": DEMO.vocab_size, "head_dim": HEAD_SIZE}
+SIZES |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "tie_word_embeddings": True}
+
+
+def make_dense() -> Any:
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    config = SIZES | heads | {"model_type": "qwen3", "num_hidden_layers": 28, "rope_theta": 1e6}
+    return qwen3.Model(qwen3.ModelArgs.from_dict(config))
+
+
+def make_hybrid() -> Any:
+    heads = {"num_attention_heads": HEADS // 4, "num_key_value_heads": KV_HEADS // 4}
+    config = SIZES | heads | {"model_type": "qwen3_5_text", "num_hidden_layers": 32, "full_attention_interval": 4}
+    config |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32}
+    config |= {"linear_value_head_dim": 32, "linear_conv_kernel_dim": 4}
+    return qwen3_5.Model(qwen3_5.ModelArgs(model_type="qwen3_5", text_config=config))
+
+
+MODELS: dict[str, Callable[[], Any]] = {"dense": make_dense, "hybrid": make_hybrid}
+
+
+def make_model(kind: str) -> Any:
+    model = MODELS[kind]()
     model.set_dtype(mx.bfloat16)
     mx.eval(model.parameters())
     return model
 
 
-def rms_norm(x: mx.array, weight: mx.array, *_args: Any, **_options: Any) -> Any:
-    return mx.depends(x, [weight])
+def rms_norm(x: mx.array, weight: mx.array | None, *_args: Any, **_options: Any) -> Any:
+    return mx.depends(x, [x if weight is None else weight])
 
 
 def rope(x: mx.array, *_args: Any, offset: Any, **_options: Any) -> Any:
@@ -94,9 +106,22 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, **_options: A
     return mx.depends(queries, [keys, values])
 
 
+def gated_delta_on_a_gpu() -> Callable[..., Any]:
+    """mlx-lm's own call of its kernels, which it makes only where there is a Metal device."""
+    with patch.object(mx.metal, "is_available", lambda: True):
+        usual, packed = gated_delta._make_gated_delta_kernel(), gated_delta._make_gated_delta_packed_kernel()
+
+    def update(*args: Any) -> Any:
+        with patch.multiple(gated_delta, _gated_delta_kernel=usual, _gated_delta_kernel_packed=packed):
+            return gated_delta.gated_delta_kernel(*args)
+
+    return update
+
+
 @contextmanager
 def operations_of_a_gpu() -> Iterator[None]:
     with (
+        patch.object(gated_delta, "gated_delta_ops", gated_delta_on_a_gpu()),
         patch.object(mx.fast, "rms_norm", rms_norm),
         patch.object(mx.fast, "rope", rope),
         patch.object(mx.fast, "scaled_dot_product_attention", attention),
@@ -122,12 +147,17 @@ def with_kernels(run: Callable[[], None]) -> None:
 class MlxLm:
     """A step of mlx-lm's own, without evaluation. Its caches are put back after each step."""
 
-    def __init__(self, model: Any, batch: int, context: int) -> None:
-        self._model, self._batch = model, batch
+    def __init__(self, kind: str, batch: int, context: int) -> None:
+        self._model, self._batch = make_model(kind), batch
+        model = self._model
         self._cache = make_prompt_cache(model) if batch == 1 else [BatchKVCache([0] * batch) for _ in model.layers]
-        whole = mx.zeros((batch, KV_HEADS, context, HEAD_SIZE), mx.bfloat16)
-        for layer in self._cache:
-            layer.update_and_fetch(whole, whole)
+        for i, spec in enumerate(layer_specs(make_model(kind))):
+            if isinstance(spec, KV):
+                whole = mx.zeros((batch, spec.num_kv_heads, context, HEAD_SIZE), mx.bfloat16)
+                self._cache[i].update_and_fetch(whole, whole)
+            else:
+                self._cache[i] = ArraysCache(len(spec.arrays))
+                self._cache[i].cache = [mx.zeros((batch, *shape), dtype) for shape, dtype in spec.arrays]
         self._tokens = mx.zeros((batch,), mx.int32)
         mx.eval(self._tokens, [layer.state for layer in self._cache])
         self._saved = [dict(vars(layer)) for layer in self._cache]
@@ -160,12 +190,19 @@ class MlxLm:
             results = self._generate_step() if self._batch == 1 else self._generation.next()
             end = time.thread_time()
         del results
+        for layer in self._cache:
+            vars(layer).clear()
+        if self._batch > 1:
+            self._generation._next_tokens = self._generation._next_logprobs = None  # type: ignore[assignment]
+        freed = time.thread_time()
         self._reset()
-        return {"graph and sampler's graph": built - start, "tokens and responses": end - built}
+        parts = {"graph and sampler's graph": built - start, "tokens and responses": end - built}
+        return parts | {"freeing the graph": freed - end}
 
     def _reset(self) -> None:
+        """Put back what a step has changed. mlx-lm writes into the objects of its arrays, so they are new ones."""
         for layer, saved in zip(self._cache, self._saved, strict=True):
-            vars(layer).update(saved)
+            vars(layer).update(tree_map(lambda value: mx.array(value) if isinstance(value, mx.array) else value, saved))
         if self._batch > 1:
             self._generation._next_tokens = self._tokens
             self._generation._next_logprobs = [self._tokens] * self._batch
@@ -199,9 +236,13 @@ class Ours(ExitStack):
     """Steps of the engine, without evaluation. seconds: of CPU time by part of the last step. What a part calls is
     counted with that other part only."""
 
-    def __init__(self, model: Any, batch: int, context: int, steps: int, **params: Any) -> None:
+    def __init__(self, kind: str, batch: int, context: int, steps: int, **params: Any) -> None:
         super().__init__()
-        layers: list[LayerSpec] = [KV(KV_HEADS, HEAD_SIZE, HEAD_SIZE, mx.bfloat16, None, HEADS)] * LAYERS
+        model = make_model(kind)
+        layers = [
+            replace(each, num_query_heads=each.num_kv_heads * HEADS // KV_HEADS) if isinstance(each, KV) else each
+            for each in layer_specs(model)
+        ]
         served = replace(DEMO, model=model, layers=layers, rows=self._rows(model, DEMO.vocab_size))
         served = replace(served, context_length=context + steps + 128)
         config = EngineConfig(
@@ -216,6 +257,7 @@ class Ours(ExitStack):
         self.core = build_engine(config, served)
         self.seconds: dict[str, float] = defaultdict(float)
         self._inner = [0.0]
+        self._evaluated: dict[Any, mx.array] = {}
         self._nothing = mx.zeros((1,), mx.int32)
         self._sampled = mx.zeros((batch,), mx.int32)
         mx.eval(self._nothing, self._sampled)
@@ -244,9 +286,20 @@ class Ours(ExitStack):
         return select_rows_before_head(model, {vocab_size}, lambda _selection: True)
 
     def _start_step(self, *_results: Any) -> None:
-        """Instead of evaluating, take the pools as written."""
+        """Instead of evaluating, take the pools and the states as written."""
         for pool in self.core.runner.pools:
             pool.memory.token = self._nothing
+        for layer in self.core.runner._recurrent:
+            layer._stacked = [self._zeros(array) for array in layer._stacked]
+            layer._single = {i: [self._zeros(array) for array in state] for i, state in layer._single.items()}
+
+    def _zeros(self, like: mx.array | None) -> mx.array:
+        assert like is not None
+        key = like.shape, like.dtype
+        if key not in self._evaluated:
+            self._evaluated[key] = mx.zeros(*key)
+            EVAL(self._evaluated[key])
+        return self._evaluated[key]
 
     def _timed(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -283,6 +336,7 @@ def medians(measured: list[dict[str, float]]) -> dict[str, float]:
 class Comparison(NamedTuple):
     """Milliseconds by part of a step of both sides, medians."""
 
+    kind: str
     batch: int
     context: int
     theirs: dict[str, float]
@@ -290,18 +344,20 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         theirs, ours = self.theirs["graph and sampler's graph"], self.ours["graph"] + self.ours["sampler's graph"]
-        ratio = f"mlx-lm {theirs:.3f} ms, ours {ours:.3f} ms, ratio {ours / theirs:.2f}"
-        return f"batch {self.batch}, contexts of {self.context} tokens: {ratio}"
+        graph = f"mlx-lm {theirs:.3f} ms, ours {ours:.3f} ms, ratio {ours / theirs:.2f}"
+        theirs, ours = sum(self.theirs.values()), sum(self.ours.values())
+        whole = f"whole step: mlx-lm {theirs:.3f} ms, ours {ours:.3f} ms, ratio {ours / theirs:.2f}"
+        return f"{self.kind}, batch {self.batch}, contexts of {self.context} tokens: {graph}; {whole}"
 
 
-def compare(batch: int, context: int, steps: int) -> Comparison:
+def compare(kind: str, batch: int, context: int, steps: int) -> Comparison:
     """Call it inside `with_kernels`."""
-    theirs = MlxLm(make_model(), batch, context)
-    with Ours(make_model(), batch, context, steps) as ours, no_evaluation():
+    theirs = MlxLm(kind, batch, context)
+    with Ours(kind, batch, context, steps) as ours, no_evaluation():
         for _ in range(WARM_UP):
             theirs.step(), ours.step()
         measured = [(theirs.step(), ours.step()) for _ in range(steps)]
-    return Comparison(batch, context, *(medians(list(side)) for side in zip(*measured, strict=True)))
+    return Comparison(kind, batch, context, *(medians(list(side)) for side in zip(*measured, strict=True)))
 
 
 @contextmanager
@@ -312,19 +368,19 @@ def no_evaluation() -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, nargs="+", default=[200, 600])
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
 
     def run() -> None:
-        for batch in args.batch:
-            for context in args.context:
-                comparison = compare(batch, context, args.steps)
-                print(f"\n{comparison}")
-                for side, parts in (("mlx-lm", comparison.theirs), ("ours", comparison.ours)):
-                    for name, value in parts.items():
-                        print(f"  {side:7} {name:30} {value:7.3f} ms")
+        for kind, batch, context in itertools.product(args.model, args.batch, args.context):
+            comparison = compare(kind, batch, context, args.steps)
+            print(f"\n{comparison}")
+            for side, parts in (("mlx-lm", comparison.theirs), ("ours", comparison.ours)):
+                for name, value in parts.items():
+                    print(f"  {side:7} {name:30} {value:7.3f} ms")
 
     with_kernels(run)
 

@@ -31,9 +31,13 @@ def stand_in_device(
     def launch(*results: mx.array) -> None:
         nonlocal free_at
         start_step(*results)
-        is_sampler = id(results[0]) in ready_at
-        free_at = max(free_at, core.clock()) + (sampler_seconds if is_sampler else forward_seconds)
-        ready_at[id(results[0 if is_sampler else 1])] = free_at  # the logits come first when a forward pass is launched
+        step, *others = results
+        free_at = max(free_at, core.clock())
+        if id(step) not in ready_at:
+            free_at += forward_seconds
+        if others and others[0].ndim == 1:  # tokens, and not logits: the sampler is launched with it or later
+            free_at += sampler_seconds
+        ready_at[id(step)] = free_at
 
     def wait_and_read(step: InFlightStep) -> StepResult:
         wait_until(ready_at.pop(id(step.results[0])))

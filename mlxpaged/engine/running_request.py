@@ -50,6 +50,8 @@ class RunningRequest:
         limit, start, end = request.params.thinking_budget, tokenizer.think_start_ids, tokenizer.think_end_ids
         inside = request.params.begins_thinking
         self.thinking = None if limit is None else ThinkingBudget(limit, start, end, inside)
+        # Whether the sampler needs all earlier tokens: then it waits until the last one is read from the device.
+        self.needs_tokens = matcher is not None or self.thinking is not None or request.params.penalizes
 
     def forbidden(self, position: int) -> frozenset[int]:
         """The tokens that must not be sampled at `position`."""

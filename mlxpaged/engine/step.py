@@ -1,4 +1,5 @@
-"""A step in flight: its forward pass is launched first, its sampler later, and its tokens are read at the end."""
+"""A step in flight: its forward pass is launched first, its sampler with it or later, and its tokens are read at the
+end."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ class StepResult(NamedTuple):
 class InFlightStep:
     """A step that is launched and whose tokens are not read yet.
 
-    batch: what the forward pass computes. started: seconds on the engine's clock. logits[R + P, V]: as
-    `ModelRunner.forward` returns them. top: the most likely tokens to report for each of the P prompt tokens; None if P
-    is 0.
+    batch: what the forward pass computes. rows: those whose sequences still ran when the previous step was processed.
+    started: seconds on the engine's clock. logits[R + P, V]: as `ModelRunner.forward` returns them. top: the most
+    likely tokens to report for each of the P prompt tokens; None if P is 0.
     """
 
     def __init__(self, batch: Batch, started: float, logits: mx.array, top: int | None = None) -> None:
@@ -71,16 +72,21 @@ class InFlightStep:
         return self.logits[mx.array([i for i, row in enumerate(sampling) if row in rows])]
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether its sampler is launched, or nothing is to be sampled."""
+        return self.logits is None
+
+    @property
     def results(self) -> list[mx.array]:
         return [
             self._max_logits,
+            *(() if self.logits is None else (self.logits,)),
             *(self._samples.arrays if self._samples is not None else ()),
             *(self._prompt_logprobs.arrays if self._prompt_logprobs is not None else ()),
         ]
 
-    def set_samples(self, rows: ListOf[ScheduledSequence], sampled_ids: list[int], samples: Samples | None) -> None:
-        """rows: those whose sequences still ran when the sampler was launched."""
-        self.rows, self.sampled_ids, self._samples = rows, sampled_ids, samples
+    def set_samples(self, sampled_ids: list[int], samples: Samples | None) -> None:
+        self.sampled_ids, self._samples = sampled_ids, samples
         self.logits = None
 
     def read(self) -> StepResult:
@@ -94,4 +100,6 @@ class InFlightStep:
         rows = zip(projected, maxima, strict=True)
         invalid = {row.sequence.sequence_id for row, maximum in rows if not math.isfinite(maximum)}
         invalid |= {sequence_id for sequence_id, (_, rows) in prompts.items() if not rows.is_finite}
-        return StepResult(dict(zip(self.sampled_ids, sampled, strict=True)), invalid, prompts)
+        running = {row.sequence.sequence_id for row in self.rows}
+        tokens = {i: token for i, token in zip(self.sampled_ids, sampled, strict=True) if i in running}
+        return StepResult(tokens, invalid, prompts)

@@ -98,10 +98,11 @@ class StepLoop:
         self._process(step)
 
     def overlap_step(self, batch: Batch) -> None:
-        """Launch the forward pass of a batch, and process the previous step's tokens while the device works.
+        """Launch a batch, and process the previous step's tokens while the device works.
 
-        Sampled tokens go from one forward pass into the next on the device. Only the sampler waits for the host. The
-        host then knows all earlier tokens, so grammars, forced tokens and ends of answers are exact in every step.
+        Sampled tokens go from one forward pass into the next on the device. Only the sampler of grammars, penalties and
+        thinking budgets waits for the host. The host then knows all earlier tokens, so they are exact in every step.
+        What was sampled for a sequence that the previous token has ended is dropped.
         """
         step = self._launch(batch, self._in_flight) if batch.rows else None
         self._finish_in_flight()
@@ -140,7 +141,8 @@ class StepLoop:
         return True
 
     def _launch(self, batch: Batch, previous: InFlightStep | None = None) -> InFlightStep:
-        """Launch the forward pass. The sampled tokens of the previous step replace the pending ones on the device."""
+        """Launch the forward pass, and the sampler if it needs no token that is on the device. The sampled tokens of
+        the previous step replace the pending ones there."""
         started, tables = self._clock(), self._scheduler.get_block_tables(batch.sequence_ids)
         try:
             self._headroom.require(batch.num_tokens, lambda: max(row.context_len for row in batch.rows))
@@ -152,28 +154,31 @@ class StepLoop:
             if top is not None and self._runner.tile_size is not None:
                 top = max(top, INVARIANT_TOP)  # of equal logits, which are the best depends on it
             step = InFlightStep(batch, started, logits, top)
+            sampling = [row for row in batch.rows if row.samples]
+            if not any(requests[row.sequence.sequence_id].needs_tokens for row in sampling):
+                self._launch_sampler(step, sampling)
         except (DeviceError, RankLostError):
             raise
         except Exception as error:
             raise HostError from error
-        self._runner.start_step(logits, *step.results)
+        self._runner.start_step(*step.results)
         return step
 
     def _sample(self, step: InFlightStep) -> None:
-        """Launch the sampler for the sequences that still run: the previous step may have ended some.
-
-        The device may still compute the logits. The host has processed all earlier tokens of these sequences, so
-        grammars, forced tokens and penalties are exact.
-        """
-        rows = [row for row in step.batch.rows if row.sequence.status is SequenceStatus.RUNNING]
-        sampling = [row for row in rows if row.samples]
+        """Leave out the sequences that the previous step has ended, and launch the sampler if it has waited for the
+        tokens of that step. The device may still compute the logits."""
+        step.rows = [row for row in step.batch.rows if row.sequence.status is SequenceStatus.RUNNING]
+        if step.is_sampled:
+            return
         try:
-            logits = step.logits_of(sampling) if sampling else None
-            samples = None if logits is None else self._sampler.sample(logits, self._sampling_rows(sampling))
+            self._launch_sampler(step, [row for row in step.rows if row.samples])
         except Exception as error:
             raise HostError from error
-        step.set_samples(rows, [row.sequence.sequence_id for row in sampling], samples)
         self._runner.start_step(*step.results)
+
+    def _launch_sampler(self, step: InFlightStep, rows: ListOf[ScheduledSequence]) -> None:
+        samples = self._sampler.sample(step.logits_of(rows), self._sampling_rows(rows)) if rows else None
+        step.set_samples([row.sequence.sequence_id for row in rows], samples)
 
     def _sampling_rows(self, rows: ListOf[ScheduledSequence]) -> list[SamplingRow]:
         running = [(self._requests.by_sequence[row.sequence.sequence_id], row.context_len) for row in rows]

@@ -290,3 +290,38 @@ def test_constrained_sequences_get_a_token_in_every_overlapped_step_and_delay_no
 def test_masks_that_take_longer_than_the_device_delay_the_sampler(served: ServedModel) -> None:
     """The stand-in device shows a delay if there is one."""
     assert step_times(served, constrained=4, masks_seconds=0.015) == pytest.approx([0.016] * 29)
+
+
+@pytest.mark.parametrize(
+    ("params", "launches"),
+    [
+        ({}, 1),
+        ({"temperature": 0.8, "seed": 3, "top_p": 0.9}, 1),
+        ({"logprobs": 2, "logit_bias": {4: 2.0}, "min_tokens": 9, "ignore_eos": False}, 1),
+        ({"presence_penalty": 1.0}, 2),
+        ({"constraint": Constraint("regex", "[a-z ]*")}, 2),
+        ({"thinking_budget": 4}, 2),
+    ],
+)
+def test_a_sampler_that_needs_no_earlier_token_is_launched_with_its_step(
+    served: ServedModel,
+    overlapped: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+    params: dict[str, Any],
+    launches: int,
+) -> None:
+    overlapped(True)
+    core, counts = make_core(served), [0]
+    start_step = core.runner.start_step
+
+    def counting(*results: Any) -> None:
+        counts[-1] += 1
+        start_step(*results)
+
+    monkeypatch.setattr(core.runner, "start_step", counting)
+    add(core, "plain", [8, 9], max_tokens=30)
+    add(core, "other", [5, 6, 7], **params)
+    for _ in range(8):
+        core.step()
+        counts.append(0)
+    assert counts[:-1] == [launches] * 8
