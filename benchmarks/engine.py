@@ -110,12 +110,13 @@ class Profile(ExitStack):
             (core.scheduler, "update", "scheduler"),
             (core.scheduler, "get_block_tables", "scheduler"),
             (HostStep, "build", "metadata"),
+            (HostStep, "grown", "metadata"),
             (core.runner, "forward", "making the graph"),
             (core.sampler, "sample", "sampler"),
             (core.runner, "start_step", "device"),
             (core.runner, "finish_step", "device"),
             (InFlightStep, "read", "device"),
-            (core, "_process", "detokenizer and outputs"),
+            (core.loop, "_process", "detokenizer and outputs"),
             (core, "stats", "statistics"),
         ):
             self.enter_context(patch.object(owner, name, self._timed(getattr(owner, name), part)))

@@ -268,11 +268,12 @@ class Ours(ExitStack):
             (InFlightStep, "tokens", property(lambda step: SampledTokens(self._sampled, step.sampled_ids))),
             (core.scheduler, "schedule", self._timed(core.scheduler.schedule, "schedule")),
             (core.scheduler, "get_block_tables", self._timed(core.scheduler.get_block_tables, "schedule")),
+            (HostStep, "grown", self._timed(HostStep.grown, "metadata and plan")),
             (HostStep, "build", self._timed(HostStep.build, "metadata and plan")),
             (HostStep, "upload", self._timed(HostStep.upload, "metadata and plan")),
             (core.runner, "forward", self._timed(core.runner.forward, "graph")),
             (core.sampler, "sample", self._timed(core.sampler.sample, "sampler's graph")),
-            (core, "_process", self._timed(core._process, "update, text and outputs")),
+            (core.loop, "_process", self._timed(core.loop._process, "update, text and outputs")),
         ):
             self.enter_context(patch.object(owner, name, replacement))
         options = SamplingParams(max_tokens=steps + 64, ignore_eos=True, **({"temperature": 0.0} | params))

@@ -77,10 +77,15 @@ def split(vector: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]
 
 class Planner(NamedTuple):
     """Makes what a backend computes once for a step, for all layers with the same key. `make` puts the arrays of the
-    plan into the upload. The plan itself is static: of two steps with equal shapes and plans, the graphs are equal."""
+    plan into the upload. The plan itself is static: of two steps with equal shapes and plans, the graphs are equal.
+
+    `grow` changes these arrays, which are those of the step before, for a step in which each sequence has one more
+    token. It gets the plan, the lengths, all arrays of the upload, and for how many steps the plan has served. It
+    returns False, and changes nothing, if the plan has to be made again."""
 
     key: Hashable
     make: Callable[[HostMetadata, Upload], Any]
+    grow: Callable[[Any, HostMetadata, Sequence[IntArray], int], bool] = lambda *_: False
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ class AttentionMetadata(HostMetadata):
 class HostStep:
     """A step before its upload. vector: all that goes to the device. tables[S, b]: of each view. plans: by key.
 
-    num_more: how many vectors beside the metadata are in the upload.
+    num_more: how many vectors beside the metadata are in the upload. age: steps since the plans were made.
     """
 
     lengths: HostMetadata
@@ -219,6 +224,7 @@ class HostStep:
     num_more: int
     vector: IntArray
     shapes: tuple[tuple[int, ...], ...]
+    age: int = 0
 
     @classmethod
     def build(
@@ -240,9 +246,7 @@ class HostStep:
         """
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
-        last = (context - 1) // block_size
-        if last.max() >= block_tables.shape[2]:
-            raise ValueError(f"block tables are too short for contexts of {context_lens} tokens")
+        lengths = HostMetadata(block_size, query_lens, context_lens, num_repeats=num_repeats)
         owner = np.repeat(np.arange(len(query)), query)
         starts = np.cumsum(query) - query
         positions = (np.arange(len(owner)) - starts[owner] + (context - query)[owner]).astype(np.int32)
@@ -252,9 +256,7 @@ class HostStep:
         upload.add(positions)
         for table in tables:
             slots = np.full(max(LEAST, len(positions)), UNUSED, np.int32)
-            slots[: len(positions)] = table[owner, index] * block_size + offset
-            if slots[: len(positions)].min() < 0:
-                raise ValueError(f"block tables lack blocks for contexts of {context_lens} tokens")
+            slots[: len(positions)] = slots_of(table, owner, index, offset, lengths)
             upload.add(slots)
         for table in tables:
             sequences, width = table.shape
@@ -263,9 +265,49 @@ class HostStep:
             upload.add(wide)
         for vector in more:
             upload.add(vector)
-        lengths = HostMetadata(block_size, query_lens, context_lens, num_repeats=num_repeats)
         plans = {planner.key: planner.make(lengths, upload) for planner in planners}
         return cls(lengths, tables, plans, len(more), upload.vector, upload.shapes)
+
+    def grown(
+        self,
+        query_lens: list[int],
+        context_lens: list[int],
+        block_tables: IntArray,
+        more: Sequence[IntArray] = (),
+        views: Sequence[TableView] = (TableView(),),
+        planners: Sequence[Planner] = (),
+    ) -> HostStep | None:
+        """As `build`, from the step before: in both, the same number of sequences decode, and each context is one
+        longer. None if that is not so, or if the shapes or a plan are others. Then the step has to be built."""
+        before, count = self.lengths, len(context_lens)
+        width = self.shapes[1 + len(views)][1]
+        if query_lens != before.host_query_lens or self.shapes[0] != (count,) or before.num_repeats is not None:
+            return None
+        if table_width(block_tables.shape[2]) != width or len(more) != self.num_more:
+            return None
+        vector = self.vector.copy()
+        arrays = [
+            vector[start : start + prod(shape)].reshape(shape)
+            for start, shape in zip(starts_of(self.shapes), self.shapes, strict=False)
+        ]
+        positions = arrays[0]
+        positions += 1
+        if positions.tolist() != [context - 1 for context in context_lens]:
+            return None
+        index, offset = np.divmod(positions, before.block_size)
+        tables = [blocks_of(block_tables[view.group], view) for view in views]
+        for table, slots, wide in zip(tables, arrays[1:], arrays[1 + len(views) :], strict=False):
+            slots[:count] = slots_of(table, np.arange(count), index, offset, before)
+            wide[:, : table.shape[1]] = table
+            wide[:, table.shape[1] :] = UNUSED
+        for array, vector_of_step in zip(arrays[1 + 2 * len(views) :], more, strict=False):
+            if array.shape != vector_of_step.shape:
+                return None
+            array[:] = vector_of_step
+        lengths, age = HostMetadata(before.block_size, query_lens, context_lens), self.age + 1
+        if not all(planner.grow(self.plans[planner.key], lengths, arrays, age) for planner in planners):
+            return None
+        return HostStep(lengths, tables, self.plans, self.num_more, vector, self.shapes, age)
 
     @property
     def signature(self) -> Hashable:
@@ -306,6 +348,20 @@ class HostStep:
         ]
         first = 1 + 2 * views
         return metas, arrays[first : first + self.num_more]
+
+
+def slots_of(
+    table: IntArray, owner: npt.NDArray[Any], index: IntArray, offset: IntArray, lengths: HostMetadata
+) -> IntArray:
+    """The slot of each query token, from its sequence, the index of its block there, and its offset in the block.
+    Raises ValueError for a token without a block."""
+    contexts = lengths.host_context_lens
+    if index.max() >= table.shape[1]:
+        raise ValueError(f"block tables are too short for contexts of {contexts} tokens")
+    slots: IntArray = table[owner, index] * lengths.block_size + offset
+    if slots.min() < 0:
+        raise ValueError(f"block tables lack blocks for contexts of {contexts} tokens")
+    return slots
 
 
 def padded(array: mx.array) -> mx.array:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlxpaged.attention import kernels, matrix
 from mlxpaged.attention.gather import contiguous_attention
 from mlxpaged.attention.layout import KVLayout
-from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, Planner, Upload, padded
+from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, IntArray, Planner, Upload, padded
 from mlxpaged.attention.pool import Locality, Memory, Options
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Choice, Ranges, Tuning, decode_class, decode_ranges
@@ -93,11 +94,12 @@ class Plan:
     and partition, and one contiguous part for each sequence whose keys are copied.
 
     order: index in the step's upload of what puts the parts' outputs back in the order of the query tokens; None if
-    there is one part.
+    there is one part. decode: the choice for the decoding sequences, which may depend on their contexts.
     """
 
     parts: tuple[PagedPart | ContiguousPart, ...]
     order: int | None
+    decode: Choice | None = field(default=None, compare=False)
 
 
 class MetalPool:
@@ -166,7 +168,7 @@ class MetalPool:
         tile, ranges = self._tile(group).queries, self._ranges(group)
         matrix_tile = None if of_matrix is None else of_matrix.tile
         key = ("metal", locality, tile, matrix_tile, ranges, id(self.tuning))  # one plan for all layers with these
-        return Planner(key, functools.partial(self._make_plan, key[1:5]))
+        return Planner(key, functools.partial(self._make_plan, key[1:5]), functools.partial(self._grow_plan, locality))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if set(sources) & set(targets):  # a thread might read a block that another one has already overwritten
@@ -216,7 +218,7 @@ class MetalPool:
         decoding = np.flatnonzero(lens == 1)
         members: dict[tuple[bool, Choice], list[int]] = {}
         if decoding.size:
-            members[True, self.tuning.choice(decode_class(keys[decoding]))] = decoding.tolist()
+            members[True, self._decode_choice(keys[decoding])] = decoding.tolist()
         for i in np.flatnonzero(lens > 1).tolist():
             choice = self.tuning.chunk_choice(int(lens[i]), int(keys[i]))
             if choice.matrix:
@@ -232,9 +234,30 @@ class MetalPool:
                 schedule = make_schedule(meta, members_of_part, locality, queries, choice.partition or ranges, upload)
                 parts.append(PagedPart(schedule, single, choice.matrix))
         if len(parts) == 1:
-            return Plan(tuple(parts), None)
+            return Plan(tuple(parts), None, self._decode_choice(keys[decoding]) if decoding.size else None)
         rows = [np.arange(starts[i], starts[i + 1]) for i in itertools.chain(*members.values())]
         return Plan(tuple(parts), upload.add(np.argsort(np.concatenate(rows)).astype(np.int32)))
+
+    def _decode_choice(self, keys: npt.NDArray[np.int64]) -> Choice:
+        """keys: that each decoding sequence sees."""
+        return self.tuning.choice(decode_class(keys))
+
+    def _grow_plan(
+        self, locality: Locality, plan: Plan, lengths: HostMetadata, arrays: Sequence[IntArray], steps: int
+    ) -> bool:
+        """As `Planner.grow`."""
+        [part, *others] = plan.parts
+        if others or not isinstance(part, PagedPart) or part.schedule.growth is None:
+            return False
+        moving, most_steps = part.schedule.growth
+        if steps > most_steps:
+            return False
+        if self.tuning.varies:
+            contexts = np.asarray(lengths.host_context_lens)
+            if self._decode_choice(contexts - locality.first_key(contexts - 1)) != plan.decode:
+                return False
+        arrays[part.schedule.items].reshape(-1)[moving] += 1
+        return True
 
     def _attend_paged(
         self, queries: mx.array, meta: AttentionMetadata, options: Options, part: PagedPart

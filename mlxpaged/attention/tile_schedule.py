@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,20 @@ from mlxpaged.attention.metadata import HostMetadata, Upload
 from mlxpaged.attention.pool import Locality
 from mlxpaged.attention.tuning import Ranges
 
+ITEM, POSITION, BEGIN, END = 8, 3, 4, 5
+"""Elements of an item, and the indices of some of them."""
+
+NEVER = 2**31
+"""More steps than any sequence has."""
+
+
+class Growth(NamedTuple):
+    """How the items of a decode step change while each of its sequences gets one token a step: some elements grow by
+    one. moving: their indices in the flat items. steps: how often, until a sequence has another range."""
+
+    moving: npt.NDArray[np.int64]
+    steps: int
+
 
 @dataclass(frozen=True)
 class TileSchedule:
@@ -20,7 +35,7 @@ class TileSchedule:
 
     ranges is None if each tile has all its keys in one item: then nothing is merged. num_rows: query tokens.
     num_partials: rows before merging. If all query tiles are one token, numbers of ranges are rounded up: items without
-    keys have rows of their own, which are not merged.
+    keys have rows of their own, which are not merged. growth: None unless all query tiles are one token.
     """
 
     items: int
@@ -28,6 +43,7 @@ class TileSchedule:
     num_items: int
     num_rows: int
     num_partials: int
+    growth: Growth | None = field(default=None, compare=False)
 
 
 def make_schedule(
@@ -55,8 +71,8 @@ def make_schedule(
     end_key = position + count
     keys = end_key - first_key
     size = partition.sizes(keys) if isinstance(partition, Ranges) else np.full_like(keys, partition)
-    if isinstance(partition, Ranges):
-        size = np.where(size >= keys, end_key, size)
+    is_whole = size >= keys if isinstance(partition, Ranges) else np.zeros_like(keys, bool)
+    size = np.where(is_whole, end_key, size)
     first_range = first_key // size
     parts = -(-end_key // size) - first_range
     first_partial = np.cumsum(parts * count) - parts * count
@@ -77,9 +93,18 @@ def make_schedule(
         ],
         axis=1,
     )
+    growth = None
+    if queries == 1:
+        end_of_first, left = (first_range + 1) * size, (first_range + parts) * size - end_key
+        if isinstance(partition, Ranges):  # longer contexts have longer ranges
+            stays_whole = locality.window is not None and locality.window <= partition.most_whole
+            more = np.full_like(keys, NEVER) if stays_whole else partition.most_whole - keys
+            left = np.where(is_whole, more, np.minimum(left, partition.most_keys(size) - keys))
+            end_of_first = np.where(is_whole, NEVER, end_of_first)
+        growth = make_growth(locality, position, first_key, end_of_first, parts, left)
     num_rows, num_partials = int(lens.sum()), int((parts * count).sum())
     if parts.max() == 1 and not always_merge:
-        return TileSchedule(upload.add(items.astype(np.int32)), None, len(items), num_rows, num_partials)
+        return TileSchedule(upload.add(items.astype(np.int32)), None, len(items), num_rows, num_partials, growth)
     row_tile = np.repeat(np.arange(len(sequence)), count)
     ranges = np.zeros((max(num_rows, 2), 4), np.int32)  # MLX passes fewer than 8 elements in the constant address space
     ranges[:num_rows, 0] = first_partial[row_tile] + counts_from_zero(count)
@@ -92,7 +117,28 @@ def make_schedule(
         items = np.concatenate([items, empty])
         num_partials += len(empty)
     indices = upload.add(items.astype(np.int32)), upload.add(ranges)
-    return TileSchedule(*indices, len(items), num_rows, num_partials)
+    return TileSchedule(*indices, len(items), num_rows, num_partials, growth)
+
+
+def make_growth(
+    locality: Locality,
+    position: npt.NDArray[np.int64],
+    first_key: npt.NDArray[np.int64],
+    end_of_first: npt.NDArray[np.int64],
+    parts: npt.NDArray[np.int64],
+    left: npt.NDArray[np.int64],
+) -> Growth:
+    """The arguments have one entry for each sequence. end_of_first: end of its first range. parts: its ranges. left:
+    how many keys its last range has room for."""
+    last = np.cumsum(parts) - 1
+    moving = [np.arange(last[-1] + 1) * ITEM + POSITION, last * ITEM + END]
+    if locality.chunk is not None:
+        left = np.minimum(left, locality.chunk - 1 - position % locality.chunk)
+    if locality.window is not None:
+        moves = position >= locality.window - 1
+        left = np.minimum(left, np.where(moves, end_of_first - 1 - first_key, locality.window - 1 - position))
+        moving.append((last - parts + 1)[moves] * ITEM + BEGIN)
+    return Growth(np.concatenate(moving), int(left.min()))
 
 
 def counts_from_zero(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -19,7 +19,7 @@ from mlxpaged.attention.variants import DecodeVariant, choose_decode
 
 MIN_RANGE = 64
 """Fewest keys per threadgroup of a decoding sequence. Each range of keys costs a row of float32 results per head
-(`least_range`)."""
+(`decode_ranges`)."""
 
 ONE_RANGE = 512
 """Most keys of a decoding sequence that the decode kernel takes as one range, without a kernel that merges: four tiles
@@ -64,7 +64,7 @@ MAX_PARTITION = 2**20
 
 @dataclass(frozen=True)
 class Choice:
-    """A paged kernel with `partition` keys per threadgroup; 0: as many as `range_keys` says; None: MLX's own attention
+    """A paged kernel with `partition` keys per threadgroup; 0: as many as `Ranges` says; None: MLX's own attention
     over a contiguous copy of each sequence's keys. matrix: the matrix kernel, for chunks; None: as many keys per
     threadgroup as matrix.py says."""
 
@@ -101,6 +101,15 @@ class Ranges:
         the rounding of a sequence's outputs does not depend on the other sequences."""
         cut = np.maximum(self.least, -(-keys // (MAX_RANGES * 32)) * 32)
         return np.where(keys <= self.whole, keys, cut)
+
+    @property
+    def most_whole(self) -> int:
+        """The most keys that are one range."""
+        return max(self.whole, self.least)
+
+    def most_keys(self, size: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The most keys of which there are several ranges and for which `sizes` returns `size`."""
+        return size // 32 * (MAX_RANGES * 32)
 
 
 def decode_ranges(layout: KVLayout, group: int) -> Ranges:
@@ -200,6 +209,11 @@ class Tuning:
     def choice(self, shape_class: ShapeClass) -> Choice:
         forced = self.decode if shape_class.queries == 1 else self.chunks
         return forced or self._table.get(shape_class) or default_choice(shape_class)
+
+    @property
+    def varies(self) -> bool:
+        """Whether the choice for decoding sequences may depend on their number and contexts."""
+        return self.decode is None and any(shape_class.queries == 1 for shape_class, _ in self.choices)
 
     def chunk_choice(self, queries: int, context: int) -> Choice:
         """The choice for a prompt chunk whose last token sees `context` keys."""

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ class ModelRunner:
         self.thread_id = threading.get_ident()
         self.model_calls = 0
         self._graphs = StepGraphs(self._logits, self._caches)
+        self._last_step: HostStep | None = None
         mx.eval(self._caches.arrays)
         self.tile_size: int | None = None  # rows of each forward pass, if the engine is batch-invariant
         if batch_invariant:
@@ -202,11 +204,10 @@ class ModelRunner:
         index = self._adapters.begin(step.adapters, step.query_lens)
         if index is not None:
             more.append(index)
-        lengths, caches = (step.query_lens, step.context_lens), self._caches
+        caches = self._caches
         caches.begin(step.states)
         try:
-            layers = caches.views, caches.planners
-            host = HostStep.build(*lengths, step.block_tables, self._block_size, more, *layers, num_repeats)
+            host = self._host_step(step, more, num_repeats)
             vector = host.upload()
             # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
             if not self.overlaps or num_repeats is not None:
@@ -219,6 +220,16 @@ class ModelRunner:
             self._adapters.end()
         self.model_calls += 1
         return logits
+
+    def _host_step(self, step: StepInput, more: ListOf[IntArray], num_repeats: int | None) -> HostStep:
+        """What the step uploads: the last step's with changes, while the same sequences decode."""
+        lengths = step.query_lens, step.context_lens, step.block_tables
+        layers = self._caches.views, self._caches.planners
+        last, grown = self._last_step, None
+        if last is not None and num_repeats is None:
+            grown = last.grown(*lengths, more, *layers)
+        self._last_step = grown or HostStep.build(*lengths, self._block_size, more, *layers, num_repeats)
+        return self._last_step
 
     def _logits(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> mx.array:
         """The graph of a step. vector: its upload. sampled: tokens that replace the pending ones."""
