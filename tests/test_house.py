@@ -54,7 +54,7 @@ def test_imports_point_one_way(room: str) -> None:
 
 
 WIRE_FORMATS = ("mlxpaged.api.openai", "mlxpaged.api.anthropic", "mlxpaged.api.ollama")
-ROUTES = {"app", "batches", "compatibility", "endpoints", "openapi", "tokenize"}
+ROUTES = {"app", "batches", "endpoints", "openapi", "tokenize"}
 """In api/, beside the wire formats: modules that no other part of api/ is built on."""
 
 

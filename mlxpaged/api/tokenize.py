@@ -55,8 +55,6 @@ class TokenizeResponse(Body):
 
 
 class DetokenizeRequest(Body):
-    table = others.DETOKENIZE
-
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=MAX_TOKENS, fail_fast=True)]
 

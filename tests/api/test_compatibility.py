@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,19 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
 from mlxpaged.api.body import validate
-from mlxpaged.api.compatibility import MARK, markdown, tables
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.endpoints import ENDPOINTS
-from mlxpaged.api.fields.table import Outcome, Row, Table
 from mlxpaged.api.reading import Reading
 from mlxpaged.engine import EngineConfig
 from mlxpaged.models.reranker import Reranker
 from tests.api.helpers import ask, raw, run_on
+from tests.compatibility.claims import ALIAS, HONOURED, IGNORED, MODEL, REFUSED, Claim
+from tests.compatibility.page import CLAIMS, MARK, markdown, tables
 from tests.support import make_embedding_model, running_server, with_embeddings
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
-STATUS = dict.fromkeys(Outcome, 200) | {Outcome.MODEL: 400, Outcome.REFUSED: 400}
+STATUS = {MODEL: 400, REFUSED: 400}
+"""Statuses other than 200, by outcome."""
 FILE_ID = {"POST /v1/batches": {"input_file_id": "f"}}
 
 CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
@@ -77,15 +78,15 @@ OFFICIAL: dict[str, set[str]] = {
 """What the official clients can send."""
 
 
-TABLES: dict[str, Table] = {f"{endpoint.method} {endpoint.path}": table for endpoint, table in tables()}
-ROWS = [(endpoint, row) for endpoint, table in TABLES.items() for row in table.rows]
+TABLES = tables()
+ROWS = [(endpoint, row) for endpoint, rows in TABLES.items() for row in rows]
 
 
-def outcome_of(table: Table, row: Row) -> Outcome:
+def outcome_of(rows: Iterable[Claim], row: Claim) -> str:
     """An alias has the outcome of its field."""
-    if row.outcome is not Outcome.ALIAS:
+    if row.outcome != ALIAS:
         return row.outcome
-    return next((each.outcome for each in table.rows if each.field == row.of.split(".")[0]), Outcome.HONOURED)
+    return next((each.outcome for each in rows if each.field == row.of.split(".")[0]), HONOURED)
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +113,15 @@ def send(client: httpx.Client, endpoint: str, fields: dict[str, Any]) -> httpx.R
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "row"), ROWS, ids=[f"{path.split('/')[-1]}-{row.field}-{row.outcome.value}" for path, row in ROWS]
+    ("endpoint", "row"), ROWS, ids=[f"{path.split('/')[-1]}-{row.field}-{row.outcome}" for path, row in ROWS]
 )
-def test_a_row_is_true(http: httpx.Client, endpoint: str, row: Row) -> None:
+def test_a_row_is_true(http: httpx.Client, endpoint: str, row: Claim) -> None:
     response = send(http, endpoint, SMALLEST[endpoint] | dict(row.example))
-    status = STATUS[outcome_of(TABLES[endpoint], row)]
+    status = STATUS.get(outcome_of(TABLES[endpoint], row), 200)
     assert response.status_code == status, response.text
     named = response.headers.get("x-mlxpaged-ignored", "").split(", ")
-    assert (row.field in named) == (row.outcome is Outcome.IGNORED)
-    if row.outcome is Outcome.REFUSED or row.outcome is Outcome.MODEL:
+    assert (row.field in named) == (row.outcome == IGNORED)
+    if row.outcome in (REFUSED, MODEL):
         error = response.json()["error"]
         if endpoint not in OTHER_ERRORS:
             assert error["param"].split(".")[0] == row.field.split(".")[0]
@@ -131,7 +132,7 @@ def test_a_row_is_true(http: httpx.Client, endpoint: str, row: Row) -> None:
 def test_what_changes_nothing_is_accepted_and_not_named(endpoint: str) -> None:
     [model] = [each.body for each in ENDPOINTS if f"{each.method} {each.path}" == endpoint]
     assert model is not None
-    for row in TABLES[endpoint].rows:
+    for row in TABLES[endpoint]:
         for value in (*row.neutral, None) if row.field not in model.model_fields and "." not in row.field else ():
             reading = Reading(model, strict=True)
             body = SMALLEST[endpoint] | FILE_ID.get(endpoint, {}) | {row.field: value}
@@ -144,9 +145,9 @@ def test_what_changes_nothing_is_accepted_and_not_named(endpoint: str) -> None:
 def test_no_field_lacks_a_row(endpoint: str) -> None:
     [body] = [each.body for each in ENDPOINTS if f"{each.method} {each.path}" == endpoint]
     assert body is not None
-    rows = TABLES[endpoint].rows
+    rows = TABLES[endpoint]
     listed = {row.field for row in rows}
-    accepted = {row.field for row in rows if row.outcome in (Outcome.HONOURED, Outcome.MODEL)}
+    accepted = {row.field for row in rows if row.outcome in (HONOURED, MODEL)}
     assert accepted <= set(body.model_fields) <= listed
     assert OFFICIAL.get(endpoint, set()) <= {field.split(".")[0] for field in listed} | {"cache_control"}
 
@@ -155,17 +156,17 @@ def test_no_field_lacks_a_row(endpoint: str) -> None:
 def test_a_row_of_a_field_that_its_model_lacks_is_the_only_one(endpoint: str) -> None:
     [body] = [each.body for each in ENDPOINTS if f"{each.method} {each.path}" == endpoint]
     assert body is not None
-    fields = [row.field for row in TABLES[endpoint].rows if row.field.split(".")[0] not in body.model_fields]
+    fields = [row.field for row in TABLES[endpoint] if row.field.split(".")[0] not in body.model_fields]
     assert sorted(fields) == sorted(set(fields))
 
 
 def test_every_json_body_of_the_server_has_a_table() -> None:
-    assert set(TABLES) == set(SMALLEST)
-    assert all(table.rows for table in TABLES.values())
+    assert set(TABLES) == set(SMALLEST) == set(CLAIMS)
+    assert all(TABLES.values())
 
 
 def test_the_page_has_these_tables() -> None:
-    """`python -m mlxpaged.api.compatibility docs/compatibility.md` writes them."""
+    """`python -m tests.compatibility docs/compatibility.md` writes them."""
     head, mark, made = PAGE.read_text().partition(MARK)
     assert head
     assert mark

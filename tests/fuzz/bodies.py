@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpaged.api.compatibility import tables
 from mlxpaged.api.endpoints import ENDPOINTS
 from tests.api.test_compatibility import SMALLEST
 from tests.api.test_recorded import RECORDED
+from tests.compatibility.page import tables
 
 IDS = ("response_id", "file_id", "batch_id", "request_id", "model")
 """Parameters of paths. The client puts in the ids that the server has named last."""
@@ -154,9 +154,10 @@ def bases() -> list[list[Base]]:
         if endpoint.path == "/v1/batches" and fields is not None:
             fields = fields | {"input_file_id": "{file_id}"}
         found[endpoint.method, endpoint.path] = [Base(endpoint.method, path, fields)]
-    for endpoint, table in tables():
-        group = found[endpoint.method, endpoint.path]
-        group += [Base("POST", endpoint.path, group[0].fields | dict(row.example)) for row in table.rows]
+    for name, claims in tables().items():
+        method, path = name.split()
+        group = found[method, path]
+        group += [Base(method, path, group[0].fields | dict(claim.example)) for claim in claims]
     for file in sorted(RECORDED.glob("*.json")):
         for record in json.loads(file.read_text())["requests"]:
             body = record.get("body")
@@ -312,7 +313,7 @@ def mutated(fields: Any, source: random.Random) -> Any:
 
 @functools.cache
 def examples() -> list[list[dict[str, Any]]]:
-    return [[dict(row.example) for row in table.rows] for _, table in tables() if table.rows]
+    return [[dict(claim.example) for claim in claims] for claims in tables().values()]
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from python_multipart.multipart import parse_options_header
@@ -23,7 +23,6 @@ from mlxpaged.api.body import pieces, read_json, read_query, validate
 from mlxpaged.api.endpoint import BYTES
 from mlxpaged.api.errors import ApiError, bad_parameter, not_stored
 from mlxpaged.api.fields import others
-from mlxpaged.api.fields.table import Table
 from mlxpaged.api.page import PageQuery, page
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.schema import Body, Labels
@@ -40,7 +39,6 @@ Result = TypeVar("Result")
 
 class FileUpload(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
-    table: ClassVar[Table] = others.FILES
 
     file: Annotated[UploadFile, WithJsonSchema({"type": "string", "format": "binary"})]
     purpose: Literal["batch"]

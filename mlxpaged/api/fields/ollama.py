@@ -5,23 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from mlxpaged.api.fields import shared
-from mlxpaged.api.fields.table import Outcome, Row, Table, honoured, ignored, label, refused
+from mlxpaged.api.fields.table import Row, Table, ignored, label, refused
 
 LOADED = "how a model is loaded is decided when the server starts"
 NOT_SAMPLED = "this server does not sample in this way"
 TOO_LONG = "a prompt that is too long is refused"
 STAYS = "the model is loaded as long as the server runs"
 NO_IMAGES = "images are not supported by this server"
-NAME = "with or without `:latest`; another model is a 404"
 SHORT: dict[str, Any] = {"num_predict": 2}
-
-
-def options(values: dict[str, Any], note: str) -> Row:
-    return honoured("options", SHORT | values, note)
-
-
-def hint(name: str, value: Any, note: str = LOADED) -> Row:
-    return ignored(f"options.{name}", SHORT | {name: value}, note)
 
 
 def off(name: str, value: Any, neutral: tuple[Any, ...]) -> Row:
@@ -29,44 +20,16 @@ def off(name: str, value: Any, neutral: tuple[Any, ...]) -> Row:
 
 
 GENERATING: tuple[Row, ...] = (
-    honoured("stream", False, "the default is true"),
-    honoured("format", "json"),
-    honoured("format", {"type": "integer"}, "a JSON schema; always enforced"),
-    refused("format", "xml"),
-    honoured("think", False, "if the chat template has no switch, the server closes the thought at once"),
-    Row(
-        "think",
-        Outcome.MODEL,
-        {"think": True},
-        "the model must think; `low` limits the thinking to 1,024 tokens, `medium` to 4,096, `high` does not",
-    ),
-    options({"temperature": 0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, "the defaults are this server's"),
-    options({"seed": 1, "stop": ["a"]}, "a `seed` below 0 is random; `num_predict` below 1 is no limit"),
-    options({"repeat_penalty": 1.1, "repeat_last_n": 64}, "by default the penalty is for all tokens"),
-    options({"presence_penalty": 0.5, "frequency_penalty": 0.5}, "they count the whole answer"),
     off("typical_p", 0.5, (1,)),
     off("tfs_z", 2.0, (1,)),
     off("mirostat", 2, (0,)),
     label("options.mirostat_tau", SHORT | {"mirostat_tau": 5.0}, "it belongs to `mirostat`"),
     label("options.mirostat_eta", SHORT | {"mirostat_eta": 0.1}, "it belongs to `mirostat`"),
-    hint("num_ctx", 4096, "the context is that of the model, or `--max-model-len`"),
-    hint("num_keep", 4, "the context is not shifted"),
-    *(hint(name, 1) for name in ("num_batch", "num_gpu", "num_gqa", "num_thread", "main_gpu")),
-    *(hint(name, True) for name in ("low_vram", "f16_kv", "use_mmap", "use_mlock", "numa")),
-    honoured("logprobs", True),
-    honoured("top_logprobs", 2, "up to 20", logprobs=True),
-    honoured("keep_alive", "5m", STAYS),
     ignored("truncate", True, TOO_LONG, (False,)),
     ignored("shift", True, "the context is not shifted: the answer ends with `length`", (False,)),
 )
 
 CHAT = Table(
-    honoured("model", "demo:latest", NAME),
-    honoured(
-        "messages",
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}],
-        "roles `system`, `user`, `assistant`, `tool`; with none, the answer is `load` or `unload` at once",
-    ),
     refused(
         "messages.images",
         [{"role": "user", "content": "x", "images": ["aGk="]}],
@@ -75,17 +38,11 @@ CHAT = Table(
     ),
     label("messages.tool_calls.type", [{"role": "user", "content": "x"}], "every tool is a function"),
     label("messages.tool_calls.function.index", [{"role": "user", "content": "x"}], "the list has the order"),
-    label("tools", []),
-    honoured("tools", [{"type": "function", "function": {"name": "f"}}], "as in chat completions"),
     *GENERATING,
     *shared.EVERYWHERE,
 )
 
 GENERATE = Table(
-    honoured("model", "demo:latest", NAME),
-    honoured("prompt", "y", "a user's message; without a prompt, the answer is `load` or `unload` at once"),
-    honoured("system", "Be brief."),
-    honoured("raw", True, "the model continues the prompt as it is; not together with `system` and `think`"),
     refused("images", ["aGk="], NO_IMAGES, ([],)),
     refused("suffix", "y", "the middle of a text is not filled in", ("",)),
     refused("template", "{{ .Prompt }}", "the model's own chat template is used; with `raw`, none", ("",)),
@@ -95,35 +52,23 @@ GENERATE = Table(
 )
 
 EMBED = Table(
-    honoured("model", "vectors:latest", "the model that makes embeddings"),
-    refused("model", "demo", "this model only generates text"),
-    honoured("input", ["one", "two"], "up to 2,048 texts"),
-    honoured("truncate", False, "by default, a text that is too long is cut; with false, it is refused"),
-    honoured("dimensions", 64, "as in `/v1/embeddings`"),
     label("keep_alive", "5m", STAYS),
     ignored("options", {"num_ctx": 4096}, LOADED, ({},)),
     *shared.EVERYWHERE,
 )
 
 EMBEDDINGS = Table(
-    honoured("model", "vectors:latest", "the model that makes embeddings"),
-    honoured("prompt", "one", "a text that is too long is cut"),
     label("keep_alive", "5m", STAYS),
     ignored("options", {"num_ctx": 4096}, LOADED, ({},)),
     *shared.EVERYWHERE,
 )
 
 SHOW = Table(
-    honoured("model", "demo:latest"),
-    honoured("name", "demo", "the old name of `model`"),
     label("verbose", True, "everything is always shown"),
     *shared.EVERYWHERE,
 )
 
 PULL = Table(
-    honoured("model", "demo", "a short name, `OWNER/NAME`, or an address of the hub"),
-    honoured("name", "demo", "the old name of `model`"),
-    honoured("stream", False, "the default is true"),
     ignored("insecure", True, "the hub is always asked in the same way", (False,)),
     *shared.EVERYWHERE,
 )

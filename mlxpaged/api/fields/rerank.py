@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 from mlxpaged.api.fields import shared
-from mlxpaged.api.fields.table import Row, Table, honoured, ignored, label, refused
+from mlxpaged.api.fields.table import Row, Table, ignored, refused
 
 WHOLE = "a document is judged as a whole, or refused if it is too long"
 
 JUDGED: tuple[Row, ...] = (
-    honoured("model", "demo", "the served model, if it is a [reranker](embeddings-batches.md#reranking)"),
-    honoured("instruction", "Find answers", "an addition to these APIs; Qwen3-Reranker's own by default"),
-    honoured("timeout", 60, "seconds; then a 408"),
-    label("user", "u"),
     *shared.EVERYWHERE,
-    ignored("priority", 1, "use the key's tier"),
     refused("truncate_prompt_tokens", 10, WHOLE, (-1,)),
 )
 
 RERANK = Table(
-    honoured("query", "y"),
-    honoured("documents", ["x", {"text": "y"}], "up to 1,000, and as many as the queue takes"),
-    refused("documents", [{"image": "x"}], "only text"),
-    honoured("top_n", 1),
-    honoured("return_documents", False, "the default is true"),
-    ignored("max_tokens_per_doc", 100, WHOLE),
-    ignored("max_chunks_per_doc", 10, WHOLE),
     ignored("truncation", True, WHOLE, (False,)),
     refused("rank_fields", ["text"], "give each document as one text", ([],)),
     *JUDGED,
 )
 
-SCORE = Table(
-    honoured("text_1", ["y"], "one text, or as many as `text_2` has"),
-    honoured("text_2", ["x", "y"]),
-    *JUDGED,
-)
+SCORE = Table(*JUDGED)

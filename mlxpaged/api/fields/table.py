@@ -1,4 +1,4 @@
-"""Defines a table of request fields: one or more rows for each field of an endpoint."""
+"""Defines a table of request fields: what happens to those that the model of a body does not have."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 
 class Outcome(Enum):
-    HONOURED = "honoured"
-    MODEL = "model"  # honoured if the model can do it, otherwise refused
     ALIAS = "alias"  # another name of a field
     LABEL = "label"  # accepted; it does not change the answer
     IGNORED = "ignored"  # accepted without effect, and named in the response's header; refused with --strict
@@ -51,7 +49,7 @@ UNKNOWN = Row("", Outcome.IGNORED, {})
 
 class Table:
     """The rows of an endpoint. If the model of the body has a field, the model decides what happens to it; otherwise
-    the field's row does. A field without a row is ignored."""
+    the field's row does. A field without a row is ignored. tests/compatibility/ says the rest."""
 
     def __init__(self, *rows: Row) -> None:
         self.rows = rows
@@ -68,14 +66,6 @@ class Table:
 def row(outcome: Outcome, field: str, value: Any, note: str, also: Mapping[str, Any], **others: Any) -> Row:
     """value, also: the example has this value of the body's field, and these other fields."""
     return Row(field, outcome, {field.split(".")[0]: value, **also}, note, **others)
-
-
-def honoured(field: str, value: Any, note: str = "", **also: Any) -> Row:
-    return row(Outcome.HONOURED, field, value, note, also)
-
-
-def by_model(field: str, value: Any, note: str = "", neutral: tuple[Any, ...] = (), **also: Any) -> Row:
-    return row(Outcome.MODEL, field, value, note, also, neutral=neutral)
 
 
 def label(field: str, value: Any, note: str = "", **also: Any) -> Row:
