@@ -8,9 +8,11 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import psutil
 import pytest
 
 from mlxpaged import process_memory
@@ -217,7 +219,7 @@ def test_a_containers_cached_file_pages_count_as_free(
     """They fill every container in time: the weights, logs and swap files that were read or written."""
     _, *names, field = process_memory.CGROUP_MEMORY[2 - version]
     monkeypatch.setattr(process_memory, "CGROUP_MEMORY", ((tmp_path, *names, field),))
-    monkeypatch.setattr(process_memory, "machine_free_memory", lambda: 10**12)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**12))
     for name, text in zip((*names, "memory.stat"), ("8000", "7900", f"active_file 5\n{field} 3000\n"), strict=True):
         (tmp_path / name).write_text(text)
     assert system_free_memory() == 3100
@@ -235,7 +237,7 @@ def test_the_limits_of_a_services_own_control_group_and_its_parents_count(
     own.write_text(f"{'0::' if version == 2 else '4:memory:'}/system.slice/mlxpaged.service\n3:cpu:/elsewhere\n")
     monkeypatch.setattr(process_memory, "CGROUP_MEMORY", ((tmp_path, *names, field),))
     monkeypatch.setattr(process_memory, "OWN_CGROUPS", own)
-    monkeypatch.setattr(process_memory, "machine_free_memory", lambda: 10**12)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**12))
     group.mkdir(parents=True)
     for directory, limit in ((group, "9000"), (group.parent, "8500")):
         for name, text in zip((*names, "memory.stat"), (limit, "7000", f"{field} 100\n"), strict=True):

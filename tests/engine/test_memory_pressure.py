@@ -1,4 +1,4 @@
-"""What the system says about its memory: macOS by a number, Linux by a file, and its free pages."""
+"""What the system says about its memory: macOS by a number, Linux by a file."""
 
 from __future__ import annotations
 
@@ -8,26 +8,8 @@ import pytest
 
 from mlxpaged.engine import memory_pressure as module
 from mlxpaged.engine.memory_pressure import MemoryPressure, from_level, from_stalls, memory_pressure, sysctl_int
-from mlxpaged.process_memory import free_in_vm_stat
 
 NORMAL, WARNING, CRITICAL = MemoryPressure
-
-VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
-Pages free:                                5532.
-Pages active:                            118032.
-Pages inactive:                          116201.
-Pages speculative:                         1123.
-Pages throttled:                              0.
-Pages wired down:                        113029.
-Pages purgeable:                            840.
-"Translation faults":                 411082219.
-Pages copy-on-write:                    8839203.
-File-backed pages:                        62011.
-Anonymous pages:                         173345.
-Pages stored in compressor:              402017.
-Pages occupied by compressor:            140011.
-"""
-"""Of a Mac with 8 GB."""
 
 
 @pytest.mark.parametrize(
@@ -58,9 +40,3 @@ def test_a_system_that_tells_nothing_is_not_short_of_memory(
 
 def test_a_value_that_the_system_does_not_have_is_none() -> None:
     assert sysctl_int(b"no.such.value") is None
-
-
-def test_free_memory_of_a_mac_is_what_was_not_used_lately() -> None:
-    assert free_in_vm_stat(VM_STAT) == 16384 * (5532 + 116201 + 1123)
-    with pytest.raises(ValueError, match=r"not the output of vm_stat: 'vm_stat: error'"):
-        free_in_vm_stat("vm_stat: error")
