@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from mlxpaged.attention.command_buffers import CommitLimits, Operation, commit_limits, count
+from benchmarks.command_buffers import CommitLimits, Operation, commit_limits, count
 from mlxpaged.mlx_settings import LONG_BUFFERS
 from tests.attention.step_graphs import MODELS, kv_bytes, our_step, step_of_mlx_lm
 

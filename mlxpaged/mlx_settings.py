@@ -10,8 +10,9 @@ import sys
 
 LONG_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "400"}
 """Dispatches, and 2^20 elements of the arrays that they read and write, after which MLX ends a command buffer. By
-default these are 40 or 50 each. With the rule in attention/command_buffers.py, a decoding step on a Max takes 1 command
-buffer instead of 11 for Qwen3-0.6B in 4 bits, 3 instead of 22 for Llama 3.1 8B, and 12 instead of 74 for Qwen3-30B-A3B.
+default these are 40 or 50 each. With MLX's rule (benchmarks/command_buffers.py), a decoding step on a Max takes 1
+command buffer instead of 11 for Qwen3-0.6B in 4 bits, 3 instead of 22 for Llama 3.1 8B, and 12 instead of 74 for
+Qwen3-30B-A3B.
 MLX frees arrays at the end of their command buffer. ml-explore/mlx#4521 measured the same peak at 20,000 tokens, and
 5 to 8 % more tokens per second. `measure_step` runs the largest step with these limits, so its memory is kept free."""
 

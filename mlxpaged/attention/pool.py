@@ -53,9 +53,9 @@ def bind(pool: mx.array) -> mx.array:
     """The array that kernels get for a pool: its first elements, in the pool's own buffer. Kernels reach the whole
     buffer through the pointer, and MLX orders kernels by buffers.
 
-    MLX ends a command buffer if the elements of the arrays bound to it pass a limit (command_buffers.py). So a kernel
-    that gets the whole pool ends one at every launch. `mx.as_strided` is reached through its module, so that a stand-in
-    can note which array's buffer the result has.
+    MLX ends a command buffer if the elements of the arrays bound to it pass a limit (benchmarks/command_buffers.py). So
+    a kernel that gets the whole pool ends one at every launch. `mx.as_strided` is reached through its module, so that a
+    stand-in can note which array's buffer the result has.
     """
     start = pool if pool.size <= MAX_DIMENSION else pool[:1]
     first = mx.as_strided(start, (BOUND_ELEMENTS,), (1,))

@@ -23,8 +23,8 @@ from mlx_lm.models import activations, gated_delta
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes
 
+from benchmarks.command_buffers import Operation, operations
 from mlxpaged.attention import AttentionMetadata
-from mlxpaged.attention.command_buffers import Operation, operations
 from mlxpaged.attention.layer import route_attention
 from mlxpaged.models import joins
 from mlxpaged.models.caches import ModelCaches

@@ -7,18 +7,20 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, Tuning, kernels
-from mlxpaged.attention.command_buffers import (
+from benchmarks.command_buffers import (
     CommitLimits,
     Operation,
+    command_buffers,
     commit_limits,
     count,
     count_commits,
     evaluation_order,
     operations,
 )
+from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, Tuning, kernels
 from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX
 from mlxpaged.mlx_settings import LONG_BUFFERS
+from mlxpaged.models import load_model
 from tests.attention.step_graphs import MODELS, fused_functions, our_step, step_of_mlx_lm
 
 LIMITS = {"base or Pro": commit_limits("applegpu_g16g"), "Max": commit_limits("applegpu_g14s")}
@@ -106,6 +108,19 @@ def test_a_chunk_attends_over_copied_keys_without_further_copies(metal: None) ->
     with fused_functions():
         mx.export_function(records.append, attend, mx.zeros((64, 2, 32), mx.float16))
     assert "Gather" not in [each.name for each in operations(records)]
+
+
+def test_command_buffers_of_a_step_are_counted_by_the_limits_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = load_model("demo")
+    for name in ("OPS", "MB"):
+        monkeypatch.delenv(f"MLX_MAX_{name}_PER_BUFFER", raising=False)
+    with fused_functions():
+        few = command_buffers(served, 32)
+        monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "10")
+        many = command_buffers(served, 32)
+        monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1000")
+        assert command_buffers(served, 32) == 1
+    assert 1 < few < many
 
 
 # MLX's rule

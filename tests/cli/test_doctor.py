@@ -15,9 +15,6 @@ from mlxpaged.attention.self_check import CASES
 from mlxpaged.cli import main
 from mlxpaged.cli.doctor import command, flags
 from mlxpaged.cli.doctor.machine import machine
-from mlxpaged.cli.doctor.step_graph import command_buffers
-from mlxpaged.models import load_model
-from tests.attention.step_graphs import fused_functions
 from tests.support import make_tiny_model
 
 SECTIONS = [
@@ -26,7 +23,6 @@ SECTIONS = [
     "kernels",
     "tuning",
     "attention",
-    "command_buffers_per_step",
     "decoding",
     "wired_memory",
     "prompt_steps",
@@ -115,7 +111,6 @@ def test_without_metal_the_rest_is_measured_and_what_cannot_be_is_said(capsys: p
     check_measurements(found, "cpu")
     assert found["wired_memory"] == {"not_measured": "nothing is wired here (--wired-memory)"}
     assert found["kernels"] == found["tuning"] == {"not_measured": "there is no Metal device"}
-    assert found["command_buffers_per_step"] == {"not_measured": "there is no Metal device"}
     assert main(["doctor", "./nothing"]) == 1
     assert "no such directory" in capsys.readouterr().err
 
@@ -134,19 +129,6 @@ def test_if_mlx_lm_cannot_run_the_model_the_reason_stands_beside_our_rate(
         "not measured, because RuntimeError: no such generator"
     ] * 2
     assert lines[-2].startswith("These figures are of the bundled demo model"), "the last of the report"
-
-
-def test_command_buffers_of_a_step_are_counted_by_the_limits_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = load_model("demo")
-    for name in ("OPS", "MB"):
-        monkeypatch.delenv(f"MLX_MAX_{name}_PER_BUFFER", raising=False)
-    with fused_functions():
-        few = command_buffers(served, 32)
-        monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "10")
-        many = command_buffers(served, 32)
-        monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1000")
-        assert command_buffers(served, 32) == 1
-    assert 1 < few < many
 
 
 @pytest.mark.parametrize(

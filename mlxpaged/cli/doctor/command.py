@@ -21,7 +21,6 @@ from mlxpaged.cli.doctor.attention_times import attention_times
 from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cli.doctor.speed import engine_rates, make_engine, mlx_lm_rates, prefill_peak, prompt_rows
-from mlxpaged.cli.doctor.step_graph import command_buffers
 from mlxpaged.engine import EngineCore
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models import ModelNotFoundError, ServedModel, UnsupportedModelError, load_model, resolve_model
@@ -81,10 +80,6 @@ class Doctor:
         yield "tuning", report.tuning_section(found) if works else report.not_measured(reason)
         backend = "metal" if works else resolve_backend("auto")
         yield "attention", self._attention(served, shapes, backend, found)
-        buffers = report.not_measured(NO_DEVICE)
-        if mx.metal.is_available():
-            buffers = measured(lambda: command_buffers(served, self._block_size))
-        yield "command_buffers_per_step", buffers
         yield from self._engine_sections(served, backend, theirs)
 
     def _attention(

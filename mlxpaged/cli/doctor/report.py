@@ -131,11 +131,6 @@ def attention_text(content: Any) -> list[str]:
     return found
 
 
-def buffers_text(content: Any) -> list[str]:
-    reason = unknown(content)
-    return [f"command buffers of a decoding step: {content if reason is None else f'not measured, because {reason}'}"]
-
-
 def decoding_text(content: list[dict[str, Any]]) -> list[str]:
     found = ["decoding, tokens per second"]
     for each in content:
@@ -180,7 +175,6 @@ TEXTS: dict[str, Callable[[Any], list[str]]] = {
     "kernels": checks_text,
     "tuning": tuning_text,
     "attention": attention_text,
-    "command_buffers_per_step": buffers_text,
     "decoding": decoding_text,
     "wired_memory": wired_text,
     "prompt_steps": steps_text,

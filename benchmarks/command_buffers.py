@@ -1,6 +1,11 @@
 """Counts the Metal command buffers and barriers that MLX makes of a step, by MLX's own rules. A boundary between two
 command buffers costs about 20 us of GPU time (ml-explore/mlx#4521).
 
+    python benchmarks/command_buffers.py [MODEL]
+
+prints the command buffers of a decode step. It needs a Mac: elsewhere MLX composes its fused functions of many small
+operations. benchmarks/step_counts.py counts the steps of seven known models anywhere.
+
 MLX commits a command buffer after the operation with which the buffer's dispatches, or the elements of the arrays bound
 to it, pass a limit. A buffer of memory counts once for each command buffer, with the `data_size` of the array that
 binds it first. At the end of `eval` or `async_eval` it commits once more. A barrier comes before a dispatch that reads
@@ -11,12 +16,21 @@ sources are mlx/backend/metal/device.cpp (`set_input_array`, `register_output_ar
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlxpaged.attention import AttentionMetadata
+from mlxpaged.models import ServedModel, load_model
+from mlxpaged.models.caches import ModelCaches
+from mlxpaged.models.states import StateRow
 
 MIB = 2**20
 
@@ -203,3 +217,38 @@ def count(step: Sequence[Operation], limits: CommitLimits) -> Counts:
             for buffers in (bound, read, written):
                 buffers.clear()
     return Counts(sum(operation.dispatches for operation in step), barriers, commits)
+
+
+def command_buffers(served: ServedModel, block_size: int) -> int:
+    """Of a step in which one sequence decodes its first token. The step is not computed."""
+    caches = ModelCaches(served.layers, 2, block_size, "metal")
+    meta = AttentionMetadata.build([1], [1], [[0]], block_size)
+    mx.eval(caches.arrays, meta.positions, meta.slot_mapping, meta.block_tables)
+    records: list[dict[str, Any]] = []
+
+    def step(tokens: mx.array) -> mx.array:
+        row = StateRow(sequence_id=0, start=0, num_tokens=1)
+        return mx.argmax(caches.run(served.model, tokens, [meta], [row], {0}), axis=-1)
+
+    mx.export_function(records.append, step, mx.zeros((1,), mx.int32))
+    return count_commits(operations(records), limits_here())
+
+
+def limits_here() -> CommitLimits:
+    """Of this chip, unless MLX_MAX_OPS_PER_BUFFER and MLX_MAX_MB_PER_BUFFER say otherwise."""
+    chip = commit_limits(str(mx.device_info().get("architecture", "")))
+    ops, mib = (os.environ.get(f"MLX_MAX_{name}_PER_BUFFER") for name in ("OPS", "MB"))
+    return CommitLimits(int(ops or chip.ops), int(mib or chip.mib))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="demo", help="default %(default)s")
+    served = load_model(parser.parse_args().model)
+    if not mx.metal.is_available():
+        parser.error("there is no Metal device")
+    print(f"command buffers of a decoding step: {command_buffers(served, 32)}")
+
+
+if __name__ == "__main__":
+    main()
