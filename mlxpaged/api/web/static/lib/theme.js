@@ -9,10 +9,6 @@ function chosen() {
   return theme in NEXT ? theme : "auto";
 }
 
-export function isDark() {
-  return chosen() === "auto" ? matchMedia("(prefers-color-scheme: dark)").matches : chosen() === "dark";
-}
-
 function apply(button) {
   const theme = chosen();
   document.documentElement.dataset.theme = theme;
