@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlxpaged.attention import AttentionMetadata
-from mlxpaged.models import ServedModel, load_model
+from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.models.caches import ModelCaches
+from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.states import StateRow
 
 MIB = 2**20

@@ -16,9 +16,10 @@ import uvloop
 from mlxpaged.api.app import create_app
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.cli.serve import listen
-from mlxpaged.engine import AsyncEngine, EngineConfig
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.status import EngineStats
-from mlxpaged.registry import Registry
+from mlxpaged.registry.registry import Registry
 
 CLIENTS = Path(__file__).with_name("delivery_clients.py")
 POLL_SECONDS = 0.02

@@ -33,14 +33,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from mlxpaged.attention import AttentionMetadata, LayerKVCache
-from mlxpaged.attention.metadata import HostStep
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.metadata import AttentionMetadata, HostStep
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
-from mlxpaged.models.loader import resolve_model
+from mlxpaged.models.loader import ServedModel, load_model, resolve_model
 
 # isort: split
 import mlx.core as mx

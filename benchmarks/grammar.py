@@ -22,18 +22,15 @@ from collections import defaultdict
 from dataclasses import astuple, dataclass
 
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
-from mlxpaged.engine import (
-    Constraint,
-    EngineConfig,
-    EngineCore,
-    Request,
-    SamplingParams,
-    StructuredOutput,
-    ToolCallForm,
-    build_engine,
-)
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.constraint import Constraint, StructuredOutput, ToolCallForm
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats import FORMATS, Format
-from mlxpaged.models import DEMO_MODEL, load_model
+from mlxpaged.models.loader import load_model
+from mlxpaged.models.short_names import DEMO_MODEL
 
 # isort: split
 import mlx.core as mx

@@ -28,17 +28,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from mlxpaged.attention import kernels, route_attention
+from mlxpaged.attention import kernels
+from mlxpaged.attention.layer import route_attention
 from mlxpaged.attention.metadata import HostStep
-from mlxpaged.engine import EngineConfig, Request, SamplingParams, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampler import SampledToken
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep, StepResult
 from mlxpaged.engine.step_input import SampledTokens
-from mlxpaged.models import load_model
 from mlxpaged.models.head import select_rows_before_head
 from mlxpaged.models.joins import join
 from mlxpaged.models.layer_finder import layer_specs
 from mlxpaged.models.layers import KV, bytes_per_token
+from mlxpaged.models.loader import load_model
 
 # isort: split
 import mlx.core as mx

@@ -17,8 +17,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mlxpaged.cache import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
-from mlxpaged.scheduler import Batch, FinishReason, Priority, Scheduler, SchedulerConfig, Sequence
+from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.config import SchedulerConfig
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence
 
 
 class Clock:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlxpaged.engine import EngineCore
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.step import InFlightStep, StepResult
 

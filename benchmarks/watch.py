@@ -21,9 +21,11 @@ import time
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.server import Server
 from mlxpaged.api.status_stream import PERIOD_SECONDS, StatusStream, block_map
-from mlxpaged.cache import BlockPool
-from mlxpaged.engine import EngineConfig, Request, SamplingParams
-from mlxpaged.registry import Registry
+from mlxpaged.cache.block_pool import BlockPool
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.registry.registry import Registry
 
 PROMPT_TOKENS, SHARED_TOKENS = 160, 96
 VOCABULARY = 256

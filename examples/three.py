@@ -8,8 +8,13 @@ from __future__ import annotations
 import sys
 import time
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
-from mlxpaged.models import DEMO_MODEL, load_model
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models.loader import load_model
+from mlxpaged.models.short_names import DEMO_MODEL
 
 QUESTIONS = ("Repeat: blue river stone", "What is 17 + 25?", "Reverse: a b c")
 

@@ -20,7 +20,8 @@ import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is impo
 from mlxpaged.attention import self_check, tuner
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
-from mlxpaged.engine import EngineConfig, engine_thread, memory_pressure
+from mlxpaged.engine import engine_thread, memory_pressure
+from mlxpaged.engine.config import EngineConfig
 from tests.support import RunningServer, running_server
 
 collect_ignore = [] if find_spec("playwright") else ["browser"]

@@ -31,11 +31,17 @@ from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli.accepted_connection import ConnectionFactory
 from mlxpaged.cli.serve import listen
-from mlxpaged.engine import AsyncEngine, EngineConfig, EngineCore, EngineState, Request, SamplingParams
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.errors import EngineState
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.worker import Worker
 from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.registry import Model, Registry
-from mlxpaged.scheduler import BlockMoves
+from mlxpaged.registry.model import Model
+from mlxpaged.registry.registry import Registry
+from mlxpaged.scheduler.batch import BlockMoves
 
 Result = TypeVar("Result")
 

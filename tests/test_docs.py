@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.cli import main
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.short_names import short_names
 from tests.api.helpers import raw
 from tests.support import RunningServer, running_server

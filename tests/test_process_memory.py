@@ -12,7 +12,7 @@ from mlxpaged import process_memory
 from mlxpaged.cpu import blas
 from mlxpaged.engine.engine_thread import Failure
 from mlxpaged.engine.model_runner import DeviceError
-from mlxpaged.models import UnsupportedModelError
+from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.process_memory import (
     MARGIN,
     STACK_BYTES,

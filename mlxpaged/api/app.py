@@ -13,10 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from mlxpaged.api import ignored_fields, web
+from mlxpaged.api import ignored_fields
 from mlxpaged.api.access.local_names import LOCAL_ORIGIN
 from mlxpaged.api.access.middleware import KeyCheck, Origins, RequestLimit
-from mlxpaged.api.batches import BatchRunner, Store
+from mlxpaged.api.batches.runner import BatchRunner
+from mlxpaged.api.batches.store import Store
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.endpoints import ENDPOINTS, OPEN_PATHS
 from mlxpaged.api.errors import HANDLED, Errors, handle_api_error, handle_http_exception
@@ -24,7 +25,8 @@ from mlxpaged.api.openai.responses.store import ResponseStore
 from mlxpaged.api.request_id import RequestIds
 from mlxpaged.api.server import Server
 from mlxpaged.api.status_stream import StatusStream
-from mlxpaged.registry import Registry
+from mlxpaged.api.web import files as web
+from mlxpaged.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 

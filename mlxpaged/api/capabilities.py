@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxpaged.engine import EmbeddingInfo, EngineInfo
+from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 
 
 def capabilities(info: EngineInfo | EmbeddingInfo) -> dict[str, bool]:

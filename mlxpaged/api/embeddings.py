@@ -13,8 +13,10 @@ from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request_context import choose_id
 from mlxpaged.api.server import Server, server_of
-from mlxpaged.engine import EmbeddingInfo, EmbeddingRequest, EngineInfo, RequestCancelledError, Vectors
-from mlxpaged.models import EmbeddingFacts
+from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
+from mlxpaged.engine.errors import RequestCancelledError
+from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
+from mlxpaged.models.embedding import EmbeddingFacts
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from mlxpaged.api import downloadable, openapi, requests, rerank, status, status_stream, tokenize, web
+from mlxpaged.api import downloadable, openapi, requests, rerank, status, status_stream, tokenize
 from mlxpaged.api.anthropic import messages
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches import routes as batches
@@ -28,6 +28,7 @@ from mlxpaged.api.tokenize import (
     TokenizeResponse,
     TokenizerInfo,
 )
+from mlxpaged.api.web import files as web
 
 get, post, delete = (partial(Endpoint, method) for method in ("GET", "POST", "DELETE"))
 

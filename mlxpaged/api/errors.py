@@ -17,15 +17,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxpaged import engine
 from mlxpaged.api.access.redaction import redacted
 from mlxpaged.api.error_format import format_of
 from mlxpaged.api.refusals import Refusal
 from mlxpaged.api.request_id import HEADER
+from mlxpaged.engine import errors as engine_errors
 from mlxpaged.models.panics import TokenizerPanicError
 from mlxpaged.models.tokenizer import ChatTemplateError, TextTooLongError
 from mlxpaged.process_memory import is_out_of_memory
-from mlxpaged.registry import NoRoomError
+from mlxpaged.registry.errors import NoRoomError
 
 logger = logging.getLogger(__name__)
 
@@ -185,19 +185,25 @@ def _is_union_branch(part: int | str) -> bool:
 
 
 ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]] = {
-    engine.QueueFullError: (503, "server_error", "queue_full", RETRY),
-    engine.EngineBusyError: (503, "server_error", "engine_busy", RETRY),
-    engine.DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
-    engine.RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),
-    engine.ConstraintFailedError: (400, "invalid_request_error", "constraint_failed", NO_RETRY),
+    engine_errors.QueueFullError: (503, "server_error", "queue_full", RETRY),
+    engine_errors.EngineBusyError: (503, "server_error", "engine_busy", RETRY),
+    engine_errors.DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
+    engine_errors.RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),
+    engine_errors.ConstraintFailedError: (400, "invalid_request_error", "constraint_failed", NO_RETRY),
     TextTooLongError: (400, "invalid_request_error", "text_too_long", NO_RETRY),
     TokenizerPanicError: (500, "server_error", "tokenizer_failed", NO_RETRY),
-    engine.OutOfMemoryError: (503, "server_error", OUT_OF_MEMORY, RETRY),
-    engine.RequestFailedError: (500, "server_error", "generation_failed", None),
+    engine_errors.OutOfMemoryError: (503, "server_error", OUT_OF_MEMORY, RETRY),
+    engine_errors.RequestFailedError: (500, "server_error", "generation_failed", None),
 }
 """Status, type, code and headers of the answer."""
 
-HANDLED = (ApiError, ChatTemplateError, engine.DuplicateRequestError, engine.EngineUnavailableError, *ENGINE_ERRORS)
+HANDLED = (
+    ApiError,
+    ChatTemplateError,
+    engine_errors.DuplicateRequestError,
+    engine_errors.EngineUnavailableError,
+    *ENGINE_ERRORS,
+)
 
 
 def from_engine(error: Exception) -> ApiError:
@@ -207,11 +213,11 @@ def from_engine(error: Exception) -> ApiError:
             return error
         case ChatTemplateError():
             return ApiError(400, f"messages: {error}", param="messages", reason=NOT_RENDERED)
-        case engine.DuplicateRequestError():
+        case engine_errors.DuplicateRequestError():
             return ApiError(409, str(error), param=HEADER, code="request_id_in_use")
-        case engine.EngineUnavailableError(state=engine.EngineState.DEAD):
+        case engine_errors.EngineUnavailableError(state=engine_errors.EngineState.DEAD):
             return ApiError(503, str(error), "server_error", code="engine_dead")
-        case engine.EngineUnavailableError():
+        case engine_errors.EngineUnavailableError():
             return ApiError(503, str(error), "server_error", code=error.state.value, headers=RETRY)
     if type(error) in ENGINE_ERRORS:
         status, kind, code, headers = ENGINE_ERRORS[type(error)]

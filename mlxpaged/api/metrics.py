@@ -11,9 +11,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mlxpaged.api.recent_latencies import RecentLatencies
-from mlxpaged.engine import EngineStats, Request, RequestOutput
-from mlxpaged.registry import Model, ModelState
-from mlxpaged.scheduler import FinishReason
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.status import EngineStats
+from mlxpaged.registry.model import Model, ModelState
+from mlxpaged.scheduler.sequence import FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.server import Server
-from mlxpaged.engine import EmbeddingInfo, EngineInfo
-from mlxpaged.registry import Model, ModelState
+from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
+from mlxpaged.registry.model import Model, ModelState
 
 OWNER = "mlxpaged"
 

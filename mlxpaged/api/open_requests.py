@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlxpaged.api.access.caller import Caller
-from mlxpaged.engine import AsyncEngine, DuplicateRequestError
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.errors import DuplicateRequestError
 
 
 @dataclass

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpaged.engine import SequenceState
-from mlxpaged.scheduler import SequenceStatus
+from mlxpaged.engine.status import SequenceState
+from mlxpaged.scheduler.sequence import SequenceStatus
 
 MAX_ENDED = 20
 UNSEEN_SECONDS = 1.0

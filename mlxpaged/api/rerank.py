@@ -24,8 +24,8 @@ from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import SamplingParams
-from mlxpaged.scheduler import PromptTooLongError
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.scheduler.admission import PromptTooLongError
 
 MAX_DOCUMENTS = 1000
 

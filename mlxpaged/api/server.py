@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from mlxpaged import engine
 from mlxpaged.api.access.caller import allows, caller_of, is_local
 from mlxpaged.api.access.key_ring import KeyRing
 from mlxpaged.api.config import HttpConfig
@@ -24,9 +23,18 @@ from mlxpaged.api.open_requests import OpenRequest, OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 from mlxpaged.api.tokenizer_lanes import TokenizerLanes
 from mlxpaged.daemon_thread import in_daemon_thread
-from mlxpaged.models import Tokenizer
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.constraint import Constraint, StructuredOutput
+from mlxpaged.engine.errors import EngineBusyError
+from mlxpaged.engine.grammar import GrammarError
+from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
+from mlxpaged.engine.request import Request as EngineRequest
+from mlxpaged.engine.request import RequestOutput
+from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.process_memory import require_memory
-from mlxpaged.registry import LoadFailedError, Model, ModelUnknownError, NoRoomError, Registry
+from mlxpaged.registry.errors import LoadFailedError, ModelUnknownError, NoRoomError
+from mlxpaged.registry.model import Model
+from mlxpaged.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +80,7 @@ class Server:
         # Two, so that a slow grammar does not block the next one. The compiler releases the interpreter lock.
         self._compiling = asyncio.Semaphore(2)
 
-    def _observe(self, model: str, request: engine.Request, output: engine.RequestOutput) -> None:
+    def _observe(self, model: str, request: EngineRequest, output: RequestOutput) -> None:
         self.metrics.observe(model, request, output)
         if (opened := self.open_requests.get(request.request_id)) is not None:
             opened.count(len(output.token_ids))
@@ -107,21 +115,19 @@ class Server:
             raise ApiError(403, message, "permission_error", param="model", code="model_not_allowed")
         return model
 
-    async def ready(self, request: Request, name: str | None) -> tuple[engine.AsyncEngine, engine.EngineInfo]:
+    async def ready(self, request: Request, name: str | None) -> tuple[AsyncEngine, EngineInfo]:
         """The engine of the model that a request names, if it generates text; None: the default one. It is loaded if it
         is not. Raises ApiError or EngineUnavailableError."""
         model = await self.model(request, name)
         loaded = await self._load(model)
         info = loaded.require_ready()
-        if not isinstance(info, engine.EngineInfo):
+        if not isinstance(info, EngineInfo):
             others = [each.name for each in self.started().models.values() if not each.config.only_embeds]
             use = f"; use {others[0]!r} to generate text" if others else ""
             raise bad_parameter("model", f"{model.name!r} makes embeddings{use}", code="generation_not_supported")
         return loaded, info
 
-    async def embedder(
-        self, request: Request, name: str | None
-    ) -> tuple[engine.AsyncEngine, engine.EngineInfo | engine.EmbeddingInfo]:
+    async def embedder(self, request: Request, name: str | None) -> tuple[AsyncEngine, EngineInfo | EmbeddingInfo]:
         """The engine of the model that is to make embeddings. None: the first one that only makes embeddings, else the
         default one. Raises ApiError or EngineUnavailableError."""
         if name is None:
@@ -144,7 +150,7 @@ class Server:
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # if the stream has left
         return Load(model, task)
 
-    async def _load(self, model: Model) -> engine.AsyncEngine:
+    async def _load(self, model: Model) -> AsyncEngine:
         try:
             return await self.started().ready(model)
         except LoadFailedError as error:
@@ -194,9 +200,7 @@ class Server:
         """Run a function that uses a tokenizer, on a thread. size: characters or tokens that it works on."""
         return await self._tokenizer_lanes.run(tokenizer, size, function)
 
-    async def compile(
-        self, info: engine.EngineInfo, constraint: engine.Constraint | engine.StructuredOutput | None
-    ) -> None:
+    async def compile(self, info: EngineInfo, constraint: Constraint | StructuredOutput | None) -> None:
         """Compile the grammar. Raises ApiError if it is not supported, EngineBusyError if others take too long."""
         if constraint is None:
             return
@@ -205,7 +209,7 @@ class Server:
             await asyncio.wait_for(self._compiling.acquire(), COMPILE_SECONDS)
         except asyncio.TimeoutError:
             message = f"{constraint.param}: the grammar compiler was busy for {COMPILE_SECONDS:.0f} s; try again"
-            raise engine.EngineBusyError(message) from None
+            raise EngineBusyError(message) from None
         try:
             thread = in_daemon_thread(lambda: info.grammars.compile(constraint), "mlxpaged-grammar")
         except BaseException:  # there is no memory for a thread
@@ -219,7 +223,7 @@ class Server:
             raise bad_parameter(constraint.param, message, code="unsupported_constraint")
         try:
             compiled.result()
-        except engine.GrammarError as error:
+        except GrammarError as error:
             param = error.param or constraint.param
             reason = "the grammar compiler refuses the constraint"  # its own message can have text of the constraint
             raise bad_parameter(param, str(error), "unsupported_constraint", reason) from None
@@ -252,7 +256,7 @@ class Server:
 class Load:
     """A load that a stream waits for. It goes on if the stream ends."""
 
-    def __init__(self, model: Model, task: asyncio.Future[engine.AsyncEngine]) -> None:
+    def __init__(self, model: Model, task: asyncio.Future[AsyncEngine]) -> None:
         self.model = model
         self._task = task
 

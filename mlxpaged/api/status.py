@@ -13,15 +13,11 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.errors import RETRY
 from mlxpaged.api.metrics import CONTENT_TYPE
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import (
-    AsyncEngine,
-    EngineInfo,
-    EngineState,
-    EngineStatus,
-    EngineUnavailableError,
-    SequenceState,
-)
-from mlxpaged.registry import Model
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.errors import EngineState, EngineUnavailableError
+from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.status import EngineStatus, SequenceState
+from mlxpaged.registry.model import Model
 
 
 async def health(request: Request) -> Response:

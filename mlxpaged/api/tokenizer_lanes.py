@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from mlxpaged.models import Tokenizer
+from mlxpaged.models.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 

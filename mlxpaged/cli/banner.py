@@ -7,13 +7,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlxpaged.registry import Registry
+    from mlxpaged.registry.registry import Registry
 
 
 def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None = None) -> str:
     """The registry's default model must be loaded."""
     from mlxpaged import __version__
-    from mlxpaged.engine import EngineInfo
+    from mlxpaged.engine.info import EngineInfo
 
     engine = registry.default.engine
     assert engine is not None

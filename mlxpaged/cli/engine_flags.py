@@ -9,10 +9,9 @@ from mlxpaged.attention.backends import BACKENDS
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli import flags
 from mlxpaged.cli.flags import size
-from mlxpaged.engine import EngineConfig, Priority
-from mlxpaged.engine.config import WIRED_MEMORY
-from mlxpaged.scheduler import PREFILL_MODES
-from mlxpaged.scheduler.config import MOST_MULTIPLE, step_multiple
+from mlxpaged.engine.config import WIRED_MEMORY, EngineConfig
+from mlxpaged.scheduler.config import MOST_MULTIPLE, PREFILL_MODES, step_multiple
+from mlxpaged.scheduler.sequence import Priority
 
 DEFAULTS = EngineConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -22,7 +21,7 @@ block_size = flags.fitting(int, f"one of {SUPPORTED_BLOCK_SIZES}", SUPPORTED_BLO
 
 @flags.checked
 def tuning(text: str) -> str:
-    from mlxpaged.attention import parse_tuning  # heavy, and needed only if there is a value
+    from mlxpaged.attention.tuning import parse_tuning  # heavy, and needed only if there is a value
 
     parse_tuning(text.lower())
     return text.lower()

@@ -20,16 +20,16 @@ from starlette.applications import Starlette
 from mlxpaged import __version__
 from mlxpaged.api.access.key_file import KeyFileError
 from mlxpaged.api.app import create_app
-from mlxpaged.api.batches import DataDirInUseError
+from mlxpaged.api.batches.store import DataDirInUseError
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli.accepted_connection import ConnectionFactory
 from mlxpaged.cli.banner import banner
 from mlxpaged.cli.start_display import StartDisplay
 from mlxpaged.cpu import blas
-from mlxpaged.engine import EngineUnavailableError
+from mlxpaged.engine.errors import EngineUnavailableError
 from mlxpaged.log_writer import Writer
 from mlxpaged.process_memory import return_freed_memory
-from mlxpaged.registry import Registry
+from mlxpaged.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 

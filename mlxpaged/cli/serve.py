@@ -25,13 +25,14 @@ from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.cli.running_servers import registered
 from mlxpaged.formats import FORMATS
-from mlxpaged.models import AdapterPath
+from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.generation_config import LIMITS
 from mlxpaged.models.short_names import without_address
 
 if TYPE_CHECKING:
-    from mlxpaged.engine import EngineConfig
-    from mlxpaged.registry import Model, Registry
+    from mlxpaged.engine.config import EngineConfig
+    from mlxpaged.registry.model import Model
+    from mlxpaged.registry.registry import Registry
 
 NO_MODEL = "none"
 BACKLOG = 2048
@@ -165,7 +166,9 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     with heavy_imports():
         from mlxpaged.engine.awake_clock import AwakeClock
         from mlxpaged.engine.watchdog import StallLimits
-        from mlxpaged.registry import Catalog, Limits, Model, registry_of
+        from mlxpaged.registry.catalog import Catalog
+        from mlxpaged.registry.model import Model
+        from mlxpaged.registry.registry import Limits, registry_of
     if "MLX_RANK" in os.environ:
         raise ValueError(
             "mlx.launch started this; run `mlxpaged serve MODEL --hosts FILE`, which starts the ranks itself"
@@ -221,7 +224,7 @@ def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Regis
         from mlxpaged.cluster.cluster_engine import ClusterEngine
         from mlxpaged.cluster.hosts import Hosts
         from mlxpaged.engine.watchdog import StallLimits
-        from mlxpaged.registry import Limits, registry_of
+        from mlxpaged.registry.registry import Limits, registry_of
     try:
         hosts = Hosts.read(args.hosts)
     except OSError as error:

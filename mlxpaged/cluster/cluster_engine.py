@@ -42,7 +42,8 @@ from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.info import Cluster, EngineInfo
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.watchdog import StallLimits
-from mlxpaged.models import Tokenizer, read_tokenizer
+from mlxpaged.models.loader import read_tokenizer
+from mlxpaged.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

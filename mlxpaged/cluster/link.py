@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged.engine.info import Link
-from mlxpaged.models import resolve_model
 from mlxpaged.models.json_files import read_object
+from mlxpaged.models.loader import resolve_model
 
 TIMES = 7
 """Of each size; the median counts."""

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from mlxpaged.cache import BlockUsage
+from mlxpaged.cache.block_pool import BlockUsage
 from mlxpaged.engine import commands, errors
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.config import EngineConfig
@@ -26,7 +26,7 @@ from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
 from mlxpaged.engine.status import EngineSnapshot, EngineStats, EngineStatus
 from mlxpaged.engine.worker import Worker
-from mlxpaged.scheduler import FinishReason
+from mlxpaged.scheduler.sequence import FinishReason
 
 logger = logging.getLogger(__name__)
 

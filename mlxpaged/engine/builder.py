@@ -9,8 +9,11 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlxpaged.attention import BACKENDS, Limits, choose_backend, choose_tunings, resolve_backend
-from mlxpaged.cache import CacheGroups
+from mlxpaged.attention.backends import BACKENDS
+from mlxpaged.attention.kv_cache import resolve_backend
+from mlxpaged.attention.self_check import choose_backend
+from mlxpaged.attention.tuner import Limits, choose_tunings
+from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.device_tiles import device_tiles
@@ -28,20 +31,15 @@ from mlxpaged.engine.ranks import Ranks, least
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.step_memory import bytes_per_key, measure_step
 from mlxpaged.engine.wired_memory import choose_wiring
-from mlxpaged.models import (
-    EmbeddingModel,
-    Reserved,
-    ServedModel,
-    Turns,
-    UnsupportedModelError,
-    load_embedding_model,
-    load_model,
-    own_embedding_model,
-)
 from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
+from mlxpaged.models.embedding import EmbeddingModel
+from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
-from mlxpaged.scheduler import Scheduler
+from mlxpaged.models.loader import ServedModel, load_embedding_model, load_model, own_embedding_model
+from mlxpaged.models.preflight import Reserved
+from mlxpaged.models.turns import Turns
+from mlxpaged.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats import FORMATS
-from mlxpaged.models import DEMO_MODEL, AdapterPath
+from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.generation_config import LIMITS
-from mlxpaged.scheduler import Priority, SchedulerConfig
+from mlxpaged.models.short_names import DEMO_MODEL
+from mlxpaged.scheduler.config import SchedulerConfig
+from mlxpaged.scheduler.sequence import Priority
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -114,7 +116,8 @@ class EngineConfig:
     def _check_attention(self) -> None:
         if (self.attention_backend, self.attention_tuning) == ("auto", "auto"):
             return  # without an import of mlx, for `mlxpaged serve --help`
-        from mlxpaged.attention import DEFAULT_TUNING, parse_tuning, resolve_backend
+        from mlxpaged.attention.kv_cache import resolve_backend
+        from mlxpaged.attention.tuning import DEFAULT_TUNING, parse_tuning
 
         try:
             resolve_backend(self.attention_backend)

@@ -28,9 +28,9 @@ from mlxpaged.engine.status import (
 )
 from mlxpaged.engine.step_loop import StepLoop
 from mlxpaged.engine.worker import DeviceClock, Worker
-from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import state_bytes
-from mlxpaged.scheduler import Scheduler
+from mlxpaged.models.loader import ServedModel
+from mlxpaged.scheduler.scheduler import Scheduler
 
 
 class EngineCore(Worker):

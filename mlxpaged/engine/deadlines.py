@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mlxpaged.engine.request import Request
-from mlxpaged.scheduler import Scheduler, Sequence
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import Sequence
 
 CLEAR_FACTOR = 2.0
 """A request is ended early if its prefill is estimated to take more than this many times the time left."""

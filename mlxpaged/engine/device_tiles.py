@@ -7,9 +7,9 @@ from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxpaged.attention.precision import has_neural_accelerators
-from mlxpaged.models import ServedModel
 from mlxpaged.models.json_files import read_object
-from mlxpaged.scheduler import ANY_ROWS, RowTiles
+from mlxpaged.models.loader import ServedModel
+from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
 
 QUANTIZED_TILE, PLAIN_TILE = 32, 64
 """Rows of a tile of MLX's matrix kernels: bm of qmm in backend/metal/quantized.cpp, GEMM_TPARAM_MACRO in matmul.cpp."""

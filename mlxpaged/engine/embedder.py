@@ -13,11 +13,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlxpaged.cpu.streams import synchronize
 from mlxpaged.engine.request import EndedRequest
 from mlxpaged.engine.stall import StepSize
-from mlxpaged.models import EmbeddingModel, synchronize
+from mlxpaged.models.embedding import EmbeddingModel
 from mlxpaged.process_memory import is_out_of_memory, require_memory
-from mlxpaged.scheduler import FinishReason, SequenceStatus
+from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
 
 logger = logging.getLogger(__name__)
 

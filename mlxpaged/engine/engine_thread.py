@@ -29,7 +29,7 @@ from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
 from mlxpaged.engine.wired_memory import wire_memory, wires_memory
 from mlxpaged.engine.worker import DeviceClock, Worker
-from mlxpaged.models import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.process_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput
 from mlxpaged.engine.json_schema import check_schema, disjoint_one_of_as_any_of, patterns
 from mlxpaged.engine.structured_output import lark
-from mlxpaged.models import Tokenizer
+from mlxpaged.models.tokenizer import Tokenizer
 
 MAX_CHARS: dict[ConstraintKind, int] = {
     "json_schema": 128 * 1024,

@@ -14,8 +14,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged import attention
+from mlxpaged.attention.kv_cache import resolve_backend
+from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import HostStep, IntArray
+from mlxpaged.attention.tuning import Tuning
+from mlxpaged.cpu.streams import synchronize
 from mlxpaged.engine.rank_messages import MessageWriter
 from mlxpaged.engine.ranks import RankLostError, Ranks, least
 from mlxpaged.engine.row_tiles import largest_tile, row_tiles
@@ -23,12 +26,12 @@ from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
 from mlxpaged.engine.step_input import SampledTokens, StepInput
 from mlxpaged.engine.swap_space import PIECE_BYTES, SwapSpace
 from mlxpaged.engine.wired_memory import wire_memory
-from mlxpaged.models import ServedModel, synchronize
 from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.device_memory import unused_memory
-from mlxpaged.scheduler import Batch, BlockMoves, ScheduledSequence, Sequence
-from mlxpaged.scheduler.sequence import PENDING
+from mlxpaged.models.loader import ServedModel
+from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence
+from mlxpaged.scheduler.sequence import PENDING, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         backend: str,
-        tunings: Mapping[attention.AttentionShape, attention.Tuning] | None = None,
+        tunings: Mapping[AttentionShape, Tuning] | None = None,
         num_swap_slots: int = 0,
         swap_dir: Path | None = None,
         layout: CacheLayout | None = None,
@@ -82,7 +85,7 @@ class ModelRunner:
         self.pools = self._caches.pools
         self._states = self._caches.states
         self._recurrent = self._caches.recurrent
-        self.backend = attention.resolve_backend(backend)
+        self.backend = resolve_backend(backend)
         self.swap = SwapSpace(self.pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self.thread_id = threading.get_ident()
         self.model_calls = 0

@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from mlxpaged.engine.memory_pressure import MemoryPressure
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.scheduler import Scheduler
 from mlxpaged.scheduler.pool_size import FULL
+from mlxpaged.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

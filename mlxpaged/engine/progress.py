@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from mlxpaged.attention import ReportAmount
+from mlxpaged.attention.self_check import ReportAmount
 
 
 class Stage(Enum):

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxpaged.engine.logprobs import PromptRows
 from mlxpaged.engine.sampler import most_likely
-from mlxpaged.scheduler import Batch
+from mlxpaged.scheduler.batch import Batch
 
 MAX_BYTES = 256 * 2**20
 """Most bytes that the logits of prompt tokens take in a step, with all arrays that are computed from them."""

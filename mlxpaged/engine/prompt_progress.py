@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlxpaged.engine.request import Request
-from mlxpaged.scheduler import ScheduledSequence
+from mlxpaged.scheduler.batch import ScheduledSequence
 from mlxpaged.scheduler.sequence import AGING_RATE
 
 Place = tuple[float, int]

@@ -16,7 +16,7 @@ from mlxpaged.attention.metadata import IntArray
 from mlxpaged.cache.table_rows import UNUSED
 from mlxpaged.engine.step_input import StepInput
 from mlxpaged.models.states import StateRow
-from mlxpaged.scheduler import BlockMoves
+from mlxpaged.scheduler.batch import BlockMoves
 
 
 class LastTables:

@@ -13,7 +13,9 @@ from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.step import HostError
 from mlxpaged.process_memory import is_out_of_memory
-from mlxpaged.scheduler import Batch, FinishReason, ScheduledSequence, Scheduler, Sequence, SequenceStatus
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import FinishReason, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 

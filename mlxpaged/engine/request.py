@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.timeline import Timeline
-from mlxpaged.scheduler import FinishReason, Priority, SequenceStatus
+from mlxpaged.scheduler.sequence import FinishReason, Priority, SequenceStatus
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from mlxpaged.engine import errors
 from mlxpaged.engine.errors import EngineState
 from mlxpaged.engine.prompt_progress import Place, PromptChunk, PromptProgress, WaitingLine
 from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.scheduler import FinishReason
+from mlxpaged.scheduler.sequence import FinishReason
 
 
 class RequestStream:

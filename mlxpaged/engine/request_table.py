@@ -13,9 +13,10 @@ from mlxpaged.engine.grammar import GrammarError, Grammars
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken
-from mlxpaged.models import ServedModel
+from mlxpaged.models.loader import ServedModel
 from mlxpaged.process_memory import is_out_of_memory
-from mlxpaged.scheduler import FinishReason, Priority, Scheduler, Sequence, SequenceStatus
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.attention.metadata import IntArray
-from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from mlxpaged.engine.sampler import SampledToken, SamplingRow
 from mlxpaged.engine.stop_strings import StopStrings
 from mlxpaged.engine.thinking_budget import ThinkingBudget
 from mlxpaged.engine.timeline import TimelineRecorder
-from mlxpaged.models import Tokenizer
-from mlxpaged.scheduler import FinishReason, Sequence
+from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.scheduler.sequence import FinishReason, Sequence
 
 
 class RunningRequest:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, EmbedderStats
 from mlxpaged.engine.prompt_progress import PromptChunk
 from mlxpaged.engine.timeline import Phase
-from mlxpaged.scheduler import Priority, Scheduler, SchedulerStats, Sequence, SequenceStatus
 from mlxpaged.scheduler.queue import ORDER
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import Priority, Sequence, SequenceStatus
+from mlxpaged.scheduler.stats import SchedulerStats
 
 MAX_WAITING_LISTED = 1000
 MAX_WAITING_WATCHED = 100

@@ -16,7 +16,7 @@ from mlxpaged.engine.model_runner import device_errors
 from mlxpaged.engine.prompt_logits import StepLogprobs
 from mlxpaged.engine.sampler import SampledToken, Samples
 from mlxpaged.engine.step_input import SampledTokens
-from mlxpaged.scheduler import Batch, ScheduledSequence
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
 
 
 class HostError(Exception):

@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxpaged.attention.metadata import IntArray
 from mlxpaged.models.states import StateRow
-from mlxpaged.scheduler import Batch, ScheduledSequence
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
 from mlxpaged.scheduler.sequence import PENDING
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.timeline import TimelineRecorder
-from mlxpaged.scheduler import Batch, Scheduler
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,9 @@ from mlxpaged.engine.step import HostError, InFlightStep, PromptResult
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.engine.worker import DeviceClock
 from mlxpaged.process_memory import is_out_of_memory
-from mlxpaged.scheduler import Batch, FinishReason, ScheduledSequence, Scheduler, SequenceStatus
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
 
 logger = logging.getLogger(__name__)
 

@@ -9,16 +9,17 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.attention.gather import scores_bytes
-from mlxpaged.cache import CacheGroups
+from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import START_TOKENS, least_step
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
-from mlxpaged.models import ServedModel
 from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.layers import KV, is_per_sequence
-from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
+from mlxpaged.models.loader import ServedModel
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpaged.attention import LayerKVCache
+from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.process_memory import system_free_memory
 
 PIECE_BYTES = 64 * 2**20

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from mlxpaged.scheduler import ScheduledSequence, Sequence, SequenceStatus
+from mlxpaged.scheduler.batch import ScheduledSequence
+from mlxpaged.scheduler.sequence import Sequence, SequenceStatus
 
 
 class Phase(Enum):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
-from mlxpaged.cache import BlockUsage
+from mlxpaged.cache.block_pool import BlockUsage
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
@@ -14,7 +14,7 @@ from mlxpaged.engine.pool_resizer import REST_SECONDS
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.stall import StepSize
 from mlxpaged.engine.status import EngineSnapshot, EngineStats, EngineStatus
-from mlxpaged.scheduler import SchedulerStats
+from mlxpaged.scheduler.stats import SchedulerStats
 
 NO_BLOCKS = BlockUsage(0, 0, 0)
 NO_SEQUENCES = SchedulerStats(

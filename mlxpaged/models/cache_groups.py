@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mlxpaged.attention import TableView
+from mlxpaged.attention.metadata import TableView
 from mlxpaged.models.layers import KV
 
 MAX_UNUSED = 0.1

@@ -8,18 +8,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
-from mlxpaged.attention import (
-    DEFAULT_TUNING,
-    AttentionMetadata,
-    AttentionShape,
-    LatentLayer,
-    LayerKVCache,
-    PagedLayer,
-    StepContext,
-    TableView,
-    Tuning,
-)
-from mlxpaged.attention.metadata import HostStep, Planner
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.latent import LatentLayer
+from mlxpaged.attention.layer import PagedLayer, StepContext
+from mlxpaged.attention.layout import AttentionShape
+from mlxpaged.attention.metadata import AttentionMetadata, HostStep, Planner, TableView
+from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.models.cache_groups import CacheLayout, one_group
 from mlxpaged.models.layers import LayerSpec, PerSequence, Recurrent, kv_layers

@@ -10,7 +10,7 @@ from typing import Any, Union
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
-from mlxpaged.attention import AttentionShape, KVLayout
+from mlxpaged.attention.layout import AttentionShape, KVLayout
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 
 

@@ -17,7 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
-from mlxpaged.attention import ReportAmount, WindowMismatchError
+from mlxpaged.attention.layer import WindowMismatchError
+from mlxpaged.attention.self_check import ReportAmount
 from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection, prepare_first_load
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.adapters import (

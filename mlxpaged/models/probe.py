@@ -18,7 +18,10 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from mlxpaged.attention import AttentionMetadata, LatentLayer, PagedLayer, precision
+from mlxpaged.attention import precision
+from mlxpaged.attention.latent import LatentLayer
+from mlxpaged.attention.layer import PagedLayer
+from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.models.adapted_layers import StepAdapters
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.errors import UnsupportedModelError

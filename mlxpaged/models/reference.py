@@ -14,7 +14,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxpaged.attention import layer, precision, route_attention
+from mlxpaged.attention import layer, precision
+from mlxpaged.attention.layer import route_attention
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.probe_steps import ROUNDING_TOKENS, SHORT_PROMPT, prompt_length
 

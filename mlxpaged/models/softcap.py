@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlxpaged.attention import PagedLayer
+from mlxpaged.attention.layer import PagedLayer
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "rope", "scale", "n_heads", "n_kv_heads", "attn_logit_softcapping")
 

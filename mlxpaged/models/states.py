@@ -18,7 +18,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from mlxpaged.attention import LatentLayer
+from mlxpaged.attention.latent import LatentLayer
 from mlxpaged.attention.token_groups import Masks, TokenGroup, running_group
 
 State = list[mx.array | None]

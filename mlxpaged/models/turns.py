@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeVar
 
-from mlxpaged.attention import ReportAmount
+from mlxpaged.attention.self_check import ReportAmount
 from mlxpaged.daemon_thread import in_daemon_thread
 
 Result = TypeVar("Result")

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mlxpaged.engine import AsyncEngine, EngineConfig, EngineState
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.errors import EngineState
 
 
 class ModelState(str, Enum):

@@ -13,17 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxpaged.engine import (
-    AsyncEngine,
-    EngineConfig,
-    EngineState,
-    EngineUnavailableError,
-    Progress,
-    Request,
-    RequestOutput,
-)
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import EngineHost, EngineThread
-from mlxpaged.engine.request import EndedRequest
+from mlxpaged.engine.errors import EngineState, EngineUnavailableError
+from mlxpaged.engine.progress import Progress
+from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
 from mlxpaged.models.short_names import LATEST, full_name, without_address

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
-from mlxpaged.cache import BlockPool, BlockTable, OutOfBlocksError, TableRows, blocks_for
+from mlxpaged.cache.block_pool import BlockPool, OutOfBlocksError
+from mlxpaged.cache.block_table import BlockTable
+from mlxpaged.cache.groups import blocks_for
 from mlxpaged.cache.prefix_cache import CachedBlock, Content, PrefixCache
+from mlxpaged.cache.table_rows import TableRows
 from mlxpaged.scheduler.batch import BlockMoves
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.pool_size import PoolSize

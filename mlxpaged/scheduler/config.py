@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mlxpaged.cache import DEFAULT_BLOCK_SIZE, CacheGroups
+from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
+from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
 
 PREFILL_MODES = ("mixed", "separate")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from mlxpaged.cache import BlockPool
+from mlxpaged.cache.block_pool import BlockPool
 from mlxpaged.cache.prefix_cache import Content
 
 FULL = 0.85

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.cache import PrefixCache
 from mlxpaged.cache.checkpoints import Checkpoints
-from mlxpaged.cache.prefix_cache import CachedBlock
+from mlxpaged.cache.prefix_cache import CachedBlock, PrefixCache
 from mlxpaged.scheduler.junctions import Junctions
 from mlxpaged.scheduler.sequence import Sequence
 

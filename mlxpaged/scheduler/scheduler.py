@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from mlxpaged.cache import BlockUsage, OutOfBlocksError
+from mlxpaged.cache.block_pool import BlockUsage, OutOfBlocksError
 from mlxpaged.cache.table_rows import IntArray
 from mlxpaged.scheduler.admission import AdmissionControl, check_fits
 from mlxpaged.scheduler.batch import Batch, ScheduleBuilder

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # the flags import Priority, and these need numpy
-    from mlxpaged.cache import BlockTable, CachedBlock
+    from mlxpaged.cache.block_table import BlockTable
+    from mlxpaged.cache.prefix_cache import CachedBlock
 
 
 class RoomLookup(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxpaged.cache import BlockUsage
+from mlxpaged.cache.block_pool import BlockUsage
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from prometheus_client.samples import Sample
 
 from mlxpaged.api.access.key_file import KeyEntry, KeyFile, make_key, write
 from mlxpaged.engine.engine_thread import EngineThread
-from mlxpaged.scheduler import SequenceStatus
+from mlxpaged.scheduler.sequence import SequenceStatus
 from tests.support import RunningServer, demo_vocab_size, wait_until
 
 One = TypeVar("One")

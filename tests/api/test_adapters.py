@@ -10,10 +10,11 @@ import httpx
 import pytest
 
 from mlxpaged.cli.banner import banner
-from mlxpaged.engine import EngineConfig
-from mlxpaged.models import AdapterPath
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.registry import Model, registry_of
+from mlxpaged.registry.model import Model
+from mlxpaged.registry.registry import registry_of
 from tests.api.helpers import answer_text, ask, post, raw, run_on, side_by_side, stream_events, text_of
 from tests.support import RunningServer, make_adapter, running_server, wait_until
 

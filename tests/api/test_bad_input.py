@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.config import EngineConfig
 from tests.api.helpers import Background, StepGate, answer_text, ask, block_bytes, random_tokens, raw, raw_post, run_on
 from tests.support import RunningServer, demo_vocab_size, running_server, wait_until
 

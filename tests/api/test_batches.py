@@ -21,12 +21,12 @@ from openai.types import Batch
 
 from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.app import create_app
-from mlxpaged.api.batches import DataDirInUseError, Store
 from mlxpaged.api.batches import lines as batch_lines
 from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
+from mlxpaged.api.batches.store import DataDirInUseError, Store
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation import prompt
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.config import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
     Background,

@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineState
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.errors import EngineState
 from tests.api.helpers import (
     DEADLINE,
     Background,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.running_request import RunningRequest
 from tests.api.helpers import (
     Background,

@@ -17,7 +17,7 @@ from mlxpaged.api.body import validate
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.endpoints import ENDPOINTS
 from mlxpaged.api.reading import Reading
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.reranker import Reranker
 from tests.api.helpers import ask, raw, run_on
 from tests.compatibility.claims import ALIAS, HONOURED, IGNORED, MODEL, REFUSED, Claim

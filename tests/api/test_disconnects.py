@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineStats
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.status import EngineStats
 from tests.api.helpers import (
     Background,
     StepGate,

@@ -20,12 +20,14 @@ import pytest
 
 from mlxpaged.api import durable_files
 from mlxpaged.api.app import create_app
-from mlxpaged.api.batches import BatchRunner, Store, runner
+from mlxpaged.api.batches import runner
 from mlxpaged.api.batches.lines import LinePlace
 from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
-from mlxpaged.api.batches.runner import num_sequences, response_line
+from mlxpaged.api.batches.runner import BatchRunner, num_sequences, response_line
+from mlxpaged.api.batches.store import Store
 from mlxpaged.api.ignored_fields import IgnoredFields
-from mlxpaged.engine import EngineConfig, EngineState, EngineUnavailableError
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from tests.api.helpers import DEADLINE, raw, run_on
 from tests.support import RunningServer, running_server, wait_until
 

@@ -23,10 +23,12 @@ from mlx_lm.utils import load_model as load_plain_model
 from openai import AsyncOpenAI, OpenAI
 
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.engine import AsyncEngine, EngineConfig, EngineState
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.errors import EngineState
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.registry import Registry
+from mlxpaged.registry.registry import Registry
 from tests.api.helpers import (
     DEADLINE,
     Background,

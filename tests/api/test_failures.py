@@ -10,7 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineState
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.errors import EngineState
 from mlxpaged.engine.running_request import RunningRequest
 from tests.api.helpers import (
     Background,

@@ -14,7 +14,9 @@ import pytest
 from mlxpaged import process_memory
 from mlxpaged.api import body as bodies
 from mlxpaged.api import server as api_server
-from mlxpaged.engine import EngineConfig, EngineState, headroom
+from mlxpaged.engine import headroom
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.errors import EngineState
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.step_memory import bytes_per_key
 from mlxpaged.process_memory import MARGIN

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.config import EngineConfig
 from tests.api.helpers import write_keys
 from tests.support import RunningServer, running_server, wait_until
 

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.api.batches import BatchRunner
-from mlxpaged.engine import EngineConfig
+from mlxpaged.api.batches.runner import BatchRunner
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.models.panics import TokenizerPanicError, guarded
 from tests.api.helpers import DEADLINE, ask, raw

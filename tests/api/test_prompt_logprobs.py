@@ -11,7 +11,8 @@ from openai import OpenAI
 from pydantic_core import to_json
 
 from mlxpaged.api.openai.renderer import completion_logprobs, prompt_logprobs
-from mlxpaged.engine import EngineConfig, PromptLogprobs, TokenLogprobs
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 from tests.api.helpers import (
     ask,
     legacy_logprobs,

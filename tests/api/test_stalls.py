@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from mlxpaged.api.batches import runner
-from mlxpaged.engine import EngineConfig, EngineState, builder
+from mlxpaged.engine import builder
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import EngineThread
+from mlxpaged.engine.errors import EngineState
 from mlxpaged.engine.watchdog import LOAD_SECONDS, StallLimits
-from mlxpaged.registry import Model, registry_of
+from mlxpaged.registry.model import Model
+from mlxpaged.registry.registry import registry_of
 from tests.api.helpers import (
     DEADLINE,
     Background,

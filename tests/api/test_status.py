@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.attention import resolve_backend
-from mlxpaged.engine import EngineConfig, Priority
+from mlxpaged.attention.kv_cache import resolve_backend
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.scheduler.sequence import Priority
 from tests.api.helpers import (
     DEADLINE,
     FakeClock,

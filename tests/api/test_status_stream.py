@@ -20,10 +20,11 @@ from mlxpaged.api.phase_tracker import MAX_ENDED, PhaseTracker
 from mlxpaged.api.recent_latencies import RecentLatencies
 from mlxpaged.api.server import Server
 from mlxpaged.api.status_stream import MAX_CELLS, StatusStream, block_map
-from mlxpaged.engine import EngineConfig, Priority, SequenceState
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.status import SequenceState
 from mlxpaged.engine.timeline import Phase
-from mlxpaged.registry import Registry
-from mlxpaged.scheduler import SequenceStatus
+from mlxpaged.registry.registry import Registry
+from mlxpaged.scheduler.sequence import Priority, SequenceStatus
 from tests.api.helpers import DEADLINE, StepGate, metrics, queued_commands, random_tokens, raw, run_on, start
 from tests.support import RunningServer, wait_until
 

@@ -16,7 +16,10 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from mlxpaged.api import server as api_server
-from mlxpaged.engine import EngineConfig, GrammarError, StructuredOutput, ToolCallForm, grammar
+from mlxpaged.engine import grammar
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.constraint import StructuredOutput, ToolCallForm
+from mlxpaged.engine.grammar import GrammarError
 from mlxpaged.formats.pieces import Json
 from tests.api.helpers import (
     DEADLINE,

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.config import EngineConfig
 from tests.api.helpers import (
     FakeClock,
     StepGate,

@@ -13,9 +13,10 @@ from openai import OpenAI
 
 from mlxpaged.api.generation.prompt import rendering
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
-from mlxpaged.engine import EngineConfig, SamplingParams
-from mlxpaged.models import Tokenizer
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.tokenizer_limits import MAX_WRITTEN
 from tests.api.helpers import Background, ask, chat_tokens, post, raw, run_on, tokens_of
 from tests.support import RunningServer, running_server

@@ -10,7 +10,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata
 
 Array = npt.NDArray[np.float64]
 

@@ -24,8 +24,8 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache,
 from mlx_lm.utils import _get_classes
 
 from benchmarks.command_buffers import Operation, operations
-from mlxpaged.attention import AttentionMetadata
 from mlxpaged.attention.layer import route_attention
+from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.models import joins
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.layer_finder import layer_specs

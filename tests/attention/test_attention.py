@@ -11,7 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, AttentionShape, KVLayout, LayerKVCache, gather, resolve_backend
+from mlxpaged.attention import gather
+from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
+from mlxpaged.attention.layout import AttentionShape, KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Locality, Options
 from tests.attention import scenes
 from tests.attention.scenes import (

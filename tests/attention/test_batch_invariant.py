@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache
-from mlxpaged.attention.metadata import HostStep
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata, HostStep
 from tests.attention.scenes import TOLERANCE, Extras, reference_attention
 from tests.metal_on_cpu import Interpreter
 from tests.support import every

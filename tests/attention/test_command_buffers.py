@@ -17,10 +17,13 @@ from benchmarks.command_buffers import (
     evaluation_order,
     operations,
 )
-from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, Tuning, kernels
-from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX
+from mlxpaged.attention import kernels
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Tuning
 from mlxpaged.mlx_settings import LONG_BUFFERS
-from mlxpaged.models import load_model
+from mlxpaged.models.loader import load_model
 from tests.attention.step_graphs import MODELS, fused_functions, our_step, step_of_mlx_lm
 
 LIMITS = {"base or Pro": commit_limits("applegpu_g16g"), "Max": commit_limits("applegpu_g14s")}

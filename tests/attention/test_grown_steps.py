@@ -8,9 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import KVLayout, LayerKVCache, TableView, Tuning
-from mlxpaged.attention.metadata import UNUSED, HostStep, IntArray, Planner
-from mlxpaged.attention.tuning import Choice, decode_class
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.metadata import UNUSED, HostStep, IntArray, Planner, TableView
+from mlxpaged.attention.tuning import Choice, Tuning, decode_class
 
 BLOCK_SIZE = 16
 VIEWS = (TableView(), TableView(group=1), TableView(ratio=2, part=1))

@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import KV_DTYPES, KVLayout, kernels
+from mlxpaged.attention import kernels
+from mlxpaged.attention.layout import KV_DTYPES, KVLayout
 from mlxpaged.attention.matrix import KEYS, MAX_SUMS, THREADGROUPS, THREADS, choose_variant, range_of_keys
 from mlxpaged.attention.metal import BLOCK_SIZES
 from mlxpaged.attention.tuning import MATRIX, Tuning

@@ -10,8 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache, kernels, resolve_backend
-from mlxpaged.attention.layout import KV_DTYPES
+from mlxpaged.attention import kernels
+from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
+from mlxpaged.attention.layout import KV_DTYPES, KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.variants import BLOCK_SIZES
 from tests.attention.metal_cases import HEAD_DIMS, Case
 from tests.metal_on_cpu import Interpreter, is_supported

@@ -10,8 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import KV_DTYPES, AttentionMetadata, KVLayout, LayerKVCache, kernels
-from mlxpaged.attention.metadata import Upload, split
+from mlxpaged.attention import kernels
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import KV_DTYPES, KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata, Upload, split
 from mlxpaged.attention.pool import Locality, bind
 from mlxpaged.attention.tile_schedule import make_schedule
 from mlxpaged.attention.tuning import MATRIX, Tuning

@@ -9,7 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, KVLayout, LayerKVCache
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata
 from tests.attention.metal_cases import TOLERANCE, Case
 from tests.attention.mutants import Mutant, check_mutant, scenarios
 from tests.metal_on_cpu import (

@@ -9,21 +9,22 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention import (
-    AttentionShape,
+from mlxpaged.attention import kernels, precision
+from mlxpaged.attention.kv_cache import resolve_backend
+from mlxpaged.attention.layout import AttentionShape, KVLayout
+from mlxpaged.attention.self_check import (
+    MATRIX_CASES,
+    NEEDED_CASES,
     BackendChoice,
-    KVLayout,
-    Limits,
     choose_backend,
-    choose_tunings,
-    kernels,
-    precision,
-    resolve_backend,
+    self_check,
+    usable_tuning,
 )
-from mlxpaged.attention.self_check import MATRIX_CASES, NEEDED_CASES, self_check, usable_tuning
+from mlxpaged.attention.tuner import Limits, choose_tunings
 from mlxpaged.attention.tuning import BY_CONTEXT, CONTIGUOUS, DEFAULT_TUNING, MATRIX, ShapeClass, Tuning
-from mlxpaged.engine import EngineConfig, build_engine
-from mlxpaged.models import load_model
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.models.loader import load_model
 from tests.support import every, make_tiny_model, run_requests
 
 SHAPE = AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32))

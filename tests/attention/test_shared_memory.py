@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import KVLayout, LayerKVCache, TableView
-from mlxpaged.attention.metadata import HostStep, IntArray
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.metadata import HostStep, IntArray, TableView
 
 LARGE = KVLayout(2, 32, 16, mx.float32, block_size=8)
 SMALL = KVLayout(1, 32, 16, mx.float32, block_size=8)

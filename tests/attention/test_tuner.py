@@ -15,26 +15,39 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention import (
-    DEFAULT_TUNING,
-    AttentionMetadata,
-    AttentionShape,
-    KVLayout,
-    LayerKVCache,
+from mlxpaged.attention import kernels, tuner, tuning_cache
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import AttentionShape, KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.tuner import (
     Limits,
-    Tuning,
+    Prepare,
+    Run,
+    ShapeTimes,
+    Tuner,
+    Workload,
     choose_tunings,
-    kernels,
-    tuner,
-    tuning_cache,
+    classes_of,
+    summary,
+    tune,
 )
-from mlxpaged.attention.tuner import Prepare, Run, ShapeTimes, Tuner, Workload, classes_of, summary, tune
-from mlxpaged.attention.tuning import BY_CONTEXT, CONTIGUOUS, MATRIX, Choice, ShapeClass, default_choice
+from mlxpaged.attention.tuning import (
+    BY_CONTEXT,
+    CONTIGUOUS,
+    DEFAULT_TUNING,
+    MATRIX,
+    Choice,
+    ShapeClass,
+    Tuning,
+    default_choice,
+)
 from mlxpaged.attention.tuning_cache import Machine, TuningCache
 from mlxpaged.cli.doctor import report
-from mlxpaged.engine import EngineConfig, EngineCore, build_engine
-from mlxpaged.models import load_model
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.models.loader import load_model
 from tests.metal_on_cpu import Interpreter
 from tests.support import every, make_tiny_model, run_requests
 

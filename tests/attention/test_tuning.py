@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpaged.attention import AttentionMetadata, AttentionShape, KVLayout, LayerKVCache, Limits
-from mlxpaged.attention.tuner import PARTIAL_BYTES, POOL_BYTES, candidates, classes_of, workload_of
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import AttentionShape, KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.tuner import PARTIAL_BYTES, POOL_BYTES, Limits, candidates, classes_of, workload_of
 from mlxpaged.attention.tuning import (
     BY_CONTEXT,
     CONTIGUOUS,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from mlxpaged.engine import EngineConfig
-from mlxpaged.registry import Model, Registry
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.registry.model import Model
+from mlxpaged.registry.registry import Registry
 from tests.api.helpers import Background, random_tokens, raw, run_on, start
 from tests.browser.conftest import PHONE, Visit
 from tests.support import RunningServer, make_tiny_model, running_server, wait_until

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from mlxpaged.cache.block_pool import BlockPool, BlockPoolError, BlockUsage, DoubleFreeError, OutOfBlocksError
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.config import EngineConfig
 
 
 def test_default_block_size_is_32() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxpaged.cache import CachedBlock
 from mlxpaged.cache.checkpoints import Checkpoints
+from mlxpaged.cache.prefix_cache import CachedBlock
 
 
 def make_chain(length: int) -> list[CachedBlock]:

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.cache import BlockPool, BlockTable, CacheGroups, OutOfBlocksError, PrefixCache, TableRows, blocks_for
+from mlxpaged.cache.block_pool import BlockPool, OutOfBlocksError
+from mlxpaged.cache.block_table import BlockTable
+from mlxpaged.cache.groups import CacheGroups, blocks_for
+from mlxpaged.cache.prefix_cache import PrefixCache
+from mlxpaged.cache.table_rows import TableRows
 
 TOKENS = list(range(100, 164))
 

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxpaged.cache import BlockPool, BlockTable, PrefixCache, TableRows, prefix_cache
+from mlxpaged.cache import prefix_cache
+from mlxpaged.cache.block_pool import BlockPool
+from mlxpaged.cache.block_table import BlockTable
+from mlxpaged.cache.prefix_cache import PrefixCache
+from mlxpaged.cache.table_rows import TableRows
 
 Tokens = list[int]
 

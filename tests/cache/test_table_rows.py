@@ -8,7 +8,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from mlxpaged.cache import BlockPool, BlockTable, PrefixCache, TableRows
+from mlxpaged.cache.block_pool import BlockPool
+from mlxpaged.cache.block_table import BlockTable
+from mlxpaged.cache.prefix_cache import PrefixCache
+from mlxpaged.cache.table_rows import TableRows
 
 SIZE = 2  # tokens of a block
 

@@ -29,7 +29,7 @@ from mlxpaged.models.short_names import (
     short_names,
     without_address,
 )
-from mlxpaged.registry import Catalog
+from mlxpaged.registry.catalog import Catalog
 from tests.cli.helpers import DEADLINE, Result, hub, mlxpaged
 from tests.models.architectures import ARCHITECTURES, REFUSED, make_architecture
 from tests.models.test_preflight import point_to, requested_weights, sizes_of

@@ -23,10 +23,12 @@ from mlxpaged.cli import http_server, serve
 from mlxpaged.cli.banner import banner, page_address
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer, url_of
-from mlxpaged.engine import AsyncEngine, EngineConfig, EngineInfo, build_engine
-from mlxpaged.models import load_model
-from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.registry import Registry
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.info import EngineInfo
+from mlxpaged.models.loader import DEMO_PATH, load_model
+from mlxpaged.registry.registry import Registry
 from tests.cli.helpers import DEADLINE, Command, Result, hub, mlxpaged, question, serving
 from tests.models.architectures import make_architecture
 from tests.support import make_embedding_model, make_tiny_model, wait_until

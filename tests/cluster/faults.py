@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from mlxpaged.attention import LayerKVCache
+from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.engine import builder
 from mlxpaged.engine.follower import Follower
 

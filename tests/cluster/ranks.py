@@ -21,8 +21,10 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlxpaged.engine import EngineConfig, EngineCore, builder, memory_pressure
+from mlxpaged.engine import builder, memory_pressure
 from mlxpaged.engine.builder import load_core
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.follower import follow
 from mlxpaged.engine.ranks import Ranks
 from tests.lazy_kernels import LazyKernels, no_fusion

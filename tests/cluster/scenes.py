@@ -7,9 +7,12 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlxpaged.engine import Constraint, EngineCore, Request, SamplingParams
+from mlxpaged.engine.constraint import Constraint
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.ranks import RankLostError
-from mlxpaged.scheduler import Batch
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.scheduler.batch import Batch
 from tests.cluster.ranks import MESSAGES, ring_bytes
 
 NUM_TOKENS = 16

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from mlxpaged.cluster.cluster_engine import Unfinished
-from mlxpaged.engine import Constraint, EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
-from mlxpaged.models import ServedModel, load_model
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.constraint import Constraint
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models.loader import ServedModel, load_model
 
 LENGTH = 40
 

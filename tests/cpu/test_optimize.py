@@ -14,7 +14,7 @@ from mlx.nn.layers.linear import Linear
 
 from mlxpaged.cpu import streams
 from mlxpaged.cpu.optimize import optimize_for_cpu, swiglu_by_exp2, swiglu_of_mlx_lm
-from mlxpaged.models import load_model
+from mlxpaged.models.loader import load_model
 from tests.support import make_tiny_model
 
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only a CPU's model is changed")

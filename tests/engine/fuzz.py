@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from mlxpaged.engine import EngineCore
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler import Batch, Priority
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.sequence import Priority
 from tests.engine.hybrid import Run, TinyModel, assert_balanced, request
 
 VOCABULARY = range(1, 200)

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.models import ServedModel
 from mlxpaged.models.layers import bytes_per_token
-from mlxpaged.scheduler import FinishReason
+from mlxpaged.models.loader import ServedModel
+from mlxpaged.scheduler.sequence import FinishReason
 from tests.support import poison_new_blocks
 
 

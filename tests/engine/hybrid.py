@@ -15,13 +15,19 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine, builder
+from mlxpaged.engine import builder
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.memory import START_TOKENS
 from mlxpaged.engine.memory_pressure import MemoryPressure
-from mlxpaged.models import load_model
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.layers import state_bytes
-from mlxpaged.scheduler import Batch, Priority
+from mlxpaged.models.loader import load_model
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.sequence import Priority
 from tests.answers import Answer, greedy_answer
 from tests.models.architectures import QWEN3_5, VOCAB_SIZE, nested, random_weights
 from tests.support import make_tiny_model, poison_new_blocks

@@ -22,19 +22,18 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.cpu.split_linear import SplitFeedForward, SplitLinear
-from mlxpaged.engine import EngineConfig, EngineCore, Request, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.embedder import Embedder, EmbeddingRequest
-from mlxpaged.models import (
-    AdapterPath,
-    ServedModel,
-    UnsupportedModelError,
-    adapted_layers,
-    load_model,
-    own_embedding_model,
-)
+from mlxpaged.engine.request import Request
+from mlxpaged.models import adapted_layers
+from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence
-from mlxpaged.scheduler import Batch, ScheduledSequence
-from mlxpaged.scheduler import Sequence as SequenceOfTokens
+from mlxpaged.models.loader import ServedModel, load_model, own_embedding_model
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.sequence import Sequence as SequenceOfTokens
 from tests.answers import Answer, greedy_answer
 from tests.engine.hybrid import Run, request, run
 from tests.models.architectures import ARCHITECTURES, REFUSED, is_installed, make_architecture

@@ -6,7 +6,10 @@ import asyncio
 
 import pytest
 
-from mlxpaged.engine import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
 
 
 async def answers(engine: AsyncEngine, count: int) -> list[list[int]]:

@@ -17,12 +17,16 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlxpaged.cache import CacheGroups
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams
+from mlxpaged.cache.groups import CacheGroups
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request
 from mlxpaged.engine.row_tiles import largest_tile
-from mlxpaged.models import UnsupportedModelError
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.cache_groups import cache_layout
-from mlxpaged.scheduler import Batch, Priority
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.sequence import Priority
 from tests.engine.hybrid import Hybrid, TinyModel, assert_balanced
 from tests.metal_on_cpu import Interpreter
 from tests.models.architectures import VOCAB_SIZE, make_architecture

@@ -11,12 +11,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep, StepResult
-from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
-from mlxpaged.scheduler import Batch, FinishReason, Priority
+from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.sequence import FinishReason, Priority
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
 POISONED_TOKEN = 77

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.models import ServedModel, load_model
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.layers import bytes_per_token
-from mlxpaged.scheduler import Batch, FinishReason, Scheduler, Sequence
+from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import FinishReason, Sequence
 from tests.scheduler.simulation import make_scheduler
 from tests.scheduler.test_deadlines import teach
 from tests.support import every, make_tiny_model, poison_new_blocks, run_requests

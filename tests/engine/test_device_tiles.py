@@ -9,8 +9,8 @@ import pytest
 
 from mlxpaged.engine import device_tiles as module
 from mlxpaged.engine.device_tiles import device_tiles
-from mlxpaged.models import load_model
-from mlxpaged.scheduler import ANY_ROWS, RowTiles
+from mlxpaged.models.loader import load_model
+from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
 from tests.models.architectures import make_architecture
 from tests.support import make_tiny_model, quantize
 

@@ -14,9 +14,9 @@ from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.cpu import streams
 from mlxpaged.engine.embedder import STEP_TOKENS, Embedder, EmbeddingRequest
-from mlxpaged.models import load_embedding_model
 from mlxpaged.models.embedding import Pooling
-from mlxpaged.scheduler import FinishReason
+from mlxpaged.models.loader import load_embedding_model
+from mlxpaged.scheduler.sequence import FinishReason
 from tests.api.helpers import random_tokens
 from tests.support import make_embedding_model, make_tiny_model, write_modules
 

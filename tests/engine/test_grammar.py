@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxpaged.engine import Constraint, EngineCore, GrammarError, Request, SamplingParams
-from mlxpaged.engine.grammar import KEPT
+from mlxpaged.engine.constraint import Constraint
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.grammar import KEPT, GrammarError
 from mlxpaged.engine.json_schema import disjoint_one_of_as_any_of
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.models import ServedModel, load_model
-from mlxpaged.scheduler import FinishReason
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.scheduler.sequence import FinishReason
 from tests.engine.helpers import finish, let_steps_fail, make_core
 from tests.support import every, make_tiny_model
 

@@ -16,13 +16,16 @@ import psutil
 import pytest
 
 from mlxpaged import process_memory
-from mlxpaged.engine import EngineConfig, build_engine, builder, engine_thread, memory
+from mlxpaged.engine import builder, engine_thread, memory
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.engine_thread import free_garbage
 from mlxpaged.engine.memory import kv_blocks, swap_slots
-from mlxpaged.models import ModelNotFoundError, load_embedding_model, load_model
 from mlxpaged.models.device_memory import free_device_memory
+from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.layers import bytes_per_token, state_bytes
+from mlxpaged.models.loader import load_embedding_model, load_model
 from mlxpaged.process_memory import system_free_memory
 from tests.support import make_embedding_model, make_tiny_model
 

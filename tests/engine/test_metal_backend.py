@@ -9,11 +9,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.models.loader import ServedModel, load_model
 from tests.metal_on_cpu import Interpreter
 from tests.models.architectures import make_architecture
 from tests.support import make_tiny_model, poison_new_blocks, run_requests

@@ -10,18 +10,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, metadata
-from mlxpaged.attention.metadata import HostStep
+from mlxpaged.attention import metadata
+from mlxpaged.attention.metadata import AttentionMetadata, HostStep
 from mlxpaged.cpu import attention as cpu_attention
 from mlxpaged.cpu import attention_plan, kv_pool
 from mlxpaged.cpu.split_linear import LinearByInput
-from mlxpaged.engine import EngineConfig, build_engine, model_runner
+from mlxpaged.engine import model_runner
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.step_input import SampledTokens
-from mlxpaged.models import ServedModel
-from mlxpaged.models.loader import load_model
-from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
-from mlxpaged.scheduler.sequence import PENDING
+from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.sequence import PENDING, Sequence
 from tests.support import make_tiny_model, run_requests
 
 

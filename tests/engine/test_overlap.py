@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 
 from benchmarks.stand_in_device import stand_in_device
-from mlxpaged.engine import Constraint, EngineConfig, EngineCore, Request, RequestOutput, SamplingParams, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.constraint import Constraint
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
-from mlxpaged.scheduler import FinishReason
+from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.scheduler.sequence import FinishReason
 from tests.support import every, make_tiny_model, poison_new_blocks, run_requests
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention import LayerKVCache
-from mlxpaged.engine import EngineCore, pool_resizer
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.engine import pool_resizer
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.memory_pressure import MemoryPressure
 from mlxpaged.engine.pool_resizer import IDLE_SECONDS, LEAST_SHARE, POLL_SECONDS, PRESSURE_SECONDS
-from mlxpaged.scheduler import FinishReason, Priority
+from mlxpaged.scheduler.sequence import FinishReason, Priority
 from tests.engine.fuzz import play
 from tests.engine.hybrid import Hybrid, TinyModel, assert_balanced, request, run
 from tests.metal_on_cpu import Interpreter

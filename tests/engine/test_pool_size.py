@@ -7,9 +7,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
-from mlxpaged.models import ServedModel, load_model
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.models.loader import ServedModel, load_model
 from tests.engine.helpers import lines_run
 from tests.metal_on_cpu import Interpreter
 from tests.support import make_tiny_model

@@ -9,12 +9,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.swap_space import SwapSpace
-from mlxpaged.models import ServedModel, load_model
 from mlxpaged.models.layers import bytes_per_token
-from mlxpaged.scheduler import Priority, SchedulerStats
+from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.scheduler.stats import SchedulerStats
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
 PROMPTS = [[(7 * i + k) % 250 for k in range(20 + 9 * i)] for i in range(10)]

@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxpaged.engine import PromptLogprobs, Request, RequestOutput, SamplingParams, prompt_logits
+from mlxpaged.engine import prompt_logits
+from mlxpaged.engine.logprobs import PromptLogprobs
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.prompt_logits import BYTES_PER_LOGIT, max_prompt_logits
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler import Batch, FinishReason, ScheduledSequence, Sequence
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.sequence import FinishReason, Sequence
 from tests.engine.hybrid import Hybrid, TinyModel, run
 from tests.models.architectures import VOCAB_SIZE
 from tests.support import make_tiny_model

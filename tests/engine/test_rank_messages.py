@@ -11,7 +11,7 @@ from mlxpaged.cache.table_rows import UNUSED
 from mlxpaged.engine.rank_messages import MessageReader, MessageWriter
 from mlxpaged.engine.step_input import StepInput
 from mlxpaged.models.states import StateRow
-from mlxpaged.scheduler import BlockMoves
+from mlxpaged.scheduler.batch import BlockMoves
 
 BLOCK_SIZE = 32
 

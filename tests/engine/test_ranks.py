@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine import EngineConfig
 from mlxpaged.engine.builder import load_core
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.ranks import Ranks
-from mlxpaged.models import AdapterPath, UnsupportedModelError
+from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.sharding import Share
 
 

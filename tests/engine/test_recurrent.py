@@ -11,10 +11,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineCore, Request
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.request import Request
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler import Batch, FinishReason
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.sequence import FinishReason
 from tests.engine.hybrid import Hybrid, Run, assert_balanced, request, run
 
 rng = random.Random(5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxpaged.cache import CacheGroups
+from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.engine.memory import LEAST_STEP, START_TOKENS, kv_blocks
 from mlxpaged.models.device_memory import DESKTOP_LEAST, default_device_memory
 from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token

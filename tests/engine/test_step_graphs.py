@@ -15,12 +15,18 @@ import pytest
 
 from mlxpaged.attention import kernels, metadata, metal
 from mlxpaged.attention.metadata import Planner
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine, model_runner, step_graphs
+from mlxpaged.engine import model_runner, step_graphs
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.models import AdapterPath, ServedModel, load_model
+from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.layers import PerSequence, bytes_per_token
+from mlxpaged.models.loader import ServedModel, load_model
 from tests.engine.fuzz import play_all
 from tests.engine.hybrid import Hybrid, TinyModel, request, run
 from tests.engine.test_model_runner import CountingMlx

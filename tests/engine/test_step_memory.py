@@ -9,14 +9,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.attention import AttentionShape, KVLayout
 from mlxpaged.attention.gather import scores_bytes
+from mlxpaged.attention.layout import AttentionShape, KVLayout
 from mlxpaged.cpu.attention_plan import TILE
-from mlxpaged.engine import EngineConfig, memory, step_memory
+from mlxpaged.engine import memory, step_memory
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import LEAST_STEP
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
 from mlxpaged.engine.step_memory import SCORE_TOKENS, measure_step
-from mlxpaged.models import load_model
+from mlxpaged.models.loader import load_model
 from tests.engine.hybrid import Hybrid
 from tests.models.architectures import make_architecture
 from tests.support import make_tiny_model

@@ -10,21 +10,16 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine import (
-    Constraint,
-    EngineCore,
-    GrammarError,
-    Request,
-    SamplingParams,
-    StructuredOutput,
-    ToolCallForm,
-)
-from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.constraint import Constraint, StructuredOutput, ToolCallForm
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.grammar import GrammarError, Grammars
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.structured_output import lark
 from mlxpaged.formats.pieces import Json
-from mlxpaged.models import ServedModel, load_model
-from mlxpaged.scheduler import FinishReason
+from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.scheduler.sequence import FinishReason
 from tests.engine.helpers import finish, let_steps_fail, make_core
 from tests.scripted import make_scripted_model
 

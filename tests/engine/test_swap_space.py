@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlxpaged.attention import KVLayout, LayerKVCache
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import KVLayout
 from mlxpaged.engine import swap_space
 from mlxpaged.engine.swap_space import SwapSpace, SwapSpaceError, bytes_per_slot
 
@@ -355,7 +356,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import mlx.core as mx
-from mlxpaged.attention import LayerKVCache
+from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.engine.swap_space import SwapSpace
 
 space = SwapSpace([LayerKVCache(4, 1, 32, mx.float16)], 4, Path(sys.argv[1]))

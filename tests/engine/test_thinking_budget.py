@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpaged.engine import EngineConfig, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.thinking_budget import ThinkingBudget
-from mlxpaged.models import ServedModel, load_model
+from mlxpaged.models.loader import ServedModel, load_model
 from tests.support import make_tiny_model, run_requests
 
 START, END = [7, 8], [9, 8]

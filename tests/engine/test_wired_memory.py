@@ -11,10 +11,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import EngineConfig, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import EngineThread
 from mlxpaged.engine.wired_memory import PAGE, choose_wiring, wire_memory
-from mlxpaged.models import load_model
+from mlxpaged.models.loader import load_model
 from tests.engine.test_memory import slot
 
 HEAP = 2**20

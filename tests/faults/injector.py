@@ -95,7 +95,7 @@ def patch() -> None:
     from mlxpaged.engine.sampler import Sampler
     from mlxpaged.engine.swap_space import SwapSpace
     from mlxpaged.models.tokenizer import Tokenizer
-    from mlxpaged.scheduler import Scheduler
+    from mlxpaged.scheduler.scheduler import Scheduler
 
     ERRORS["DeviceError"], ERRORS["GrammarError"] = DeviceError, GrammarError
     before(ModelRunner, "forward", "forward", of_batch)

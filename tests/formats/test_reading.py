@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
 from mlxpaged.api.generation.deltas import Delta, Text, Thinking, ToolCall, joined
-from mlxpaged.engine import Constraint, StructuredOutput
+from mlxpaged.engine.constraint import Constraint, StructuredOutput
 from mlxpaged.formats import FORMATS, HARMONY
-from mlxpaged.models import Tags
+from mlxpaged.models.tokenizer import Tags
 from tests.formats.written import GEMMA_QUOTE, WRITTEN, as_json, kimi_k2, named, qwen3_coder
 
 THOUGHTS = {"mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>thought", "<channel|>")}

@@ -20,11 +20,15 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import load_model
-from mlxpaged.scheduler import Priority
+from mlxpaged.scheduler.sequence import Priority
 from tests.answers import TIE, Answer, greedy_answer
 from tests.models.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, is_installed, make_architecture
 from tests.support import poison_new_blocks, quantize

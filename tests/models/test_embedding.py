@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.models import UnsupportedModelError, load_embedding_model, load_model, own_embedding_model
 from mlxpaged.models.embedding import Pooling, embedding_spec, stated_pooling
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.loader import load_embedding_model, load_model, own_embedding_model
 from tests.support import make_embedding_model, make_tiny_model, write_modules
 
 LONGEST = 8192

@@ -16,7 +16,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.cpu.split_linear import SplitLinear
-from mlxpaged.engine import EngineConfig, EngineCore, build_engine
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import load_model
 from tests.support import cast, demo_vocab_size, make_tiny_model, poison_new_blocks, quantize, run_requests

@@ -14,9 +14,13 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.engine import EngineConfig, Request, SamplingParams, TokenLogprobs, build_engine
-from mlxpaged.models import load_model
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.logprobs import TokenLogprobs
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.layers import is_per_sequence
+from mlxpaged.models.loader import load_model
 from tests.models.architectures import VOCAB_SIZE, make_architecture
 from tests.support import cast, poison_new_blocks
 

@@ -14,8 +14,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.models import AdapterPath, UnsupportedModelError, load_model, loader
+from mlxpaged.models import loader
+from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.adapters import MAX_KEYS
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.loader import load_model
 from mlxpaged.models.weight_headers import MAX_HEADER_BYTES
 from tests.models.test_hostile import SECONDS, change_header, fifo, link, sparse, write, write_bytes
 from tests.support import make_adapter, make_tiny_model

@@ -16,8 +16,8 @@ from mlx_lm.models.gpt_oss import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlxpaged.cpu.joined_linear import JoinedLinear, Joint
-from mlxpaged.models import load_model
 from mlxpaged.models.joins import join, join_gate_and_up
+from mlxpaged.models.loader import load_model
 from tests.models.architectures import make_architecture
 from tests.support import every
 

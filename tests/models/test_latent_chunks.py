@@ -10,9 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.attention import AttentionMetadata, LatentLayer, latent
-from mlxpaged.attention.latent import ExpandedChunk, make_latent_groups
-from mlxpaged.scheduler import Batch
+from mlxpaged.attention import latent
+from mlxpaged.attention.latent import ExpandedChunk, LatentLayer, make_latent_groups
+from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.scheduler.batch import Batch
 from tests.metal_on_cpu.fixtures import metal, metal_on_cpu
 from tests.models.architectures import is_installed, make_architecture
 from tests.models.test_architectures import BRIEF, WHOLE, Case, assert_same

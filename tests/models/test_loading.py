@@ -15,12 +15,15 @@ from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.attention import PagedLayer, StepContext
+from mlxpaged.attention.layer import PagedLayer, StepContext
 from mlxpaged.cpu.split_linear import LinearByInput
-from mlxpaged.engine import EngineConfig, build_engine
-from mlxpaged.models import DEMO_MODEL, ServedModel, Turns, loader
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.models import loader
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.loader import DEMO_PATH, context_length, load_model, resolve_model
+from mlxpaged.models.loader import DEMO_PATH, ServedModel, context_length, load_model, resolve_model
+from mlxpaged.models.short_names import DEMO_MODEL
+from mlxpaged.models.turns import Turns
 from tests.support import SMALL, demo_vocab_size, make_tiny_model, run_requests
 
 
@@ -372,7 +375,8 @@ def test_loading_twice_wraps_attention_once(tmp_path: Path) -> None:
 
 
 def test_a_served_model_called_outside_a_step_says_so(tmp_path: Path) -> None:
-    from mlxpaged.attention import LayerKVCache, PagedAttentionError
+    from mlxpaged.attention.kv_cache import LayerKVCache
+    from mlxpaged.attention.layer import PagedAttentionError
 
     served = load_model(str(make_tiny_model(tmp_path / "m", "llama")))
     step = StepContext()

@@ -13,7 +13,8 @@ import mlx_lm
 import pytest
 from huggingface_hub import HfApi, constants
 
-from mlxpaged.models import ModelNotFoundError, UnsupportedModelError, loader
+from mlxpaged.models import loader
+from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH, load_model, resolve_model
 from mlxpaged.models.preflight import Reserved, check_model
 from tests.cli.helpers import hub

@@ -13,7 +13,9 @@ from mlx_lm.models import gemma3_text
 from mlx_lm.utils import get_total_parameters
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.attention import LayerKVCache, PagedLayer, StepContext, precision
+from mlxpaged.attention import precision
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layer import PagedLayer, StepContext
 from mlxpaged.models import loader, probe_steps
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layer_finder import Way, layer_specs

@@ -14,9 +14,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.models import ServedModel, load_model
+from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.states import Group, RecurrentLayer, StateRow, StateStep, make_groups
-from mlxpaged.scheduler import Batch, ScheduledSequence, Sequence
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.sequence import Sequence
 from tests.models.architectures import make_architecture
 
 BLOCK_SIZE = 8

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from transformers import AutoTokenizer
 
-from mlxpaged.models import UnsupportedModelError
+from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.models.templates import renderer
 from mlxpaged.models.tokenizer import ChatTemplateError, Tokenizer

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine import EngineConfig, builder
-from mlxpaged.registry import Model, Registry, registry_of
+from mlxpaged.engine import builder
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.registry.model import Model
+from mlxpaged.registry.registry import Registry, registry_of
 from tests.api.helpers import raw
 from tests.support import RunningServer
 

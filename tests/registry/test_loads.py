@@ -13,7 +13,8 @@ import pytest
 from mlxpaged.api.batches import runner
 from mlxpaged.api.errors import ApiError, no_room
 from mlxpaged.models.turns import Turns
-from mlxpaged.registry import Limits, NoRoomError
+from mlxpaged.registry.errors import NoRoomError
+from mlxpaged.registry.registry import Limits
 from tests.api.helpers import DEADLINE, Background, FakeClock, StepGate, post, raw, run_on
 from tests.api.test_batches import ended, jsonl, lines_of, submit
 from tests.registry.helpers import hold_loads, models, refusal, states

@@ -16,9 +16,11 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.engine import EngineConfig
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.device_memory import limit_memory
-from mlxpaged.registry import Catalog, Limits, Model, ModelState, registry_of
+from mlxpaged.registry.catalog import Catalog
+from mlxpaged.registry.model import Model, ModelState
+from mlxpaged.registry.registry import Limits, registry_of
 from tests.api.helpers import (
     DEADLINE,
     Background,

@@ -21,7 +21,8 @@ from mlxpaged.cli import http_server, main, serve
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import Samples, SamplingRow
 from mlxpaged.engine.worker import Worker
-from mlxpaged.scheduler import Priority, PromptTooLongError
+from mlxpaged.scheduler.admission import PromptTooLongError
+from mlxpaged.scheduler.sequence import Priority
 from tests.api.helpers import (
     Background,
     StepGate,

@@ -7,23 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mlxpaged.cache import BlockPool
-from mlxpaged.scheduler import (
-    Batch,
-    BlockMoves,
-    FinishReason,
-    Priority,
-    ScheduledSequence,
-    Scheduler,
-    SchedulerConfig,
-    Sequence,
-    SequenceStatus,
-)
-from mlxpaged.scheduler import (
-    scheduler as scheduler_module,
-)
+from mlxpaged.cache.block_pool import BlockPool
+from mlxpaged.scheduler import scheduler as scheduler_module
+from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence
+from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.queue import ORDER
-from mlxpaged.scheduler.sequence import PENDING
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import PENDING, FinishReason, Priority, Sequence, SequenceStatus
 
 PREEMPTOR = 999_999
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpaged.cache import BlockUsage, OutOfBlocksError
-from mlxpaged.scheduler import Batch, FinishReason, Priority, Sequence, SequenceStatus
+from mlxpaged.cache.block_pool import BlockUsage, OutOfBlocksError
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence, SequenceStatus
 from tests.scheduler.simulation import Simulation, answer, make_scheduler, sequence, undisturbed
 
 HIGH, NORMAL, LOW = Priority

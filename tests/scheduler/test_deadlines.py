@@ -7,7 +7,9 @@ import random
 
 import pytest
 
-from mlxpaged.scheduler import Batch, Priority, ScheduledSequence, Scheduler, Sequence
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import Priority, Sequence
 from tests.scheduler.simulation import FakeClock, Simulation, make_scheduler, sequence
 
 HIGH, NORMAL, LOW = Priority

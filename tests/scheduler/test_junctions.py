@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxpaged.cache import BlockPool, BlockTable, PrefixCache, TableRows
-from mlxpaged.scheduler import Batch, Scheduler, SchedulerConfig, Sequence
+from mlxpaged.cache.block_pool import BlockPool
+from mlxpaged.cache.block_table import BlockTable
+from mlxpaged.cache.prefix_cache import PrefixCache
+from mlxpaged.cache.table_rows import TableRows
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.junctions import Junctions
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import Sequence
 
 SIZE = 4
 

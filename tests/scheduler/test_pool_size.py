@@ -9,8 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from mlxpaged.cache import BlockPool, OutOfBlocksError
-from mlxpaged.scheduler import FinishReason, Priority, PromptTooLongError, Scheduler
+from mlxpaged.cache.block_pool import BlockPool, OutOfBlocksError
+from mlxpaged.scheduler.admission import PromptTooLongError
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import FinishReason, Priority
 from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
 
 LONG = bool(os.environ.get("MLXPAGED_LONG"))

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from mlxpaged.scheduler import FinishReason, Priority, PromptTooLongError, Sequence, SequenceStatus
+from mlxpaged.scheduler.admission import PromptTooLongError
 from mlxpaged.scheduler.scheduler import LOOK_AHEAD, STARVATION_BOUND
+from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence, SequenceStatus
 from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
 
 HIGH, NORMAL, LOW = Priority

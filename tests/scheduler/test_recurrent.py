@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mlxpaged.scheduler import Batch, FinishReason, Priority, Scheduler, SchedulerConfig, Sequence, SequenceStatus
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.config import SchedulerConfig
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence, SequenceStatus
 
 SIZE = 4
 

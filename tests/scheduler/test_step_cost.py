@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.scheduler import ANY_ROWS, Batch, RowTiles, SchedulerConfig, Sequence
-from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, step_multiple
-from mlxpaged.scheduler.row_tiles import LEAST_CHUNK
+from mlxpaged.scheduler.batch import Batch
+from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
+from mlxpaged.scheduler.row_tiles import ANY_ROWS, LEAST_CHUNK, RowTiles
+from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.scheduler.step_cost import EXTRAPOLATION, KEPT, OUTLIER, Costs, StepCost, chunk_keys
 from tests.scheduler.simulation import commit, make_scheduler, sequence
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from mlxpaged.api.access.rate_limit import Allowance
-from mlxpaged.engine import Priority
+from mlxpaged.scheduler.sequence import Priority
 
 LOOPBACK = ("127.0.0.1", "::1")
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from mlxpaged.api.anthropic import schema
 from mlxpaged.api.anthropic.signature import unseal
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool, ToolChoice, function_call, sampling_params
-from mlxpaged.engine import Constraint
-from mlxpaged.models import Tokenizer
+from mlxpaged.engine.constraint import Constraint
+from mlxpaged.models.tokenizer import Tokenizer
 
 Mode = Literal["none", "auto", "required"]
 CHOICES: dict[str, Mode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}

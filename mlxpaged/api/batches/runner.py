@@ -27,8 +27,8 @@ from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.reading import Reading
 from mlxpaged.api.request_id import new_id
-from mlxpaged.engine import EngineState, EngineUnavailableError, QueueFullError
-from mlxpaged.registry import Registry
+from mlxpaged.engine.errors import EngineState, EngineUnavailableError, QueueFullError
+from mlxpaged.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from enum import Enum, auto
 from typing import Any
 
 from mlxpaged.api.generation.deltas import Delta, Text, Thinking, ToolCall
-from mlxpaged.engine import Constraint, StructuredOutput
+from mlxpaged.engine.constraint import Constraint, StructuredOutput
 from mlxpaged.formats import HARMONY, Call, Format, NotACall, Source, Tools, harmony
-from mlxpaged.models import Tags
+from mlxpaged.models.tokenizer import Tags
 
 
 class Section(Enum):

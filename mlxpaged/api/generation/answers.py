@@ -22,16 +22,13 @@ from mlxpaged.api.generation.prompt import Prompts
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext
 from mlxpaged.api.streaming import EVENTS, EventStream, Silence, comment
-from mlxpaged.engine import (
-    EngineInfo,
-    PromptLogprobs,
-    PromptProgress,
-    RequestOutput,
-    RequestStream,
-    SamplingParams,
-    Timeline,
-    TokenLogprobs,
-)
+from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
+from mlxpaged.engine.prompt_progress import PromptProgress
+from mlxpaged.engine.request import RequestOutput
+from mlxpaged.engine.request_stream import RequestStream
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine.timeline import Timeline
 
 
 @dataclass

@@ -8,10 +8,10 @@ from typing import Any
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS
-from mlxpaged.engine import EngineInfo
+from mlxpaged.engine.info import EngineInfo
 from mlxpaged.models.thinking_variables import BUDGET, NAMES
 from mlxpaged.models.tokenizer import RENDERING_OPTIONS
-from mlxpaged.scheduler import PromptTooLongError
+from mlxpaged.scheduler.admission import PromptTooLongError
 
 
 class ContextLengthError(ApiError):

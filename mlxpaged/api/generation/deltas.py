@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mlxpaged.engine import PromptLogprobs, Timeline, TokenLogprobs
+from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
+from mlxpaged.engine.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpaged.formats import HARMONY
-from mlxpaged.models import Tags, Tokenizer
+from mlxpaged.models.tokenizer import Tags, Tokenizer
 
 
 def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlxpaged.engine import TokenLogprobs
-from mlxpaged.models import Tokenizer
+from mlxpaged.engine.logprobs import TokenLogprobs
+from mlxpaged.models.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """This stands for minus infinity, which JSON does not have. OpenAI uses the same value."""

@@ -20,7 +20,9 @@ from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
 from mlxpaged.api.generation.tool_prompt import tool_prompt, with_tools
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import EngineInfo, SamplingParams, StructuredOutput, Thinking
+from mlxpaged.engine.constraint import StructuredOutput, Thinking
+from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats import HARMONY
 from mlxpaged.models.control_tokens import ControlTokenError
 from mlxpaged.models.tokenizer import ChatTemplateError

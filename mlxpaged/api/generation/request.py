@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from mlxpaged.api.errors import ApiError, bad_parameter
-from mlxpaged.engine import SamplingParams
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats.pieces import LARK, Grammar
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

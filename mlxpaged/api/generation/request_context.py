@@ -11,7 +11,8 @@ from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.request_id import HEADER, VALID, new_id
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import EngineConfig, Priority
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.scheduler.sequence import Priority
 
 TIMELINE_HEADER, PROGRESS_HEADER = "X-Mlxpaged-Timeline", "X-Mlxpaged-Progress"
 

@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
-from mlxpaged.engine import StructuredOutput, Thinking, ToolCallForm
+from mlxpaged.engine.constraint import StructuredOutput, Thinking, ToolCallForm
 from mlxpaged.formats import HARMONY, Format, harmony
 from mlxpaged.formats.pieces import InexpressibleError
-from mlxpaged.models import Tags
+from mlxpaged.models.tokenizer import Tags
 
 
 def structured_output(

@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from mlxpaged.api import web
 from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.errors import ApiError, model_not_found
@@ -16,9 +15,10 @@ from mlxpaged.api.models import models_for
 from mlxpaged.api.ollama.renderer import timestamp
 from mlxpaged.api.ollama.schema import OllamaShowRequest
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import EmbeddingInfo, EngineInfo
+from mlxpaged.api.web import files as web
+from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.models.short_names import LATEST
-from mlxpaged.registry import Model
+from mlxpaged.registry.model import Model
 
 VERSION = "0.13.5"
 """The version of Ollama whose API these endpoints follow. Some clients refuse older ones."""

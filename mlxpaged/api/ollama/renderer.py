@@ -15,7 +15,9 @@ from mlxpaged.api.generation.tool_calls import call_arguments
 from mlxpaged.api.ollama.errors import error_body
 from mlxpaged.api.ollama.schema import GeneratingFields
 from mlxpaged.api.streaming import LINES, line
-from mlxpaged.engine import PromptProgress, Timeline, TokenLogprobs
+from mlxpaged.engine.logprobs import TokenLogprobs
+from mlxpaged.engine.prompt_progress import PromptProgress
+from mlxpaged.engine.timeline import Timeline
 
 
 class OllamaRenderer(Renderer):

@@ -23,7 +23,7 @@ from mlxpaged.api.ollama.schema import (
 )
 from mlxpaged.api.ollama.translation import translate_chat, translate_prompt
 from mlxpaged.api.server import server_of
-from mlxpaged.registry import ModelBusyError
+from mlxpaged.registry.errors import ModelBusyError
 
 ID_PREFIX = "ollama"
 

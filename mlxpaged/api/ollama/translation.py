@@ -17,8 +17,9 @@ from mlxpaged.api.generation.request import (
     sampling_params,
 )
 from mlxpaged.api.ollama import schema
-from mlxpaged.engine import Constraint, SamplingParams
-from mlxpaged.models import Tokenizer
+from mlxpaged.engine.constraint import Constraint
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models.tokenizer import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
 THINK_TOKENS = {"low": 1024, "medium": 4096}

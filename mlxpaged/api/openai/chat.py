@@ -16,7 +16,7 @@ from mlxpaged.api.openai.renderer import CompletionsRenderer, chat_logprobs
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.openai.thinking import ThinkingFields
 from mlxpaged.api.openai.tools import NamedTool, translated_choice
-from mlxpaged.engine import TokenLogprobs
+from mlxpaged.engine.logprobs import TokenLogprobs
 
 THINKING = tuple(ThinkingFields.model_fields)
 

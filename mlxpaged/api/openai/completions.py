@@ -14,7 +14,7 @@ from mlxpaged.api.generation.request import GenerationRequest, sampling_params
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.renderer import CompletionsRenderer, completion_logprobs
 from mlxpaged.api.openai.schema import CompletionRequest
-from mlxpaged.engine import PromptLogprobs, TokenLogprobs
+from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 
 
 async def respond(request: Request, body: CompletionRequest) -> Response:

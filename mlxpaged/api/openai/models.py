@@ -9,7 +9,8 @@ from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.errors import ApiError, load_failed, model_not_found, no_room
 from mlxpaged.api.models import OWNER, describe, describe_adapter, models_for, state_fields
 from mlxpaged.api.server import server_of
-from mlxpaged.registry import LoadFailedError, ModelBusyError, ModelState, ModelUnknownError, NoRoomError
+from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
+from mlxpaged.registry.model import ModelState
 
 
 async def list_models(request: Request) -> Response:

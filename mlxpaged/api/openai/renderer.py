@@ -14,8 +14,9 @@ from mlxpaged.api.generation.deltas import Usage
 from mlxpaged.api.generation.logprobs import MIN_LOGPROB, described
 from mlxpaged.api.openai.schema import SamplingFields
 from mlxpaged.api.streaming import event
-from mlxpaged.engine import PromptLogprobs, PromptProgress, TokenLogprobs
-from mlxpaged.models import Tokenizer
+from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
+from mlxpaged.engine.prompt_progress import PromptProgress
+from mlxpaged.models.tokenizer import Tokenizer
 
 
 class CompletionsRenderer(Renderer):

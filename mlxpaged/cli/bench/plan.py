@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from mlxpaged.cli.bench.defaults import FIRST_CONTEXT, PROMPT_TOKENS
 from mlxpaged.cli.bench.load import Load
-from mlxpaged.engine import AsyncEngine, EngineInfo
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.info import EngineInfo
 
 WARM_UP_TOKENS = 4
 WARM_UP_CONTEXT = 1024

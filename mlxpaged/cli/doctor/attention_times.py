@@ -9,10 +9,13 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention import DEFAULT_TUNING, AttentionMetadata, AttentionShape, LayerKVCache, Tuning
 from mlxpaged.attention.gather import contiguous_attention
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.attention.layout import AttentionShape
+from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Locality, Options
 from mlxpaged.attention.tuner import Tuner, of_size
+from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cli.doctor.sizes import Sizes
 
 Figures = dict[str, Any]

@@ -13,17 +13,20 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpaged.attention import AttentionShape, Limits, kernels, resolve_backend
+from mlxpaged.attention import kernels
+from mlxpaged.attention.kv_cache import resolve_backend
+from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.self_check import self_check
-from mlxpaged.attention.tuner import ShapeTimes, tune
+from mlxpaged.attention.tuner import Limits, ShapeTimes, tune
 from mlxpaged.cli.doctor import report
 from mlxpaged.cli.doctor.attention_times import attention_times
 from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cli.doctor.speed import engine_rates, make_engine, mlx_lm_rates, prefill_peak, prompt_rows
-from mlxpaged.engine import EngineCore
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.wired_memory import wire_memory
-from mlxpaged.models import ModelNotFoundError, ServedModel, UnsupportedModelError, load_model, resolve_model
+from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.loader import ServedModel, load_model, resolve_model
 from mlxpaged.models.short_names import DEMO_MODEL
 
 SIZES = Sizes()

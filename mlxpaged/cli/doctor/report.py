@@ -10,7 +10,7 @@ from typing import Any
 from mlxpaged.attention.self_check import KernelCheck
 from mlxpaged.attention.tuner import ShapeTimes, summary
 from mlxpaged.attention.tuning import default_choice
-from mlxpaged.models import ServedModel
+from mlxpaged.models.loader import ServedModel
 
 UNKNOWN = "not_measured"
 

@@ -15,9 +15,13 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.cli.doctor.sizes import Sizes
-from mlxpaged.engine import EngineConfig, EngineCore, Request, SamplingParams, build_engine
-from mlxpaged.models import ServedModel
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.layers import bytes_per_token
+from mlxpaged.models.loader import ServedModel
 
 TOKENS = 256
 """Prompts are of the first tokens of the vocabulary, which every model has."""

@@ -22,7 +22,7 @@ from mlxpaged.api.page import page
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import server_of
-from mlxpaged.engine import DuplicateRequestError
+from mlxpaged.engine.errors import DuplicateRequestError
 
 
 def store_of(request: Request) -> ResponseStore:
