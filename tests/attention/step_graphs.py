@@ -252,7 +252,8 @@ def step_of_mlx_lm(known: KnownModel, batch: int) -> list[Operation]:
         arrays = iter(state[1:])
         for cache in caches:
             if isinstance(cache, ArraysCache):
-                cache.cache = [next(arrays) for _ in cache.cache]
+                of_layer: list[Any] = [next(arrays) for _ in cache.cache]
+                cache.cache = of_layer
             else:
                 cache.keys, cache.values = next(arrays), next(arrays)
         logits: mx.array = model(state[0], cache=caches)[:, -1]
