@@ -31,6 +31,7 @@ from mlxpaged.models.adapters import (
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
 from mlxpaged.models.errors import AdapterError, HubError, ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.gated_delta import route_gated_delta
 from mlxpaged.models.generation_config import read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.joins import join
@@ -252,7 +253,9 @@ def load_model(
         if joins:
             join(model)
         turns.take()
+        delta = route_gated_delta()
         layers, vocab_size = find_layers(model, reference, turns, group), int(reference.logits.shape[1])
+        delta.choose()
         installed = install_adapters(model, loaded, parts_of_projection)
         sizes = {vocab_size, vocab_size // num_ranks}  # of a head, or of its share
         rows = select_rows_before_head(model, sizes, lambda rows: selects_rows(model, layers, reference, rows))
