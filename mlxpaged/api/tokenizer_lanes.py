@@ -17,8 +17,6 @@ Result = TypeVar("Result")
 
 LONG_TEXT = 64 * 1024
 """Characters, or tokens, from which on a text is long. Tokenizing them takes 20 to 100 ms."""
-MAX_THREADS = 16
-"""For all tokenizers together. They start when they are needed."""
 
 
 class Lane:
@@ -51,18 +49,27 @@ class Lane:
         self._is_busy = False
 
 
+class Lanes:
+    """Of a tokenizer: for short texts and for long ones, with a thread each, which starts when it is needed. So a text
+    that takes hours holds no thread of another tokenizer."""
+
+    def __init__(self) -> None:
+        self.short, self.long = Lane(), Lane()
+        self.threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-tokenizer")
+
+
 class TokenizerLanes:
     def __init__(self) -> None:
-        self._lanes: WeakKeyDictionary[Tokenizer, tuple[Lane, Lane]] = WeakKeyDictionary()
-        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mlxpaged-tokenizer")
+        self._lanes: WeakKeyDictionary[Tokenizer, Lanes] = WeakKeyDictionary()  # the threads end with their tokenizer
 
     async def run(self, tokenizer: Tokenizer, size: int, function: Callable[[], Result]) -> Result:
         """Run a function that uses this tokenizer. size: characters or tokens that it works on."""
         loop = asyncio.get_running_loop()
-        lane = self._lanes.setdefault(tokenizer, (Lane(), Lane()))[size >= LONG_TEXT and tokenizer.is_thread_safe]
+        lanes = self._lanes.get(tokenizer) or self._lanes.setdefault(tokenizer, Lanes())
+        lane = lanes.long if size >= LONG_TEXT and tokenizer.is_thread_safe else lanes.short
         await lane.enter(size)
         try:
-            running: Future[Result] = self._threads.submit(function)
+            running: Future[Result] = lanes.threads.submit(function)
         except BaseException:  # the server shuts down, or there is no memory for a thread
             lane.leave()
             raise
@@ -71,4 +78,5 @@ class TokenizerLanes:
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for lanes in self._lanes.values():
+            lanes.threads.shutdown(wait=False, cancel_futures=True)

@@ -80,6 +80,38 @@ def test_a_short_text_waits_neither_for_a_long_one_nor_for_another_model() -> No
     play(scenario)
 
 
+def test_texts_without_end_of_many_models_hold_no_other_one_up() -> None:
+    """As a model that is loaded again and again, whose regular expression takes hours each time."""
+    models: list[Any] = [Model() for _ in range(20)]
+    jobs = [Job(str(i), []) for i in range(40)]
+
+    async def scenario(lanes: TokenizerLanes) -> None:
+        tasks = [
+            asyncio.ensure_future(lanes.run(models[i // 2], (1, LONG_TEXT)[i % 2], job)) for i, job in enumerate(jobs)
+        ]
+        for job in jobs:
+            await begun(job)
+        other: Any = Model()
+        assert await lanes.run(other, 1, lambda: "other") == "other"
+        for job in jobs:
+            job.go_on.set()
+        await asyncio.gather(*tasks)
+
+    play(scenario)
+
+
+def test_the_threads_of_a_tokenizer_end_with_it() -> None:
+    async def scenario(lanes: TokenizerLanes) -> None:
+        model: Any = Model()
+        [thread] = await asyncio.gather(lanes.run(model, 1, threading.current_thread))
+        assert thread.is_alive()
+        del model
+        await asyncio.to_thread(thread.join, DEADLINE)
+        assert not thread.is_alive()
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("is_thread_safe", [True, False])
 def test_the_shortest_of_those_that_wait_is_next(is_thread_safe: bool) -> None:
     """A tokenizer that only one thread may use has one lane."""
