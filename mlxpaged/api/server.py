@@ -44,7 +44,8 @@ LARGE_BODY_BYTES = 64 * 1024
 """Larger bodies are parsed on a thread. A smaller one takes at worst 15 ms, if every few bytes are an object; an
 ordinary one takes less than the switch to a thread and back."""
 MEMORY_PER_BYTE = 128
-"""Bytes that a byte of a body takes at most: the tokenizer keeps about 100 for each, parsed JSON 25 (`[],`)."""
+"""Bytes that a byte of a body takes: the tokenizer keeps about 100 for each of an ordinary text, and up to 430 if each
+is a token; parsed JSON 25 (`[],`)."""
 GRAMMAR_BYTES = 64 * 2**20
 """Bytes that the compiler of grammars takes for a large one."""
 HUGE_BODY_BYTES = 1024 * 1024
