@@ -57,6 +57,11 @@ class FaultyServer:
         self.keys = write_keys(self.directory / "keys.json", **tiers, urgent={"tier": "high"}, admin={"admin": True})
 
     @property
+    def adapter(self) -> Path:
+        """The directory of an adapter, for those that start the server with one."""
+        return self.directory / "adapter"
+
+    @property
     def log(self) -> Path:
         return self.directory / "log"
 

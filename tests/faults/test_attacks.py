@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from tests.faults.streams import CHAT, COMPLETIONS, RESPONSES, chat, user
 from tests.faults.table import LostError
 from tests.faults.wire import Reply
 from tests.models import test_hostile as hostile
+from tests.models.test_hostile_adapters import REFUSED as REFUSED_ADAPTERS
+from tests.support import make_adapter
 
 pytestmark = [
     pytest.mark.faults,
@@ -52,7 +55,7 @@ Play = Callable[[Context], Awaitable[None]]
 @dataclass(frozen=True)
 class Attack:
     """play: plays it once. mebibytes: that the process may grow by, at most. stdout, stderr: what is there in place of
-    a file: a pipe that is not read, or a full disk."""
+    a file: a pipe that is not read ("pipe"), one whose reader has left ("left"), or a full disk ("full")."""
 
     name: str
     play: Play
@@ -77,7 +80,10 @@ def attack(name: str, **options: Any) -> Callable[[Play], Play]:
 
 @attack("standard error is a pipe that is not read", stderr="pipe")
 @attack("standard output and error are pipes that are not read", stdout="pipe", stderr="pipe")
+@attack("standard output is a pipe that is not read", stdout="pipe")
+@attack("the readers of standard output and error have left", stdout="left", stderr="left")
 @attack("the log is on a full disk", stdout="full", stderr="full")
+@attack("standard output is on a full disk", stdout="full")
 async def many_lines(context: Context) -> None:
     for _ in range(30):
         requests = [context.request("GET", f"/v1/files/{'x' * 200}") for _ in range(20)]
@@ -187,20 +193,32 @@ async def files(context: Context) -> None:
             must((await context.request("DELETE", f"/v1/files/{uploaded.json['id']}")).status == 200, "not deleted")
 
 
-@attack("a batch of 50,000 lines")
-async def batch(context: Context) -> None:
-    path, body = chat("x", 1, stream=False)
-    lines = (json.dumps({"custom_id": str(i), "method": "POST", "url": path, "body": body}) for i in range(50_000))
+async def begin_batch(context: Context, bodies: Iterable[dict[str, Any]]) -> str:
+    """Returns the id of the batch."""
+    lines = (
+        json.dumps({"custom_id": str(i), "method": "POST", "url": CHAT, "body": body}) for i, body in enumerate(bodies)
+    )
     uploaded = await context.upload("\n".join(lines))
     must(uploaded.status == 200, uploaded)
     made = {"input_file_id": uploaded.json["id"], "endpoint": CHAT, "completion_window": "24h"}
-    batch_id = (await context.post("/v1/batches", made)).json["id"]
-    for _ in range(200):
-        state = (await context.request("GET", f"/v1/batches/{batch_id}")).json["status"]
-        if state != "validating":
-            break
+    return str((await context.post("/v1/batches", made)).json["id"])
+
+
+async def after(context: Context, batch_id: str, *states: str) -> Any:
+    """The batch when it is in another state than these."""
+    for _ in range(600):
+        found = (await context.request("GET", f"/v1/batches/{batch_id}")).json
+        if found["status"] not in states:
+            return found
         await asyncio.sleep(0.1)
-    must(state != "validating", state)
+    raise LostError(str(found))
+
+
+@attack("a batch of 50,000 lines")
+async def batch(context: Context) -> None:
+    _, body = chat("x", 1, stream=False)
+    batch_id = await begin_batch(context, itertools.repeat(body, 50_000))
+    await after(context, batch_id, "validating")
     cancelled = await context.post(f"/v1/batches/{batch_id}/cancel", {})
     must(cancelled.status in (200, 409), cancelled)
 
@@ -252,6 +270,40 @@ for directory_name, directory_damage in REFUSED_DIRECTORIES.items():
     add_directory(directory_name, directory_damage)
 
 
+def add_adapter(name: str) -> None:
+    damage, _ = REFUSED_ADAPTERS[name]
+
+    @attack(f"an adapter with {name}", mebibytes=500)
+    async def adapter(context: Context) -> None:
+        """It takes the place of the adapter of another model than that of the streams, which is loaded again."""
+        directory = context.server.adapter
+        good = Path(shutil.copytree(directory, directory.with_name(f"good-{time.monotonic_ns()}")))
+
+        async def load() -> Reply:
+            await context.request("POST", "/v1/models/second/unload", key="admin")
+            return await context.request("POST", "/v1/models/second/load", key="admin")
+
+        try:
+            damage(directory)
+            reply = await load()
+            must(reply.status in (400, 500, 507) and "adapter" in reply.body.decode(), reply)
+        finally:
+            shutil.rmtree(directory)
+            good.rename(directory)
+        must((await load()).status == 200, "the adapter is not loaded again")
+
+
+for adapter_name in (
+    "a tensor of a terabyte",
+    "a config of a terabyte",
+    "a deep header",
+    "a header of 35,000 tensors",
+    "too many fields",
+    "no weights of a rank",
+):
+    add_adapter(adapter_name)
+
+
 def splitting(pattern: str) -> Callable[[Path], None]:
     """Texts are split by a regular expression."""
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -273,6 +325,20 @@ async def panic(context: Context) -> None:
         must(health.json.get("batch_task_restarts", 0) == 0, health)
 
 
+@attack("a tokenizer that panics in a batch")
+async def panic_in_a_batch(context: Context) -> None:
+    async with loaded(context, splitting(r"((a|aa)+)+b")) as (name, reply):
+        must(reply.status == 200, reply)
+        for model in (name, "tiny"):  # the next batch runs
+            bodies = [{"model": each, "messages": user("a" * 40), "max_tokens": 2} for each in (model, "tiny")]
+            ended = await after(context, await begin_batch(context, bodies), "validating", "in_progress", "finalizing")
+            failed = int(model == name)
+            must(ended["status"] == "completed", ended)
+            must(ended["request_counts"] == {"total": 2, "completed": 2 - failed, "failed": failed}, ended)
+        health = await context.request("GET", "/health")
+        must(health.json.get("batch_task_restarts", 0) == 0, health)
+
+
 @attack("a tokenizer that takes hours for a text")
 async def slow_regex(context: Context) -> None:
     """The client waits for a while, and leaves."""
@@ -287,8 +353,9 @@ async def growing(context: Context) -> None:
     rule = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * MAX_REPLACED}
     async with loaded(context, hostile.change("tokenizer.json", normalizer=rule)) as (name, reply):
         must(reply.status == 200, reply)
-        answer = await context.post("/tokenize", {"model": name, "prompt": "a" * 200_000})
-        must(answer.status == 200, answer.status)
+        for length, status in ((200_000, 200), (1_000_000, 400)):
+            answer = await context.post("/tokenize", {"model": name, "prompt": "a" * length})
+            must(answer.status == status, answer.status)
 
 
 @attack("a chat template that loops if it is told to")
@@ -303,8 +370,9 @@ async def slow_template(context: Context) -> None:
 @attack("a model directory whose name forges a line of the log")
 async def forged(context: Context) -> None:
     for name in ("a%0AFORGED%20line", "a%1b%5b2J", "a%0d%0aFORGED"):
-        reply = await context.request("POST", f"/v1/models/{name}/load", key="admin")
-        must(reply.status in (400, 404), reply)
+        for method, path in (("POST", f"/v1/models/{name}/load"), ("GET", f"/v1/models/{name}")):
+            reply = await context.request(method, path, key="admin")
+            must(reply.status in (400, 404), reply)
     text = context.server.log.read_text(errors="replace")
     must("\x1b" not in text and not any(line.startswith("FORGED") for line in text.splitlines()), text[-1000:])
 
@@ -392,17 +460,19 @@ def output(kind: str) -> Iterator[int | None]:
     if kind == "file":
         yield None
         return
-    reading, writing = os.pipe() if kind == "pipe" else (os.open("/dev/null", 0), os.open("/dev/full", os.O_WRONLY))
-    try:
+    reading, writing = (os.open("/dev/null", 0), os.open("/dev/full", os.O_WRONLY)) if kind == "full" else os.pipe()
+    with open(reading), open(writing, "w"):
+        if kind == "left":
+            with open(os.devnull) as nothing:
+                os.dup2(nothing.fileno(), reading)
         yield writing
-    finally:
-        os.close(reading)
-        os.close(writing)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> FaultyServer:
-    return FaultyServer(tmp_path_factory.mktemp("attacks"))
+    server = FaultyServer(tmp_path_factory.mktemp("attacks"))
+    make_adapter(server.models / "second", server.adapter, 1)
+    return server
 
 
 async def measure(attack: Attack, server: FaultyServer) -> tuple[Seen, Seen, float, float]:
@@ -436,7 +506,7 @@ def test_an_attack_leaves_others_alone(
 ) -> None:
     async def run() -> tuple[Seen, Seen, float, float]:
         with output(attack.stdout) as stdout, output(attack.stderr) as stderr:
-            await server.start(stdout=stdout, stderr=stderr)
+            await server.start("--adapter", f"second:mine={server.adapter}", stdout=stdout, stderr=stderr)
             try:
                 return await measure(attack, server)
             finally:
